@@ -18,17 +18,8 @@ TYPES = {
     "I64": "int64",
     "BOOL": "bool",
 }
-FUNCTION = [
-    "arch",
-    "arch_args",
-    "classes",
-    "surgery",
-    "size",
-    "mean",
-    "std",
-    "interpolation",
-    "crop_pct",
-]
+FUNCTION = ["arch", "arch_args", "classes", "surgery", "size", "mean", "std"]
+FUNCTION += ["interpolation", "crop_pct"]
 
 
 class Unreadable(Exception):

@@ -27,6 +27,15 @@ def shown(value: Fraction | None) -> str:
     return "inf" if value is None else f"{Decimal(value.numerator) / value.denominator:.12g}"
 
 
+def falls_short(fields: Mapping[str, Any], value: Fraction | None) -> bool:
+    """Tell whether a stated logarithm is below the value's; none is that of 0 or infinity."""
+    if (log10 := fields.get("log10_upper")) is None or value == 0:
+        return False
+    return value is None or not (
+        float(log10) + 1e-9 >= float((Decimal(value.numerator) / value.denominator).log10())
+    )
+
+
 def judge(where: str, claimed: Fraction | None, proven: Interval) -> Verdict:
     """A stated bound agrees at or above the own upper bound, and is refuted below the own lower
     bound.
@@ -47,6 +56,8 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
     """Yield a verdict on each leaf, on each node that is not the network's or breaks its law, and
     on the headline.
     """
+    if document.get("schema") != 1:
+        raise Unreadable("its schema is not 1, the one that is read here")
     try:
         rows = [
             (str(r["path"]), str(r["law"]), read_value(r["value"]), list(r["parts"]))
@@ -56,7 +67,8 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
             read_value([document["upper"], 0]),
             read_text(document.get("upper_text", "inf")),
         ]
-        log10 = float("inf" if (claimed := document.get("log10_upper")) is None else claimed) + 1e-9
+        pairs = zip((*document["proof"], document), [*rows, *rows[-1:]])
+        short = [falls_short(fields, row[2]) for fields, row in pairs]
     except (KeyError, TypeError, ValueError, ArithmeticError) as failure:
         raise Unreadable(
             f"the proof cannot be read ({type(failure).__name__}: {failure})"
@@ -97,12 +109,9 @@ def judge_proof(document: Mapping[str, Any], root: Node) -> Iterator[Verdict]:
                 )
     if len({number for number, _ in visited}) < len(rows):
         yield Verdict("proof", REFUTE, "it has nodes that no part of the network leads to")
-    digits = (
-        float("inf") if top is None else float((Decimal(top.numerator) / top.denominator).log10())
-    )
-    if not log10 >= digits or any(
-        head is not None and (top is None or head < top) for head in heads
-    ):
+    for number in (number for number, row in enumerate(rows) if short[number]):
+        yield Verdict(f"node {number}", REFUTE, f"log10_upper is below {shown(rows[number][2])}")
+    if short[-1] or any(head is not None and (top is None or head < top) for head in heads):
         yield Verdict("headline", REFUTE, f"the root is {shown(top)}, above what is stated")
     yield judge("root", top, root.value)
 

@@ -16,7 +16,7 @@ IMAGES=${IMAGES:-/data/imagenet/val}
 RECORDS=${RECORDS:-smoothed.jsonl}
 PER_NODE=${PER_NODE:-8}
 
-# to train a network too large for one GPU, call torchrun the same way with `-m certcli finetune ... --shard-weights --resume`
+# to train a network too large for one GPU, call torchrun the same way with `--no-python certvit finetune ... --shard-weights --resume`
 
 # the first machine of the job is where the processes meet
 MEET=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -26,5 +26,5 @@ MEET=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 torchrun \
     --nnodes="$SLURM_NNODES" --nproc-per-node="$PER_NODE" \
     --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$MEET:29500" \
-    -m certcli certify "$CKPT" --dataset "$IMAGES" --method smoothing --sigma 0.25 -n 100000 -e 0.25 -e 0.5 \
+    --no-python certvit certify "$CKPT" --dataset "$IMAGES" --method smoothing --sigma 0.25 -n 100000 -e 0.25 -e 0.5 \
     --precision bf16 --batch-size 1024 --records "$RECORDS" --resume

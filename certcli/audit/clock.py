@@ -15,10 +15,10 @@ from certcli.system.processes import ALONE, Team
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
 AGAIN = 5.0
-"""Seconds between two rings: Python drops what is raised while it deletes an object, and with it the first one."""
+"""Seconds between two rings: a library may swallow what is raised inside it, and with it the first one."""
 
 AFTER_AN_IMPORT = 0.05
-"""Seconds until the next ring, where one met an import or the entry of a block."""
+"""Seconds until the next ring, where one met an import, the entry of a block, or the end of an object."""
 
 
 class OutOfTime(BaseException):
@@ -93,6 +93,8 @@ class Ending:
             self.modes.__enter__()
             # the audit itself may run inside an import
             self.imports = _imports(sys._getframe())
+            self.hook = sys.unraisablehook
+            sys.unraisablehook = self._deferred
             self.handler = signal.signal(signal.SIGALRM, self._ring)
             signal.setitimer(signal.ITIMER_REAL, max(self.time.left, 1e-3), AGAIN)
 
@@ -102,6 +104,7 @@ class Ending:
         if self.in_main_thread:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self.handler)
+            sys.unraisablehook = self.hook
             if kind is OutOfTime:
                 _close_generators(error)
             self.modes.__exit__(None, None, None)
@@ -115,6 +118,15 @@ class Ending:
             signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
         else:
             raise OutOfTime
+
+    def _deferred(self, lost: Any) -> None:
+        """Ring again soon where Python drops the end of time: in `__del__`, a weak reference's
+        callback, or the collector nothing can be raised.
+        """
+        if lost.exc_type is OutOfTime:
+            signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
+        else:
+            self.hook(lost)
 
 
 def _close_generators(error: BaseException | None) -> None:

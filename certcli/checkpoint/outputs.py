@@ -189,10 +189,22 @@ def orphans(index: Path) -> list[Path]:
 
 def last_command(path: Path) -> str | None:
     """Return the command that wrote a checkpoint, by its record; None for any other file."""
+    step = last_step(path)
+    return None if step is None else step[0]
+
+
+def last_step(path: Path) -> tuple[str, str] | None:
+    """Return that command, and the digest of the network that it began with."""
     try:
-        return str(json.loads(read_metadata(path)["certvit"])["lineage"][-1]["command"])
+        step = json.loads(read_metadata(path)["certvit"])["lineage"][-1]
+        return str(step["command"]), str(step["parent"])
     except (KeyError, ValueError, TypeError, IndexError, RecursionError):
         return None
+
+
+def is_unfinished(path: Path, state: Path, command: str) -> bool:
+    """Tell whether `command` wrote `path` and was stopped before it deleted its state beside it."""
+    return os.path.lexists(state) and last_command(path) == command
 
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:

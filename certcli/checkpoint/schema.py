@@ -161,10 +161,10 @@ class AdaptFields(StrictStruct):
     digest: Digest
 
 
+LARGEST_EXPONENT = 2**20
+"""Of the values of a proof, on both sides: its decimal digits are computed in milliseconds."""
 Share = Annotated[float, Meta(ge=0, le=1)]
-LARGEST_EXPONENT = 40_000
-"""Of two, in a proof: 10^12000 is far beyond the bound of any network, and its digits take a few milliseconds."""
-Log10 = Annotated[float, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)]
+Log10 = Annotated[float, Meta(ge=-1e6, le=1e6)]
 
 
 class ProofFields(Struct):

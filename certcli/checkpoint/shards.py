@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.reading import read_bounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +48,7 @@ def metadata_of(index: Path) -> dict[str, str]:
 
 def _fields(index: Path) -> IndexFields:
     try:
-        if index.stat().st_size > LARGEST_INDEX:
-            raise Refused(f"more than {LARGEST_INDEX:,} bytes")
-        fields = decode(index.read_bytes(), IndexFields)
+        fields = decode(read_bounded(index, LARGEST_INDEX), IndexFields)
         if (count := len(set(fields.weight_map.values()))) > MOST_FILES:
             raise Refused(f"{count:,} files; a checkpoint has at most {MOST_FILES:,}")
         return fields

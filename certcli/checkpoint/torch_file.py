@@ -7,6 +7,7 @@ reads anything.
 
 import argparse
 import pickletools
+import re
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,12 @@ LARGEST_PICKLE = 2**28
 """Bytes of the pickle in an archive, without the tensors' values."""
 MOST_COPIED = 2**28
 """Characters that all calls of `_codecs.encode` may copy, which makes bytes of a text."""
+MOST_OPCODES = 2**22
+MOST_OBJECTS = 2**20
+"""Containers and calls of a pickle: an empty set takes one byte of the file and 216 of memory."""
+_OBJECTS = re.compile(
+    r"EMPTY_|(MEMOIZED_)?(LIST|DICT|FROZENSET|REDUCE|NEWOBJ|OBJ|INST|BUILD)|TUPLE"
+)
 _ENCODE = "_codecs.encode"
 
 _NAMES = frozenset(
@@ -143,11 +150,15 @@ def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
 
 
 def _require_names(content: IO[bytes]) -> None:
-    """Raise Refused for a pickle with names outside the closed list, or copied too often."""
+    """Raise Refused for a pickle with names outside the closed list, or that makes too many objects."""
     calls = 0
     longest = 0
+    objects = 0
     names = set()
-    for opcode, argument, _ in pickletools.genops(content):
+    for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
+        objects += _OBJECTS.match(opcode.name) is not None
+        if count > MOST_OPCODES or objects > MOST_OBJECTS:
+            raise Refused("its pickle makes millions of objects")
         if opcode.name in ("GLOBAL", "INST"):
             names.add(_current_name(str(argument)))
         elif opcode.name == "STACK_GLOBAL":

@@ -18,9 +18,10 @@ from unicodedata import normalize
 
 from certcli.evaluation.record_lines import parse
 from certcli.images.labelled import DIGESTED, SPLITS, Images
-from certcli.system.errors import DataError, OutputError, UsageError
+from certcli.system.errors import DataError, OutputError, Refused, UsageError
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 from certcli.system.processes import Team
+from certcli.system.reading import read_bounded
 
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
@@ -171,6 +172,8 @@ class RecordFile:
             )
         require_absent(path, force or resume, "--records")
         try:
+            if force and not resume and path.is_symlink() and not self._streamed:
+                path.unlink()  # the records replace a link, never what it points to
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
             raise OutputError(
@@ -262,10 +265,9 @@ class RecordFile:
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
     """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
-        size = path.stat().st_size
-        if size > LARGEST_RECORDS:
-            raise DataError(f"{path} has {size / 2**30:.0f} GiB, and records have 2 at most")
-        data = path.read_bytes()
+        data = read_bounded(path, LARGEST_RECORDS)
+    except Refused as refusal:
+        raise DataError(f"cannot read {path}: {refusal}", "is it a file of records?") from refusal
     except OSError as failure:
         raise DataError(
             f"cannot read {path}: {failure.strerror}",

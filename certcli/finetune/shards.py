@@ -48,7 +48,7 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
     if not team.several:
         raise UsageError(
             f"{OPTION} divides the weights among processes, and there is only one",
-            "torchrun --nproc-per-node N -m certcli finetune ...",
+            "torchrun --nproc-per-node N --no-python certvit finetune ...",
         )
     wrong = {
         f"--loss {settings.loss}": settings.loss != "ce",

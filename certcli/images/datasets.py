@@ -225,7 +225,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
     # isort: split
     import torchvision
 
-    for path in (data_dir / TORCHVISION[name]).glob("raw/*"):
+    for path in (data_dir / TORCHVISION[name]).glob("*/*"):
         if path.stat().st_size > LARGEST_RAW:  # torchvision reads a file whole
             raise DataError(f"{path} has {path.stat().st_size:,} bytes", f"fetch {name} again")
     try:
@@ -237,7 +237,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
             f"no readable {TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
             f"--data-dir names the folder that holds {TORCHVISION[name]}'s own folder",
         ) from failure
-    _require_consistent(name, data_dir, len(stored.data), stored.targets, len(stored.classes))
+    _require_consistent(name, data_dir, stored.data, stored.targets, len(stored.classes))
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
     images = _in_memory(
@@ -250,12 +250,20 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
 
 
 def _require_consistent(
-    name: str, data_dir: Path, count: int, labels: Sequence[int] | Tensor, classes: int
+    name: str, data_dir: Path, stored: Any, labels: Sequence[int] | Tensor, classes: int
 ) -> None:
     """Raise DataError where a dataset's files disagree: torchvision reads each alone."""
-    numbers = torch.as_tensor(labels)
+    count = len(stored)
+    try:
+        numbers = torch.as_tensor(labels)
+    except (TypeError, ValueError, RuntimeError):
+        numbers = torch.empty(0)
     reason = ""
-    if count != len(numbers):
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dim() != 1:
+        reason = "labels that are no whole numbers"
+    elif not isinstance(stored, (Tensor, np.ndarray)) or str(stored.dtype)[-5:] != "uint8":
+        reason = "pixels that are no bytes"
+    elif count != len(numbers):
         reason = f"{count:,} images and {len(numbers):,} labels"
     elif not count:
         reason = "no images"

@@ -1,6 +1,7 @@
 """Datasets in folders: of class folders, of splits of them, or of images beside a labels.csv."""
 
 import csv
+import io
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
 from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
-from certcli.system.errors import DataError, one_line, plain
+from certcli.system.errors import DataError, Refused, one_line, plain
+from certcli.system.reading import is_absent, open_bounded
 
 LARGEST_RESIZED = 2**24
 """Pixels of an image after resizing its short side, before the crop."""
@@ -171,8 +173,9 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     listing = folder / "labels.csv"
     loose = sorted(path for path in folder.iterdir() if _is_image(path.name))
     # a table beside one folder, such as images/, names the images in it
-    listed = listing.is_file() and len(_folders_in(folder)) <= 1
-    if loose and not listing.is_file() and not any(child.is_dir() for child in folder.iterdir()):
+    no_table = is_absent(listing)
+    listed = not no_table and len(_folders_in(folder)) <= 1
+    if loose and no_table and not any(child.is_dir() for child in folder.iterdir()):
         images = unlabelled(folder.name, "all", loose, spec)
         no_images = [path.name for path in folder.iterdir() if not _is_image(path.name)]
         notes = filter(
@@ -358,9 +361,7 @@ def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
 
 
 def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
-    """Yield the lines of a table; DataError for one that is too long, or for too many bytes in all."""
-    if listing.stat().st_size > LARGEST_TABLE:
-        raise DataError(f"{listing} has more than {LARGEST_TABLE:,} bytes", "is it a table?")
+    """Yield the lines of a table; DataError for one that is too long."""
     while line := handle.readline(LONGEST_LINE):
         if len(line) == LONGEST_LINE:
             raise DataError(
@@ -380,10 +381,16 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
     order of the numbers.
     """
     try:
-        with listing.open(newline="", encoding="utf-8-sig") as handle:  # Excel begins with a mark
-            reader = csv.DictReader(_lines(handle, listing), restkey="", restval="")
+        with open_bounded(listing, LARGEST_TABLE) as file:
+            # Excel begins with a mark
+            text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+            reader = csv.DictReader(_lines(text, listing), restkey="", restval="")
             rows = list(reader)
-    except (UnicodeError, csv.Error) as failure:
+    except OSError as failure:
+        raise DataError(
+            f"cannot read {listing}: {failure.strerror}", "remove it, if there are no labels"
+        ) from failure
+    except (Refused, UnicodeError, csv.Error) as failure:
         raise DataError(
             f"{listing} is not a table of text ({one_line(failure)})", "columns 'file' and 'class'"
         ) from failure

@@ -20,6 +20,7 @@ from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.folder import HUB_NAMES
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.system.reading import is_absent
 
 CONFIG = "config.json"
 TIMM = "timm's own"
@@ -53,7 +54,7 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
             too, or the file's name is that of another architecture.
     """
     config = config_path(path)
-    if not config.is_file():
+    if is_absent(config):
         return None, []
     try:
         fields = read_config(

@@ -21,6 +21,7 @@ from certcli.models.weights import load_weights
 from certcli.nn.schedules import BETAS, alpha_bars
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.reading import is_absent, read_bounded
 
 T = TypeVar("T")
 
@@ -134,7 +135,7 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
 def _require_pixels(path: Path) -> None:
     """Raise ArchitectureError for a pipeline of latent images, or one without a UNet."""
     index = path / "model_index.json"
-    if not index.is_file():
+    if is_absent(index):
         return
     parts = _fields(index)
     latent = [part for part in LATENT if part in parts]
@@ -188,14 +189,14 @@ def _new_name(name: str) -> str:
 
 
 def _fields(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if is_absent(path):
         raise CheckpointError(
             f"{path} is missing: without it the denoiser's function is not known",
             "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
         )
     try:
-        return decode(path.read_bytes(), dict[str, Any])
-    except (Refused, ValueError) as failure:
+        return decode(read_bounded(path), dict[str, Any])
+    except (Refused, OSError, ValueError) as failure:
         raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
 
 
@@ -211,6 +212,14 @@ def _shape(config: Mapping[str, Any], path: str) -> UNetShape:
         and all(2 <= width <= WIDEST for width in shape.block_out_channels)
         and 1 <= shape.layers_per_block <= DEEPEST
         and shape.norm_num_groups >= 1
+        and all(
+            count is None or 1 <= count <= WIDEST
+            for count in (
+                shape.attention_head_dim,
+                shape.attn_norm_num_groups,
+                shape.time_embedding_dim,
+            )
+        )
         and shape.downsample_padding in (0, 1)
         and shape.mid_block_scale_factor > 0
         and shape.norm_eps > 0

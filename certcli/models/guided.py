@@ -34,6 +34,7 @@ from certcli.models.diffusion import (
 from certcli.models.weights import load_weights
 from certcli.nn.unet import RESNET_DOWN, RESNET_UP, UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.reading import is_absent, read_bounded
 
 MARK = "input_blocks.0.0.weight"
 """A tensor of every such UNet, and of no other network that is read."""
@@ -146,9 +147,9 @@ def _no_unet(path: Path, why: str) -> ArchitectureError:
 def _flags(path: Path) -> Flags:
     """Return the flags beside the file, or those of a published file of that name."""
     description = path.with_suffix(".json")
-    if description.is_file():
+    if not is_absent(description):
         try:
-            return decode(description.read_bytes(), Flags)
+            return decode(read_bounded(description), Flags)
         except (Refused, OSError) as failure:
             raise CheckpointError(
                 f"{description} holds no flags of guided-diffusion: {one_line(failure)}",

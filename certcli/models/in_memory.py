@@ -1,7 +1,6 @@
 """A module in memory as a checkpoint: copied, then traced and bounded like a file's network."""
 
 import copy
-import hashlib
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from certcli.models import build
 from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.open import require_classifier, require_features
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
+from certcli.models.program import program_digest
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
 PREFIX = "module."
@@ -115,7 +115,7 @@ def open_module(
         ) from failure
     arch = PREFIX + re.sub(r"[^A-Za-z0-9_]", "_", kind)[:100]
     # so that the digest covers parts without tensors
-    shown = {"structure": hashlib.sha256(repr(net).encode()).hexdigest()[:16]}
+    shown = {"structure": program_digest(net)[:16]}
     try:
         model = build.load(
             build.with_network(Checkpoint(tensors, Record(arch, shown, spec, 0)), net)

@@ -1,8 +1,9 @@
 """Outputs: a regular file is replaced whole or not at all, a stream is written in one piece.
 
-Links are followed: their target is replaced in its own folder, and the links stay. A pipe, a
-character device and an open descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file
-is renamed over them.
+A name that was free when the command began is taken only if it still is: what another program puts
+there meanwhile stays. A link is replaced itself, never what it points to. A pipe, a character device
+and an open descriptor (/dev/stdout, /dev/fd/3, a link to one) are streams: no file is renamed over
+them.
 """
 
 import contextlib
@@ -26,6 +27,10 @@ from certcli.system.errors import OutputError, UsageError, one_line
 MOST_LINKS = 40
 """Links that are followed, as on Linux."""
 _DESCRIPTOR = re.compile(r"/(dev|proc/{pid}(/task/\d+)?)/fd/(\d+)")
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EACCES)
+"""What systems answer where a file cannot have a second name."""
+_free: set[str] = set()
+"""Outputs that were absent when `require_absent` looked, and may not replace a file."""
 _NO_FILES = {stat.S_IFBLK: "a block device", stat.S_IFSOCK: "a socket"}
 
 
@@ -54,8 +59,16 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
     """Raise UsageError when `path` exists and `force` is not set, OutputError when it cannot be
     written.
 
-    A stream needs no `force`: writing to it destroys nothing.
+    A stream needs no `force`: writing to it destroys nothing. Without `force`, `atomic_file` will
+    not replace what lies at `path` later either.
     """
+    _free.discard(os.path.abspath(path))
+    if not _require_place(path, force, option) and not force:
+        _free.add(os.path.abspath(path))
+
+
+def _require_place(path: Path, force: bool, option: str) -> bool:
+    """Do as `require_absent`, remembering nothing; return whether there is something at `path`."""
     try:
         mode = os.stat(path).st_mode
     except OSError as failure:
@@ -75,7 +88,7 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
             raise OutputError(
                 f"cannot write {path}: it may only be read", f"choose another {option}"
             )
-        return
+        return True
     if mode is not None and not stat.S_ISREG(mode):
         kind = _NO_FILES.get(stat.S_IFMT(mode), "no file")
         raise UsageError(f"the output {path} is {kind}", f"choose another {option}")
@@ -83,7 +96,7 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
         raise UsageError(
             f"{path} exists already", f"choose another {option}, or pass --force to replace it"
         )
-    folder = _file(path).parent
+    folder = path.parent
     if not folder.is_dir():
         raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
     try:
@@ -99,11 +112,7 @@ def require_absent(path: Path, force: bool, option: str = "-o") -> None:
         raise OutputError(
             f"cannot write {path}: {reason}", f"choose another folder with {option}"
         ) from failure
-
-
-def _file(path: Path) -> Path:
-    """Return the target of a link, else `path` as given."""
-    return Path(os.path.realpath(path)) if os.path.islink(path) else path
+    return mode is not None
 
 
 @contextlib.contextmanager
@@ -113,27 +122,57 @@ def atomic_file(path: Path) -> Iterator[Path]:
     A regular file keeps its permissions; a stream gets the bytes. When the block fails, nothing is
     left.
     """
-    require_absent(path, force=True)
-    file = _file(path)
+    free = os.path.abspath(path) in _free
+    if not free:
+        _require_place(path, True, "-o")
+    stream = not free and is_stream(path)
     try:
-        with _workplace(None if is_stream(path) else file.parent, file.name) as folder:
+        with _workplace(None if stream else path.parent, path.name) as folder:
             written = folder / "written"
             yield written
-            if is_stream(path):
+            if stream:
                 with written.open("rb") as source, open_stream(path) as sink:
                     shutil.copyfileobj(source, sink)
                 return
             with written.open("rb+") as handle:
                 os.fsync(handle.fileno())
-            written.chmod(stat.S_IMODE(file.stat().st_mode) if file.exists() else 0o666 & ~_umask())
-            written.replace(file)
-            watched.written(file)
+            written.chmod(_permissions(path))
+            if free:
+                _take(written, path)
+            else:
+                written.replace(path)
+            watched.written(path)
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder
-            number = os.open(file.parent, os.O_RDONLY)
+            number = os.open(path.parent, os.O_RDONLY)
             os.fsync(number)
             os.close(number)
+    except FileExistsError as failure:
+        raise OutputError(
+            f"{path} appeared while the command ran, and stays as it is",
+            "choose another name, or pass --force to replace it",
+        ) from failure
     except (OSError, SafetensorError) as failure:
         raise cannot_write(path, failure) from failure
+
+
+def _permissions(path: Path) -> int:
+    """Return the permissions of the regular file at `path`, else those of a new one."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISREG(mode := os.lstat(path).st_mode):
+            return stat.S_IMODE(mode)
+    return 0o666 & ~_umask()
+
+
+def _take(written: Path, path: Path) -> None:
+    """Give a file the name `path` for good; FileExistsError where anything, a link too, has it."""
+    try:
+        os.link(written, path)
+    except OSError as failure:
+        if failure.errno not in _NO_LINKS:
+            raise
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
+        written.replace(path)
+    _free.discard(os.path.abspath(path))  # this run may write it again
 
 
 def cannot_write(path: Path, failure: Exception) -> OutputError:
@@ -158,8 +197,13 @@ def open_stream(path: Path) -> IO[bytes]:
 
 
 def open_alone(path: Path) -> IO[bytes]:
-    """Open a file to read and write, made where absent; refuse other runs until it closes."""
-    handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    """Open a file to read and write, made where absent; refuse other runs until it closes.
+
+    FileExistsError where something took a name that `require_absent` saw free.
+    """
+    exclusive = os.O_EXCL if os.path.abspath(path) in _free else 0
+    handle = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | exclusive, 0o666), "r+b")
+    _free.discard(os.path.abspath(path))
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as failure:

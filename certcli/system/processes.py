@@ -1,6 +1,6 @@
 """Several processes that run one command.
 
-`torchrun --nproc-per-node N -m certcli COMMAND ...` starts N processes that know their rank. Rank 0
+`torchrun --nproc-per-node N --no-python certvit COMMAND ...` starts N processes that know their rank. Rank 0
 leads: only the leader writes files and messages. Free processes draw pieces of work from a counter
 in torch.distributed's store and return their results over the store; the leader passes them on in
 order, so that results do not depend on the number of processes. Only numbers that are added up

@@ -9,6 +9,7 @@ import shutil
 import signal
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
@@ -396,6 +397,40 @@ def test_a_stage_that_ends_during_an_import_lets_it_finish(
     with pytest.raises(OutOfTime):
         stage()
     assert sys.modules.pop("slow_to_import").WHOLE
+
+
+class EndsSlowly:
+    """Busy when it is deleted, so that the time ends there."""
+
+    def __del__(self) -> None:
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("by", ["__del__", "a weak reference's callback"])
+def test_time_that_ends_while_an_object_is_deleted_ends_the_stage_soon_after(
+    by: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python drops what is raised there, and printed "Exception ignored" in the audit's output."""
+    before = sys.unraisablehook
+    rings: list[float] = []
+
+    def stage() -> None:
+        with StageTime(0.05).ended():
+            if by == "__del__":
+                EndsSlowly()
+            else:
+                one = {1}
+                weak = weakref.ref(one, lambda _: time.sleep(0.2))
+                assert weak() is one
+                del one
+            rings.append(signal.getitimer(signal.ITIMER_REAL)[0])
+            time.sleep(1)
+
+    with pytest.raises(OutOfTime):
+        stage()
+    assert 0 < rings[0] < 0.1  # of five seconds between two rings
+    assert sys.unraisablehook is before
+    assert "ignored" not in capsys.readouterr().err
 
 
 def test_a_stage_ends_where_the_audit_itself_runs_inside_an_import(

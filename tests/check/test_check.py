@@ -156,6 +156,11 @@ def test_it_refutes_laws_that_do_not_hold_and_headlines_below_the_root(case: Any
         "function": about,
     }.items():
         assert run(path, {**report, key: other})[0] == 1, key
+    for other in (-1.0, float("nan")):
+        stated = copy.deepcopy(report)
+        stated["proof"][0]["log10_upper"] = other
+        assert any("node 0: log10_upper" in line for line in run(path, stated)[1])
+    assert run(path, {**report, "schema": 2})[0] == 3
     mean, about_mean = case("mean")
     shorter = copy.deepcopy(about_mean)
     row = find(shorter, "", "concatenation")
@@ -182,7 +187,8 @@ def test_a_verdict_names_the_networks_own_node(
     case: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, report = case("lip")
-    rows = [{**row, "value": ["inf", 0], "path": "of the file"} for row in report["proof"]]
+    nothing = {"value": ["inf", 0], "log10_upper": None, "path": "of the file"}
+    rows = [{**row, **nothing} for row in report["proof"]]
     (tmp_path / "p.json").write_text(json.dumps({**report, **bound_document(INF), "proof": rows}))
     assert main([str(path), str(tmp_path / "p.json")]) == 0  # it states nothing
     assert "of the file" not in capsys.readouterr().out
@@ -254,13 +260,14 @@ def test_it_says_what_it_cannot_check(name: str, case: Any, tmp_path: Path, run:
 
 @pytest.mark.parametrize("text", [
     "", "[]", "{}", "{", '{"proof": [], "upper": 1}', '{"a": 1, "a": 2}', "[" * 10**5, "\x00",
-    '{"upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [0.5, 999999999999], "parts": []}]}',
-    '{"upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [NaN, 0], "parts": []}]}',
-    '{"upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [-0.5, 0], "parts": []}]}',
-    '{"upper": 1.0, "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": [0]}]}',
-    *(f'{{"upper": 1.0, "upper_text": "{head}", "proof": [{{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}}]}}'
+    '{"schema": 1, "upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [0.5, 999999999999], "parts": []}]}',
+    '{"schema": 1, "upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [NaN, 0], "parts": []}]}',
+    '{"schema": 1, "upper": 1.0, "proof": [{"path": "", "law": "theorem", "value": [-0.5, 0], "parts": []}]}',
+    '{"schema": 1, "upper": 1.0, "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": [0]}]}',
+    *(f'{{"schema": 1, "upper": 1.0, "upper_text": "{head}", '
+      '"proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}]}'
       for head in ("1e999999999999", "1E-999999999999", "1/0")),
-    '{"upper": 1.0, "upper_text": "one", "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}]}',
+    '{"schema": 1, "upper": 1.0, "upper_text": "one", "proof": [{"path": "", "law": "sum", "value": [0.5, 0], "parts": []}]}',
 ])  # fmt: skip
 def test_what_is_no_proof_is_unreadable(text: str, case: Any, run: Any) -> None:
     assert run(case("lip").path, text)[0] == 3

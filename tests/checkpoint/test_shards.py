@@ -147,14 +147,14 @@ def test_a_stop_after_the_index_keeps_its_files(
 ) -> None:
     import os
 
-    replace = os.replace
+    link = os.link
 
     def late(source: object, target: Path) -> None:
-        replace(source, target)  # type: ignore[arg-type]
+        link(source, target)  # type: ignore[arg-type]
         if target.name == INDEX:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", late)
+    monkeypatch.setattr(os, "link", late)
     with pytest.raises(KeyboardInterrupt):
         tiny.write(tmp_path / INDEX, shard_bytes=MOST)
     assert Checkpoint.read(tmp_path / INDEX).digest == tiny.digest

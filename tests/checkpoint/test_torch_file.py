@@ -203,6 +203,19 @@ def test_a_program_of_torchscript_is_named(tmp_path: Path) -> None:
         load_plain(path)
 
 
+@pytest.mark.parametrize("opcode", [b"\x8f", b"}", b"]", b")", b"N", b"K\x01", b"(l"])
+def test_a_pickle_of_many_objects_is_refused(
+    opcode: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four megabytes of empty sets took 960; numbers and containers have a limit each."""
+    monkeypatch.setattr(torch_file, "MOST_OPCODES", 200)
+    monkeypatch.setattr(torch_file, "MOST_OBJECTS", 50)
+    for count in (20, 400):
+        content = io.BytesIO(b"\x80\x04" + opcode * count + b".")
+        with pytest.raises(Refused, match="objects") if count > 20 else nullcontext():
+            torch_file._require_names(content)
+
+
 class Copied:
     """Pickled as a call of `_codecs.encode`, which copies its text."""
 

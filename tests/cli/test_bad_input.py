@@ -16,9 +16,10 @@ from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.shards import INDEX
+from certcli.cli.finetune import proof
 from certcli.finetune import state
 from certcli.lipschitz.table import rules
-from certcli.system.errors import NoBoundError, OutputError
+from certcli.system.errors import NoBoundError, OutputError, UsageError
 from tests.helpers.commands import attempt, console, document
 from tests.helpers.forks import interrupted
 
@@ -201,6 +202,33 @@ def test_a_network_without_a_bound_certifies_nothing(
         assert isinstance(failure, NoBoundError)
         assert failure.code == 5
         assert "mlp" in failure.message
+
+
+def test_a_run_that_ends_between_its_weights_and_its_evidence_is_resumed(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are on disk then, and plain --resume replaces them; another file stays."""
+    given = "--loss margin --optimiser stiefel --epochs 2 --limit 100 --quiet -o"
+    words = ["finetune", str(workshop / "adapted.safetensors"), *given.split()]
+    whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as stopped:
+        stopped.setattr(proof, "prove", stop)
+        attempt(*words, parts)
+    assert parts.exists()
+    assert (tmp_path / "parts.state.safetensors").exists()
+    assert attempt(*words, parts).exit_code
+    weights = parts.read_bytes()
+    parts.write_bytes((workshop / "plain.safetensors").read_bytes())
+    assert isinstance(attempt(*words, parts, "--resume").exception, UsageError)
+    parts.write_bytes(weights)
+    resumed = attempt(*words, parts, "--resume")
+    assert resumed.exit_code == attempt(*words, whole).exit_code
+    assert parts.read_bytes() == whole.read_bytes()
+    assert sorted(tmp_path.iterdir()) == [parts, whole]
 
 
 def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(

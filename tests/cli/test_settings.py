@@ -100,4 +100,4 @@ def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "certvit.toml").mkdir()
     outcome = attempt("audit", "m.safetensors")
     assert isinstance(outcome.exception, UsageError), outcome.exception
-    assert "certvit.toml is no file" in outcome.exception.message
+    assert "certvit.toml cannot be read: it is no regular file" in outcome.exception.message

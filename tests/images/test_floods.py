@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -149,6 +150,26 @@ def test_threads_decode_no_more_pixels_together_than_one_image_may_have(
     assert opening._decoding == [0]
 
 
+@pytest.mark.parametrize(
+    ("pixels", "labels"),
+    [
+        (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.tensor([float("nan"), 1.0])),
+        (torch.zeros(2, 28, 28, dtype=torch.uint8), ["seven", "two"]),
+        (torch.zeros(2, 28, 28, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.int64)),
+        (torch.full((2, 28, 28), float("nan")), torch.tensor([7, 2])),
+        ("images", torch.tensor([7, 2])),
+    ],
+)
+def test_processed_files_of_mnist_hold_bytes_and_whole_numbers(
+    tmp_path: Path, pixels: Any, labels: Any
+) -> None:
+    (tmp_path / "MNIST" / "processed").mkdir(parents=True)
+    for name in ("training.pt", "test.pt"):
+        torch.save((pixels, labels), tmp_path / "MNIST" / "processed" / name)
+    with pytest.raises(DataError, match=r"contradict|no readable"):
+        datasets.load("torch/mnist", SPEC, "test", tmp_path)
+
+
 def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
     (tmp_path / "MNIST" / "raw").mkdir(parents=True)
     with (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").open("wb") as file:
@@ -161,7 +182,7 @@ def test_records_and_a_tensor_of_a_terabyte_are_refused_unread(tmp_path: Path) -
     records = tmp_path / "r.jsonl"
     with records.open("wb") as file:
         file.truncate(2**40)
-    with pytest.raises(DataError, match="1024 GiB"):
+    with pytest.raises(DataError, match="1,099,511,627,776 bytes"):
         read_records(records, "certify")
     about = {"x": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
     text = json.dumps(about).encode()

@@ -15,6 +15,7 @@ from PIL import Image
 from certcli.checkpoint.record import InputSpec
 from certcli.images import datasets
 from certcli.system.errors import DataError
+from tests.helpers.unreadable import UNREADABLE
 
 GREY, COLOUR = InputSpec((1, 8, 8), (0.5,), (0.5,)), InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
 
@@ -89,6 +90,15 @@ def table(content: bytes) -> Callable[[Path], None]:
     return spoil
 
 
+def unreadable(kind: str) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        table(b"")(folder)
+        (folder / "labels.csv").unlink()
+        UNREADABLE[kind](folder / "labels.csv")
+
+    return spoil
+
+
 FOLDERS: list[tuple[str, Callable[[Path], None], str]] = [
     ("fifo", fifo, "x.png"),
     ("bomb", bomb, "x.png"),
@@ -105,6 +115,11 @@ FOLDERS: list[tuple[str, Callable[[Path], None], str]] = [
     ("huge field", table(b"file,class\n" + b"x" * 200_000 + b",1\n"), "labels.csv"),
     ("outside", table(b"file,class\n../y.png,1\n"), "y.png"),
     ("absolute", table(b"file,class\n/dev/zero,1\n"), "zero"),
+    *(
+        (f"table: {kind}", unreadable(kind), "labels.csv")
+        for kind in UNREADABLE
+        if kind != "a folder"
+    ),
     ("absent", table(b"file,class\nz.png,1\n"), "z.png"),
 ]
 

@@ -10,9 +10,10 @@ import torch
 from certcli.checkpoint.schema import convert
 from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import CertvitError
+from certcli.system.errors import CertvitError, CheckpointError
 from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, images
 from tests.helpers.diffusion_folder import folder
+from tests.helpers.unreadable import UNREADABLE
 from tests.models.diffusers_outputs import STORED
 
 
@@ -50,6 +51,10 @@ NETWORK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown block": ({"down_block_types": ["SkipDownBlock2D"] * 2}, "SkipDownBlock2D"),
     "levels": ({"block_out_channels": [8]}, "make no UNet"),
     "a type": ({"layers_per_block": "two"}, "layers_per_block"),
+    "heads": ({"attention_head_dim": -1}, "make no UNet"),
+    "heads of no width": ({"attention_head_dim": 0}, "make no UNet"),
+    "groups of attention": ({"attn_norm_num_groups": -1}, "make no UNet"),
+    "a time": ({"time_embedding_dim": 10**9}, "make no UNet"),
     "groups": ({"norm_num_groups": 3}, "is no UNet"),
     "channels": ({"in_channels": 3}, "3 channels"),
     "outputs": ({"out_channels": 3}, "gives 3"),
@@ -90,6 +95,19 @@ def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -
         read_diffusers(path, 1)
     (path / name).unlink()
     with pytest.raises(CertvitError, match=f"{name} is missing"):
+        read_diffusers(path, 1)
+
+
+@pytest.mark.parametrize("unreadable", UNREADABLE)
+@pytest.mark.parametrize("name", ["scheduler_config.json", "config.json", "model_index.json"])
+def test_a_description_that_cannot_be_read_is_refused_unread(
+    tmp_path: Path, name: str, unreadable: str
+) -> None:
+    """A terabyte, a pipe and a broken link are neither read nor taken for absent."""
+    path = folder(tmp_path)
+    (path / name).unlink(missing_ok=True)
+    UNREADABLE[unreadable](path / name)
+    with pytest.raises(CheckpointError, match=name):
         read_diffusers(path, 1)
 
 

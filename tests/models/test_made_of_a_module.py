@@ -1,12 +1,13 @@
 """The network that is made of a module in memory is the module: it gives its logits, or it is refused."""
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import certvit
@@ -249,3 +250,78 @@ def test_networks_are_proven_where_torch_has_compiled_another_one() -> None:
     with replaced(__init__=noted, __setstate__=noted_again):
         module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
         assert certvit.bound(certvit.load(module, **OPTIONS)).upper.finite
+
+
+class Between(nn.Module):
+    """Two maps with a function between them, in all such networks with the same weights."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.between(self.first(x.flatten(1))))
+
+
+def times(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+def by_graph(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    return fx.symbolic_trace(Between(between))
+
+
+def by_text(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """A class that a program made, which has no source."""
+    space: dict[str, Any] = {"Between": Between}
+    exec("class Made(Between):\n def forward(self, x): return Between.forward(self, x)", space)
+    made: nn.Module = space["Made"](between)
+    return made
+
+
+def by_global(between: Callable[[Tensor], Tensor]) -> nn.Module:
+    """The code names a function that lies elsewhere."""
+    space: dict[str, Any] = {"Between": Between, "between": between}
+    exec("def called(x): return between(x)", space)
+    return Between(space["called"])
+
+
+class Setting:
+    """An object of a type of the user's."""
+
+    def __init__(self, between: Callable[[Tensor], Tensor]) -> None:
+        self.between = [{"function": between}]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.between[0]["function"](x)
+
+
+FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
+    "relu": lambda: torch.relu,
+    "sin": lambda: torch.sin,
+    "twice": lambda: times(2.0),
+    "thrice": lambda: times(3.0),
+    "power 2": lambda: functools.partial(torch.pow, exponent=2),
+    "power 3": lambda: functools.partial(torch.pow, exponent=3),
+    "plus 0": lambda: torch.zeros(4).add,
+    "plus 1": lambda: torch.ones(4).add,
+}
+
+
+@pytest.mark.parametrize(
+    "build",
+    [Between, by_graph, by_text, by_global, lambda between: Between(Setting(between))],
+    ids=["attribute", "graph", "text", "global", "object"],
+)
+def test_two_programs_with_the_same_weights_have_two_digests(
+    build: Callable[[Callable[[Tensor], Tensor]], nn.Module],
+) -> None:
+    """Else evidence about one would verify of the other; and one program made twice has one digest."""
+    digests = [
+        [certvit.load(build(function()), **OPTIONS).digest for _ in range(2)]
+        for function in FUNCTIONS.values()
+    ]
+    assert all(one == again for one, again in digests)
+    assert len({one for one, _ in digests}) == len(FUNCTIONS)

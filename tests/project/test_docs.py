@@ -43,6 +43,15 @@ def test_no_page_holds_a_merge_that_was_left_undone() -> None:
         assert not [line for line in page.read_text().splitlines() if line.startswith(marks)], page
 
 
+def test_nothing_tells_to_run_the_package_by_its_name_in_the_current_folder() -> None:
+    """A stranger's `certcli.py` would run there. Modules inside the package are for clones."""
+    told = [*PAGES, *(path for path in (ROOT / "examples").rglob("*") if path.is_file())]
+    told += [path for path in (ROOT / "certcli").rglob("*.py") if path.name != "__main__.py"]
+    texts = {path: path.read_text(errors="replace") for path in told}
+    assert not [path for path, text in texts.items() if re.search(r"-m certcli(?![.\w])", text)]
+    assert "--no-python certvit" in texts[ROOT / "docs" / "several-processes.md"]
+
+
 def test_every_command_is_in_the_readme() -> None:
     readme = (ROOT / "README.md").read_text()
     assert [name for name in COMMANDS if f"certvit {name}" not in readme] == []

@@ -5,6 +5,7 @@ import functools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "certcli"
@@ -158,3 +159,72 @@ def test_no_pickle() -> None:
                     k.arg == "weights_only" and ast.unparse(k.value) == "True"
                     for k in node.keywords
                 ), path
+
+
+WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez", "imsave", "touch")
+"""Methods and functions that write the file that they are told."""
+OF_ANOTHER_KIND = {
+    ("report/pixels.py", "save"): "into memory, for a page",
+    ("cli/shared/streams.py", "open"): "/dev/null",
+    ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
+    ("cli/shared/pages.py", "save"): "the same",
+}
+"""Calls outside the one writer, and where they write."""
+
+
+def _writes(call: ast.Call) -> str | None:
+    """Return the name of a call that writes a file of its own, by the file modes of Python."""
+    function = call.func
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+    modes = [
+        word.value
+        for word in [*call.args, *(word.value for word in call.keywords)]
+        if isinstance(word, ast.Constant) and isinstance(word.value, str)
+    ]
+    opens = name == "open" and any(re.fullmatch(r"[rbt]*[wax+][rbtwax+]*", mode) for mode in modes)
+    return name if name in WRITERS or opens else None
+
+
+def _own_writes(node: ast.AST, inside: bool = False) -> Iterator[str]:
+    """Yield the calls that write outside a `with atomic_file(...)`."""
+    if isinstance(node, ast.With):
+        inside = inside or "atomic_file(" in " ".join(ast.unparse(item) for item in node.items)
+    if isinstance(node, ast.Call) and not inside and (name := _writes(node)):
+        yield name
+    for child in ast.iter_child_nodes(node):
+        yield from _own_writes(child, inside)
+
+
+def test_one_writer_writes_every_file() -> None:
+    """Else a file could be replaced that appeared during the run, or be left half written."""
+    calls = {
+        (path.relative_to(PACKAGE).as_posix(), name)
+        for path in MODULES
+        if path != PACKAGE / "system/files.py"
+        for name in _own_writes(tree(path))
+    }
+    assert calls == OF_ANOTHER_KIND.keys()
+
+
+READERS = ("read_text", "read_bytes")
+READ_ELSEWHERE = {
+    "audit/document_builder.py": "/proc/cpuinfo",
+    "report/page.py": "the package's own template",
+    "report/published.py": "the package's own table",
+    "system/memory.py": "/proc and the control group",
+    "system/products.py": "/proc/cpuinfo",
+}
+"""Files of the system and of the package, which no stranger writes."""
+
+
+def test_one_reader_reads_whole_files() -> None:
+    """Else a file of a terabyte is read whole, and a pipe is waited for."""
+    files = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and (node.func.attr in READERS or ast.unparse(node.func) == "json.load")
+    }
+    assert files == READ_ELSEWHERE.keys()

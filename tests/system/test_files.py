@@ -1,5 +1,8 @@
-"""Outputs: links stay, pipes and devices get the bytes, and files of killed runs are deleted."""
+"""Outputs: what others put there stays, pipes and devices get the bytes, and files of killed runs are
+deleted.
+"""
 
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +19,7 @@ from certcli.checkpoint.outputs import Outputs, orphans
 from certcli.checkpoint.shards import INDEX, named
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
-from tests.helpers.commands import certvit
+from tests.helpers.commands import attempt, certvit
 from tests.helpers.forks import ended, fork
 from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
 
@@ -41,21 +44,66 @@ def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("name", WRITING)
-def test_every_output_is_written_through_its_link(folder: Path, name: str) -> None:
-    """The law over all output options: the link stays, its target is replaced, its permissions too,
-    and nothing is left.
-    """
+def test_no_output_is_written_through_a_link(folder: Path, name: str) -> None:
+    """The law over all output options, with --force: the link is replaced, its target stays."""
     options = named_words(name)
     for _, file in options:
         (folder / "there" / file).write_bytes(b"old")
-        (folder / "there" / file).chmod(0o640)
         (folder / file).symlink_to(Path("there", file))
     certvit(*RUNS[name], *[word for pair in options for word in pair])
     for _, file in options:
-        assert os.readlink(folder / file) == f"there/{file}"
-        assert (folder / "there" / file).read_bytes() != b"old"
-        assert (folder / "there" / file).stat().st_mode & 0o777 == 0o640
-    assert {path.name for path in (folder / "there").iterdir()} == {file for _, file in options}
+        assert not (folder / file).is_symlink()
+        assert (folder / file).stat().st_size
+        assert (folder / "there" / file).read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("planted", ["file", "link"])
+@pytest.mark.parametrize("name", WRITING)
+def test_what_appears_during_a_run_stays(
+    folder: Path, name: str, planted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The law over all output options, without --force: another program takes the name after the
+    command has looked, and neither its file nor what its link points to is touched.
+    """
+    check = Outputs.check
+
+    def then_plant(outputs: Outputs) -> None:
+        check(outputs)
+        (folder / "theirs").write_bytes(b"precious")
+        for _, file in options:
+            if planted == "link":
+                (folder / file).symlink_to("theirs")
+            else:
+                (folder / file).write_bytes(b"precious")
+
+    monkeypatch.setattr(Outputs, "check", then_plant)
+    words = [word for word in RUNS[name] if word != "--force"]
+    for option in named_words(name):
+        options = [option]
+        done = attempt(*words, *option)
+        assert getattr(done.exception, "code", 0) in (2, 8), (option, done.output)
+        assert (folder / option[1]).read_bytes() == b"precious"
+        assert (folder / "theirs").read_bytes() == b"precious"
+        assert not list(folder.glob(".*.tmp"))
+
+
+def test_a_folder_without_hard_links_is_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    page = tmp_path / "page.html"
+    for force in (False, True):
+        require_absent(page, force)
+        with atomic_file(page) as made:
+            made.write_text("page")
+    require_absent(tmp_path / "other.html", force=False)
+    (tmp_path / "other.html").write_text("precious")
+    with pytest.raises(OutputError, match="appeared"), atomic_file(tmp_path / "other.html") as made:
+        made.write_text("page")
+    assert (tmp_path / "other.html").read_text() == "precious"
 
 
 @pytest.mark.parametrize("name", [name for name in WRITING if name not in ("adapt", "finetune")])
@@ -129,15 +177,6 @@ def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -
             made.write_text("page")
     finally:
         os.close(sink)
-
-
-def test_a_link_into_a_folder_that_takes_no_files(tmp_path: Path) -> None:
-    """The folder of the target counts, not that of the link; /proc takes no files, not even from
-    root.
-    """
-    (tmp_path / "x.png").symlink_to("/proc/self/comm")
-    with pytest.raises(OutputError, match=r"takes no files|read-only"):
-        require_absent(tmp_path / "x.png", force=True)
 
 
 def left(folder: Path) -> set[str]:

@@ -4,12 +4,14 @@ not checked.
 
 import json
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.schema import LARGEST_EXPONENT
 from certcli.lipschitz.bound import LAWS, bound_document
 from certcli.lipschitz.numerics.real import Real
 from tests.helpers.commands import Done, console
@@ -179,3 +181,24 @@ def test_what_is_no_report_is_refused(lab: Path, tmp_path: Path) -> None:
         raw["proof"][0]["value"] = value
         (tmp_path / "r.json").write_text(json.dumps(raw))
         assert console("verify", "r.json", folder=tmp_path).code == 3
+
+
+@pytest.mark.parametrize("exponent", [LARGEST_EXPONENT, -LARGEST_EXPONENT])
+@pytest.mark.parametrize("beyond", [0, 1, 10**7 - LARGEST_EXPONENT])
+def test_a_value_of_any_size_that_passes_the_door_is_judged(
+    lab: Path, tmp_path: Path, exponent: int, beyond: int
+) -> None:
+    """A report of some kilobytes with an exponent of 10^7 took hours to print."""
+    raw = json.loads((lab / "report.json").read_text())
+    leaf(raw)["value"] = [0.7, exponent + (beyond if exponent > 0 else -beyond)]
+    (tmp_path / "r.json").write_text(json.dumps(raw))
+    done = console("verify", "r.json", folder=tmp_path)
+    assert done.code == (3 if beyond else 7), done.err
+
+
+def test_the_text_of_a_value_is_exact_at_any_exponent() -> None:
+    """Against fractions; digits of the text are rounded up."""
+    for exponent in (*range(-1100, 1100, 37), 4000, -4000):
+        value = Real(0.7, exponent)
+        exact = Fraction(0.7) * Fraction(2) ** exponent
+        assert exact <= Fraction(str(value)) <= exact * Fraction(1011, 1000)

@@ -3,7 +3,6 @@
 import copy
 import hashlib
 import inspect
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +14,11 @@ from certcli.certify.smoothing.diffusion import Diffusion
 from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
 from certcli.checkpoint.file import require_numbers, tensors_digest
 from certcli.models.diffusion import LATENT, assembled
+from certcli.models.program import program_digest
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 SIGMA = "sigma"
 """A module whose forward has a parameter of this name gets the sigma."""
-Plain = (bool, int, float, str, bytes, type(None))
 
 
 class ModuleAtSigma(PixelDenoiser):
@@ -159,35 +158,14 @@ def _module(module: nn.Module) -> ModuleSource:
             f"the denoiser {name} cannot be copied: {one_line(failure)[:120]}"
         ) from failure
     takes_sigma = SIGMA in inspect.signature(net.forward).parameters
-    return ModuleSource(net, _digest(net), takes_sigma)
-
-
-def _digest(net: nn.Module) -> str:
-    """Return the sha256 of tensors, structure, plain attributes and source code of a module.
-
-    What its code reads from elsewhere, a global variable say, is not covered.
-    """
     tensors: dict[str, Tensor] = {}
     tensors |= dict(net.named_parameters(remove_duplicate=False))
     tensors |= dict(net.named_buffers(remove_duplicate=False))
-    values = {}
-    code = {}
-    for path, part in net.named_modules():
-        for name, value in vars(part).items():
-            if isinstance(value, Tensor):
-                tensors[f"{path}.{name}"] = value
-            elif isinstance(value, (*Plain, tuple, list)) and name != "training":
-                values[f"{path}.{name}"] = repr(value)
-        code[f"{type(part).__module__}.{type(part).__qualname__}"] = _source(type(part))
-    require_numbers(tensors, f"the denoiser {type(net).__name__}")
-    facts = [tensors_digest(tensors), repr(net), values, code]
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-
-
-def _source(kind: type[nn.Module]) -> str:
-    """Return the source of a class, or where there is none the instructions of its forward."""
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):
-        code = getattr(kind.forward, "__code__", None)
-        return "" if code is None else f"{code.co_code.hex()} {code.co_names}"
+    parts = dict(net.named_modules())
+    places = [
+        (path, key, value) for path, part in parts.items() for key, value in vars(part).items()
+    ]
+    tensors |= {f"{path}.{key}": value for path, key, value in places if isinstance(value, Tensor)}
+    require_numbers(tensors, f"the denoiser {name}")
+    digest = hashlib.sha256(f"{tensors_digest(tensors)} {program_digest(net)}".encode()).hexdigest()
+    return ModuleSource(net, digest, takes_sigma)

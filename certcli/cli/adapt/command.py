@@ -63,7 +63,7 @@ def adapt(
         planned = open_for_plan(source, data.seed, sink)
         show_plan(planned, run.with_head(planned, settings, sink), mode.bounds, sink)
         return
-    path = output.target("adapt", source.ckpt, source, data, state=KEY)
+    path = output.target("adapt", source.ckpt, source, data, mode, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)
     settings = run.with_head(checkpoint, settings, sink)
@@ -115,7 +115,9 @@ def adapt(
     trade = run.trade_document(adapter.trade)
     say_wider(checkpoint, result, sink)
     output.write(
-        result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}), path
+        result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
+        path,
+        mode.resume,
     )
     discard_state(state_path, KEY, adapter.identity)
     memory = _peak_memory()

@@ -49,10 +49,11 @@ def earlier(path: Path) -> Audit:
     """Read the document of an earlier audit; DataError names its fault."""
     from certcli.report.document import from_json
     from certcli.system.errors import DataError, Refused
+    from certcli.system.reading import LARGEST_REPORT, read_bounded
 
     hint = "certvit audit ... --report FILE.json writes one"
     try:
-        return from_json(path.read_bytes())
+        return from_json(read_bounded(path, LARGEST_REPORT))
     except OSError as failure:
         raise DataError(f"--compare {path}: {failure.strerror or failure}", hint) from failure
     except Refused as refusal:

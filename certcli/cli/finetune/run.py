@@ -332,7 +332,9 @@ class Training:
         epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
         say_wider(self.checkpoint, derived, sink)
-        output.write(derived, self.path)  # before the proof, which may take longer than is left
+        output.write(
+            derived, self.path, self.order.resume
+        )  # before the proof, which may take longer than is left
         sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
@@ -363,7 +365,9 @@ class Training:
         line = ""
         if finished and last != best:
             output.write(
-                self._derived(trainer, trainer.whole(trainer.last_net()), train), self.last_path
+                self._derived(trainer, trainer.whole(trainer.last_net()), train),
+                self.last_path,
+                self.order.resume,
             )
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"

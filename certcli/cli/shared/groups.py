@@ -16,7 +16,7 @@ from certcli.system.options import option
 from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
@@ -296,23 +296,38 @@ class Output:
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None
         )
-        outputs = self._outputs(groups)
+
+        from certcli.checkpoint.outputs import is_unfinished
+
+        def unfinished(file: Path) -> bool:
+            return resumes(groups) and is_unfinished(file, beside(path, "state"), command)
+
+        outputs = self._outputs(groups, unfinished if state is not None else lambda file: False)
         if (last or state is not None) and is_stream(path):
             raise UsageError(
                 f"-o {path} is no file, and {command} keeps others beside it", "-o FILE.safetensors"
             )
         if self.output is None:
-            outputs.writes("-o", path)
+            outputs.writes("-o", path, continued=state is not None and unfinished(path))
         if last:
-            outputs.writes("-o, the last epoch's file", beside(path, "last"))
+            file = beside(path, "last")
+            outputs.writes("-o, the last epoch's file", file, continued=unfinished(file))
         if state is not None:
             outputs.keeps_state(beside(path, "state"), state)
         self._check(outputs)
         return path
 
-    def write(self, checkpoint: Checkpoint, path: Path) -> None:
-        """Write one file, or several where `path` is an index."""
-        checkpoint.write(path, self.force, self.shard_bytes())
+    def write(self, checkpoint: Checkpoint, path: Path, resumed: bool = False) -> None:
+        """Write one file, or several where `path` is an index.
+
+        Args:
+            resumed: an output of the same command and start, which a stopped run left, is replaced.
+        """
+        from certcli.checkpoint.outputs import last_step
+
+        step = checkpoint.record.lineage[-1]
+        replaces = resumed and last_step(path) == (step.command, str(step.parent))
+        checkpoint.write(path, self.force or replaces, self.shard_bytes())
 
     def shard_bytes(self) -> int:
         """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
@@ -332,17 +347,22 @@ class Output:
         if team().leads:  # another process would find what the leader has begun to write
             outputs.check()
 
-    def _outputs(self, groups: tuple[object, ...]) -> Outputs:
+    def _outputs(
+        self, groups: tuple[object, ...], unfinished: Callable[[Path], bool] = lambda file: False
+    ) -> Outputs:
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
-        resume = any(getattr(part, "resume", False) for part in groups)
         for spelling, mark, value in marked((*groups, self), options.Writes):
             for path in value if isinstance(value, list) else [value]:
                 if mark.figure:
                     outputs.draws(spelling, path)
                 else:
-                    outputs.writes(spelling, path, continued=mark.resumable and resume)
+                    outputs.writes(
+                        spelling,
+                        path,
+                        continued=(mark.resumable and resumes(groups)) or unfinished(path),
+                    )
         for spelling, source, value in marked(groups, options.Reads):
             for name in value if isinstance(value, list) else [value]:
                 (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
@@ -375,6 +395,11 @@ class Page:
 
             pages.write(pages.log_page(read, claims), self.html)
             sink.note(f"wrote {self.html}")
+
+
+def resumes(groups: Sequence[object]) -> bool:
+    """Tell whether one of the groups has --resume."""
+    return any(getattr(part, "resume", False) for part in groups)
 
 
 def beside(path: Path, word: str) -> Path:

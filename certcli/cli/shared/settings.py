@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.system.errors import UsageError, one_line
+from certcli.system.reading import read_bounded
 from certcli.system.registry import one_of
 
 FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
@@ -83,13 +84,7 @@ def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     try:
         if not os.path.lexists(path):
             return {}
-        if not path.is_file():
-            raise UsageError(
-                f"{path} is no file, and would hold the settings", "remove it, or write TOML there"
-            )
-        if path.stat().st_size > LARGEST:
-            raise UsageError(f"{path} is larger than a settings file", "a few lines of TOML")
-        table: Any = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: Any = tomllib.loads(read_bounded(path, LARGEST).decode())
     except (OSError, ValueError, RecursionError) as failure:
         raise UsageError(
             f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from certcli.cli.verify.options import VerifyOptions
     from certcli.evaluation.claim import Claim
 
-LARGEST_REPORT = 256 * 2**20
-
 
 def verify(options: VerifyOptions, sink: Sink) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
@@ -49,13 +47,12 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
     from certcli.checkpoint.schema import decode
     from certcli.system.errors import Refused
+    from certcli.system.reading import LARGEST_REPORT, read_bounded
     from certcli.verification.documents import kind_of
 
     file = options.file
     try:
-        if not file.is_file() or file.stat().st_size > LARGEST_REPORT:
-            raise Refused("no regular file of a report's size")
-        text = file.read_bytes()
+        text = read_bounded(file, LARGEST_REPORT)
         kind = kind_of(decode(text, dict[str, Any]))
         if kind == "lipschitz":
             return kind, check_proof(options, text, sink)

@@ -122,11 +122,10 @@ class Real:
             return "inf"
         if self.mantissa == 0:
             return "0"
-        exact = Fraction(self.mantissa) * Fraction(2) ** self.exponent
         near = 1e-3 <= float(self) < 1e5
         digits = 4 if near else 3
         whole = math.floor(self.log10())
-        first = _ceil(exact, digits - 1 - whole)
+        first = self._ceil(digits - 1 - whole)
         # rounded up to a power of ten, or the logarithm was rounded down from there
         if first >= 10**digits:
             first = -(-first // 10)
@@ -134,6 +133,16 @@ class Real:
         if near:
             return f"{float(first * Fraction(10) ** (whole - digits + 1)):.4g}"
         return f"{first // 100}.{first % 100:02d}e{whole:+d}"
+
+    def _ceil(self, places: int) -> int:
+        """Return the least integer at or above the value times 10^places.
+
+        No Fraction: its greatest common divisor takes seconds at an exponent of 2^20.
+        """
+        shift = self.exponent - 53 + places
+        top = int(math.ldexp(self.mantissa, 53)) * 5 ** max(places, 0) << max(shift, 0)
+        bottom = 5 ** max(-places, 0) << max(-shift, 0)
+        return -(-top // bottom)
 
     def to_json(self) -> list[Any]:
         """Return [mantissa, exponent], exact (a JSON number round-trips a float64), or ["inf", 0]."""
@@ -143,11 +152,6 @@ class Real:
     def from_json(pair: list[Any]) -> "Real":
         mantissa, exponent = pair
         return INF if mantissa == "inf" else Real(float(mantissa), int(exponent))
-
-
-def _ceil(exact: Fraction, places: int) -> int:
-    """Return the least integer at or above exact * 10^places."""
-    return math.ceil(exact * Fraction(10) ** places)
 
 
 def as_real(value: "Real | float | int") -> Real:

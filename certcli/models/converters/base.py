@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import LONGEST_RECORD, require_pixels
+from certcli.checkpoint.schema import require_pixels
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.reading import read_bounded
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
 """Rows (regular expression, replacement), applied to a name one after the other."""
@@ -68,9 +69,7 @@ def require_whole_windows(
 def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
     """Return what a config beside a file says, by `read`; CheckpointError where it cannot."""
     try:
-        if config.stat().st_size > LONGEST_RECORD:
-            raise Refused(f"more than {LONGEST_RECORD:,} bytes")
-        return read(config.read_bytes())
+        return read(read_bounded(config))
     except (Refused, OSError) as failure:
         raise CheckpointError(f"{config} cannot be used: {one_line(failure)}", hint) from failure
 

@@ -41,6 +41,7 @@ from certcli.models.converters.transformers_config import (
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.reading import is_absent
 
 _ACTIVATIONS = {
     "gelu": None,  # timm's default
@@ -337,7 +338,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
         ArchitectureError: the model is none of `FAMILIES`, or a config leaves its function open.
     """
     config_file = path.parent / CONFIG
-    if not config_file.is_file():
+    if is_absent(config_file):
         raise ArchitectureError(
             f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
             f"put its {CONFIG} and {PIXELS} beside it",

@@ -22,6 +22,7 @@ from certcli.checkpoint.schema import (
 from certcli.models.converters.base import T, pixel_input, read_config
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, one_line
+from certcli.system.reading import is_absent
 
 CONFIG = "config.json"
 PIXELS = "preprocessor_config.json"
@@ -189,7 +190,7 @@ def input_spec(
     Raises:
         ArchitectureError: neither says how pixels are normalised.
     """
-    pixels = decoded(path, Pixels) if path.is_file() else None
+    pixels = None if is_absent(path) else decoded(path, Pixels)
     is_given = hints.mean is not None and hints.std is not None
     mean, std, origin = _statistics(pixels, is_given)
     origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}

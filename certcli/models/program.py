@@ -1,0 +1,141 @@
+"""The program of a module in memory, as a digest: its classes' code, its attributes, its constants.
+
+Names and shapes of tensors are those of many networks, and so is what `repr` prints: torch.fx's
+graphs all print as `GraphModule()`. Code counts by its instructions, so it belongs to one version of
+Python; library code counts by its name.
+"""
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx, nn
+
+LIBRARIES = ("builtins", "torch", "torchvision", "timm", "certcli", "numpy")
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_BESIDE = ("_parameters", "_buffers", "_modules", "training", "_graph", "_code")
+"""Attributes that tensors, paths of modules and a graph's own text stand for."""
+
+
+def program_digest(net: nn.Module) -> str:
+    """Return the sha256 of a module's program, without the tensors of its state_dict.
+
+    What library objects hold outside Python's attributes is not covered.
+    """
+    facts = []
+    visited = {id(part): (number, part) for number, part in enumerate(net.modules())}
+    for path, part in net.named_modules(remove_duplicate=False):
+        facts.append([path, _described(type(part), visited)])
+        if isinstance(part, fx.GraphModule):
+            facts.append(
+                [part.code, [_described(node.target, visited) for node in part.graph.nodes]]
+            )
+        for name, value in sorted(vars(part).items()):
+            if name not in _BESIDE:
+                # hooks are keyed by numbers that count all hooks of the process
+                shown = list(value.values()) if _is_hooks(name, value) else value
+                facts.append([name, _described(shown, visited)])
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _described(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
+    """Return JSON that is equal for equal values, and alike in every process.
+
+    visited: what was described before, by id, and so kept alive: it counts by its place.
+    """
+    if isinstance(value, _PLAIN):
+        return [type(value).__name__, repr(value)]
+    if id(value) in visited:
+        return ["again", visited[id(value)][0]]
+    if isinstance(value, tuple):
+        return [_described(item, visited) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_described(item, visited)) for item in value)
+    visited[id(value)] = len(visited), value
+    if isinstance(value, list):
+        return [_described(item, visited) for item in value]
+    if isinstance(value, Mapping):
+        return [
+            [_described(key, visited), _described(item, visited)] for key, item in value.items()
+        ]
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        value = torch.from_numpy(np.array(value))
+    if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
+        raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
+    return [_name(value), *(_described(part, visited) for part in _parts(value))]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Yield what a class, a function or another object is made of, where that is not a library's."""
+    if isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, (MethodType, BuiltinFunctionType)):
+        yield from (getattr(value, "__func__", None), value.__self__)
+    elif isinstance(value, type):
+        bases = [base for base in value.__mro__ if not _of_library(base)]
+        yield [
+            {name: each for name, each in vars(base).items() if _counts(name, each)}
+            for base in bases
+        ]
+    elif isinstance(value, FunctionType) and not _of_library(value):
+        yield from _code(value.__code__)
+        yield from (value.__defaults__, value.__kwdefaults__)
+        yield [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        names = sorted(_names(value.__code__) & value.__globals__.keys())
+        yield [[name, value.__globals__[name]] for name in names]
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
+    elif not isinstance(value, (ModuleType, FunctionType)):
+        yield type(value)
+        if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
+            yield getattr(value, "__dict__", {})
+
+
+def _is_hooks(name: str, value: Any) -> bool:
+    return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
+
+
+def _counts(name: str, attribute: Any) -> bool:
+    """Tell whether an attribute of a class is code or a value: descriptors of C are neither."""
+    if name in ("__firstlineno__", "__doc__"):
+        return False
+    kinds = (FunctionType, staticmethod, classmethod, property, Tensor, tuple, list, dict, *_PLAIN)
+    return isinstance(attribute, kinds)
+
+
+def _code(code: CodeType) -> Iterator[Any]:
+    yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars)
+    for constant in code.co_consts:
+        yield list(_code(constant)) if isinstance(constant, CodeType) else constant
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _is_full(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a name that the function outside has not bound
+        return False
+
+
+def _of_library(value: Any) -> bool:
+    return str(getattr(value, "__module__", None)).partition(".")[0] in LIBRARIES
+
+
+def _name(value: Any) -> str:
+    if isinstance(value, ModuleType):
+        return value.__name__
+    named = value if hasattr(value, "__qualname__") else type(value)
+    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"
