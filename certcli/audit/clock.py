@@ -119,14 +119,14 @@ class Ending:
         else:
             raise OutOfTime
 
-    def _deferred(self, lost: Any) -> None:
+    def _deferred(self, unraisable: Any) -> None:
         """Ring again soon where Python drops the end of time: in `__del__`, a weak reference's
         callback, or the collector nothing can be raised.
         """
-        if lost.exc_type is OutOfTime:
+        if unraisable.exc_type is OutOfTime:
             signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
         else:
-            self.hook(lost)
+            self.hook(unraisable)
 
 
 def _close_generators(error: BaseException | None) -> None:

@@ -325,9 +325,11 @@ class Output:
         """
         from certcli.checkpoint.outputs import last_step
 
-        step = checkpoint.record.lineage[-1]
-        replaces = resumed and last_step(path) == (step.command, str(step.parent))
-        checkpoint.write(path, self.force or replaces, self.shard_bytes())
+        replaces = self.force
+        if resumed:
+            step = checkpoint.record.lineage[-1]
+            replaces |= last_step(path) == (step.command, str(step.parent))
+        checkpoint.write(path, replaces, self.shard_bytes())
 
     def shard_bytes(self) -> int:
         """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
