@@ -108,7 +108,8 @@ def test_no_execution_of_a_rule_differs_by_more_than_is_proven(
 
 SMALL = (
     "conv-3-stride", "attention", "swiglu", "layer-scale", "constant-matrices", "mix-matrices", "group-norm",
-    "attention-l2-windows", "spelled-rounded-images", "spelled-rounded-parts", "center-norm", "rms-norm-torch", "response-norm",
+    "attention-l2-windows", "spelled-rounded-images", "spelled-rounded-parts", "center-norm", "rms-norm-torch",
+    "response-norm",
 )  # fmt: skip
 """Rows whose numbers, small ones of fp16, are stored far from where they are."""
 LEAST = {"float32": 2.0**-11, "fp16": 2.0**-6}
