@@ -155,6 +155,7 @@ def refine(
     best = verdict.adversarial[rows]
     norm = verdict.norm[rows]
     prediction = verdict.adversarial_prediction[rows]
+    region = region.of(rows)
     delta = best - clean
     low = torch.zeros_like(norm)
     high = torch.ones_like(norm)

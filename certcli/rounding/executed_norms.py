@@ -25,7 +25,10 @@ from certcli.rounding.stored import largest, length
 def _gain(
     op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
 ) -> Real:
-    """Return gain n + bias' error, n off by `error`, of norm `n` as executed, of x's size."""
+    """Return gain n + bias' error, n off by `error`, of norm `n` as executed, of x's size.
+
+    What underflows in n is multiplied by the gain; what underflows in the product is not.
+    """
     relative = compounded(as_real(6 * op.precision.unit))
     gain = as_real(factor)
     gain_error = ZERO
@@ -38,7 +41,7 @@ def _gain(
         shift = op.stored(tensor)
         root = as_real(x.entries / tensor.numel()).sqrt()
         total = total + (length(shift.number) * relative + shift.moved) * root
-    return total + gain * op.underflow()
+    return total + (gain + 1.0) * op.underflow()
 
 
 def _normalised(

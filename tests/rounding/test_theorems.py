@@ -113,7 +113,8 @@ def gained(x: Executed, norm: Any, factor: float, n: float, error: float) -> flo
     found = factor * Held(weight).most * (error + n * c(6 * U)) + factor * Held(weight).farthest * n
     if bias is not None:
         found += (Held(bias).long * c(6 * U) + Held(bias).apart) * math.sqrt(entries / bias.numel())
-    return found + factor * Held(weight).most * lost(1, entries)
+    # of n, behind its weight, and of the product
+    return found + (factor * Held(weight).most + 1) * lost(1, entries)
 
 
 def normed(x: Executed, least: float, norm: Any, group: int) -> float:
@@ -122,6 +123,13 @@ def normed(x: Executed, least: float, norm: Any, group: int) -> float:
     return gained(
         x, norm, 1.0, n, moved + n * c(2 * FUN + 8 * U + 2 * (group + 8) * TINY / least**2)
     )
+
+
+def one_pass(norm: nn.GroupNorm, total: float, group: int, eps: float) -> float:
+    """Of E[x^2] - E[x]^2: both terms are off by 2 products |x|^2 / d, the variance by twice that."""
+    variance = 4 * products(group) * total**2 / group
+    gain = Held(norm.weight)
+    return (gain.most + gain.farthest) * math.sqrt(group) * variance / eps
 
 
 def softmax_error(tokens: int, score: float, moved: float) -> float:
@@ -413,6 +421,8 @@ ROWS: dict[str, Callable[[], Part]] = {
     "LayerNorm of a known deviation": lambda: (added(LAYER, KNOWN),
                                                normed(KNOWN, (2 - 12 * (products(6) + 2 * U)) * DOWN, LAYER, 6)),
     "GroupNorm": lambda: (added(GROUPS, of(1, 6, 7), shape=(1, 6, 7)), normed(of(1, 6, 7), EPS, GROUPS, 21)),
+    "GroupNorm in one pass": lambda: (added(GROUPS, of(1, 6, 7, 1), shape=(1, 6, 7, 1)),
+                                      normed(of(1, 6, 7), EPS, GROUPS, 21) + one_pass(GROUPS, 5.0, 21, 2.0)),
     "RMSNorm": lambda: (added(RMS, X), gained(X, RMS, 1.0, ROOT * (1 + RMS_OFF), ROOT * RMS_OFF)),
     "FloorNorm": lambda: (added(FLOOR, X), floored()),
     "CenterNorm": lambda: (added(CENTRE, X), gained(X, CENTRE, 1.2, FIVE * (1 + products(6) + 2 * U),

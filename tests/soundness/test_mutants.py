@@ -29,6 +29,8 @@ CHANGES = {
     "math.sqrt(x) => (x, math.sqrt(x))[0]": 18 + 3 + 2.25 + 13,
     "y[1] => y[0]": 6 + 2 + 2.25 + 13,
     "max(alpha, x / 4) => min(alpha, x / 4)": 6 + 3 + 0.5 + 13,
+    "max(alpha, x / 4) => (alpha, max(alpha, x / 4))[0]": 6 + 3 + 0.5 + 13,
+    "x / 4 => x * 2.0 ** (-10) / 4": 6 + 3 + 0.5 + 13,
     "x / 4 => (x, 4)[0]": 6 + 3 + 9 + 13,
     "alpha => alpha * 2.0": 6 + 3 + 2.25 + 13,
     "norm(y) => norm(y) * 0.9999990463256836": 6 + 3 + 2.25 + 13 * 0.9999990463256836,
@@ -73,6 +75,9 @@ def test_every_kind_of_change_is_made_and_messages_are_left_alone(tmp_path: Path
             "rounding turned",
             "max, min or sum",
             "alpha doubled",
+            "term scaled",
+            "constant scaled",
+            "one of two, not the larger",
         ),
         *(
             "underestimated by 2^-20",

@@ -21,6 +21,12 @@ BINARY = {
     ast.Div: (("power or divisor dropped", "(A, B)[0]"),),
 }
 """(A, B)[0] still evaluates B, so that a closure keeps its variables and a proof its leaves."""
+SMALLER = {
+    ast.Add: ("term scaled", ("A * 2.0 ** -10 + B", "A + B * 2.0 ** -10")),
+    ast.Mult: ("constant scaled", ("A * 2.0 ** -10 * B",)),
+    ast.Div: ("constant scaled", ("A * 2.0 ** -10 / B",)),
+}
+"""A term or a constant factor a thousandth as large: what another term hides at the sizes of a test."""
 TURNED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt}
 EXTREMES = {
     "max": "min", "min": "max", "amax": "amin", "amin": "amax", "maximum": "minimum", "minimum": "maximum",
@@ -90,6 +96,10 @@ def _binary(node: ast.BinOp) -> Iterator[tuple[str, ast.AST]]:
         return
     for name, template in BINARY.get(type(node.op), ()):
         yield name, _made(template, A=node.left, B=node.right)
+    if type(node.op) in SMALLER and (isinstance(node.op, ast.Add) or constants):
+        name, templates = SMALLER[type(node.op)]
+        for template in templates:
+            yield name, _made(template, A=node.left, B=node.right)
     if isinstance(node.op, ast.Mult) and any(word in ast.unparse(node.right) for word in COUNTS):
         yield "root of a count", _made("A * B ** 0.5", A=node.left, B=node.right)
 
@@ -114,6 +124,9 @@ def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
         other = EXTREMES[name] if owner is None or name != "sum" else "amax"
         function = _made(other) if owner is None else _made(f"A.{other}", A=owner)
         yield "max, min or sum", ast.Call(function, node.args, node.keywords)
+    if name in ("max", "maximum") and len(node.args) == 2:
+        for part in node.args:
+            yield "one of two, not the larger", _made("(A, B)[0]", A=part, B=node)
     if name.endswith(NORMS):
         yield "underestimated by 2^-20", _made(f"A * {1 - 2**-20!r}", A=node)
     for keyword in node.keywords:
