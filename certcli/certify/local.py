@@ -126,10 +126,10 @@ class LocalCertifier(ProvingCertifier):
             self.title += f", split at signs of units for {self.seconds:g} s an image"
         if self.norm == "l2" and self.network.numbers < math.prod(size):
             self.title += f", {self.network.numbers} numbers for {math.prod(size)} pixels"
-        if self.at:
-            self.title += "; the radii asked for are decided, no others tried"
         if self.symbols < self.most_symbols:
             self.title += f" (not {self.most_symbols:,}: memory)"
+        if self.at:
+            self.title += "; the radii asked for are decided, no others tried"
 
     def _enclosed(self) -> LocalNetwork | None:
         """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
@@ -212,6 +212,7 @@ class LocalCertifier(ProvingCertifier):
             else f"{self.walked}, {self.symbols} symbols"
         )
 
+    @torch.no_grad()
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Return what these images (c, h, w) will take, by one walk of a grey image."""
         if self._zonotope is None:

@@ -18,6 +18,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
 from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
+from certcli.images.splits import chosen_split, folders_in, role_of, splits_in, unused_folders
 from certcli.system.errors import DataError, Refused, one_line, plain
 from certcli.system.reading import is_absent, open_bounded
 
@@ -83,61 +84,18 @@ def load_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
     return replace(_part_of_folder(folder, spec, split), name=folder.resolve().name)
 
 
-_ROLES = {
-    "train": ("train", "training"),
-    "val": ("val", "validation", "valid", "validate", "dev", "development", "eval", "evaluation",
-            "holdout", "heldout"),
-    "test": ("test", "testing"),
-}  # fmt: skip
-"""What a folder of a dataset is used for -> its names, of which case and signs do not count."""
-
-
-def _role(name: str) -> str | None:
-    plain_name = re.sub(r"[^a-z]", "", name.lower())
-    return next((role for role, names in _ROLES.items() if plain_name in names), None)
-
-
-def _folders_in(folder: Path) -> dict[str, Path]:
-    """Return the folders below one, by name, without hidden ones."""
-    inside = sorted(folder.iterdir())
-    return {each.name: each for each in inside if not each.name.startswith(".") and each.is_dir()}
-
-
-def _splits(folder: Path) -> dict[str, Path]:
-    """Return the folders of splits: those named so, and those of the same classes beside them.
-
-    {} where folders named so hold images alone and stand beside others: they are classes then.
-    """
-    folders = _folders_in(folder)
-    classes = {name: set(_folders_in(path)) for name, path in folders.items()}
-    named = [name for name in folders if _role(name)]
-    shared = set().union(*(classes[name] for name in named))
-    is_plain = not shared and not any((folders[name] / "labels.csv").exists() for name in named)
-    if is_plain and len(named) < len(folders):
-        return {}
-    return {name: folders[name] for name in folders if name in named or classes[name] & shared}
-
-
-def _chosen(splits: Mapping[str, Path], split: str | None) -> str | None:
-    """Return the folder of a split, by its name or its use; of None, the one to be judged."""
-    if split in splits:
-        return split
-    uses = [_role(split) or ""] if split else ["test", "val", None, "train"]
-    return next((name for use in uses for name in splits if _role(name) == use), None)
-
-
 def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
-    splits = _splits(folder)
+    splits = splits_in(folder)
     if not splits:
         whole = _class_folder(folder, folder, spec, split or "all")
         if split in (None, "all") or whole.unlabelled:
             return whole
         require_split(folder.name, split, ("all", "train", "val"))
         return whole.select(split_training(whole.labels, split).tolist())
-    chosen = _chosen(splits, split)
-    use = split or (chosen and _role(chosen))
-    has_validation = any(_role(name) == "val" for name in splits)
-    training = next((name for name in splits if _role(name) == "train"), None)
+    chosen = chosen_split(splits, split)
+    use = split or (chosen and role_of(chosen))
+    has_validation = any(role_of(name) == "val" for name in splits)
+    training = next((name for name in splits if role_of(name) == "train"), None)
     if use in ("train", "val") and training is not None and not has_validation:
         whole = _class_folder(folder, splits[training], spec, str(use))
         part = whole.select(split_training(whole.labels, str(use)).tolist())
@@ -145,28 +103,12 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
         if chosen is None:
             require_split(folder.name, split or "", [*splits])
         name = str(chosen)
-        shown = name if name in SPLITS else _role(name) or name
+        shown = name if name in SPLITS else role_of(name) or name
         part = _class_folder(folder, splits[name], spec, shown)
     return replace(
-        part, note="; ".join(filter(None, (_unused(folder, splits, split, chosen), part.note)))
+        part,
+        note="; ".join(filter(None, (unused_folders(folder, splits, split, chosen), part.note))),
     )
-
-
-def _unused(folder: Path, splits: Mapping[str, Path], split: str | None, chosen: str | None) -> str:
-    """Return a note on the folders beside the judged one that nobody would expect to be left out."""
-    notes = []
-    others = [name for name in _folders_in(folder) if name not in splits]
-    if others:
-        notes.append(
-            f"{one_line(others[0])}{', ...' * (len(others) > 1)} beside {', '.join(splits)} is no "
-            "split that is known, and is left out"
-        )
-    if split is None and chosen and _role(chosen) == "train":
-        notes.append(f"training images are judged: no split beside {chosen} is known")
-    rivals = [name for name in splits if chosen and _role(name) == _role(chosen)]
-    if len(rivals) > 1 and split not in splits:
-        notes.append(f"of {', '.join(rivals)} {chosen} is taken: --split names another")
-    return "; ".join(notes)
 
 
 def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
@@ -174,7 +116,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     loose = sorted(path for path in folder.iterdir() if _is_image(path.name))
     # a table beside one folder, such as images/, names the images in it
     no_table = is_absent(listing)
-    listed = not no_table and len(_folders_in(folder)) <= 1
+    listed = not no_table and len(folders_in(folder)) <= 1
     if loose and no_table and not any(child.is_dir() for child in folder.iterdir()):
         images = unlabelled(folder.name, "all", loose, spec)
         no_images = [path.name for path in folder.iterdir() if not _is_image(path.name)]
@@ -296,7 +238,7 @@ def _unread(dataset: Path, folder: Path, listing: Path | None) -> str:
     inside = [path for each in sorted({dataset, folder}) for path in sorted(each.iterdir())]
     data = [path.name for path in inside if path != listing and _is_data(path.name)]
     notes = []
-    if listing is not None and (folders := _folders_in(folder)):
+    if listing is not None and (folders := folders_in(folder)):
         notes.append(f"the labels of {', '.join(folders)} are those of {listing.name}")
     if data:
         several = ", ..." * (len(data) > 1)
