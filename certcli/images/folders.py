@@ -3,8 +3,7 @@
 import csv
 import io
 import os
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -15,6 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
+from certcli.images.class_order import in_order
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
 from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
@@ -200,27 +200,6 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     return ""
 
 
-def order_note(classes: Sequence[str]) -> str:
-    """Return a note where torchvision and timm number the classes differently, with the order taken."""
-    if sorted(classes) == sorted(classes, key=_natural):
-        return ""
-    order = "in the order of the numbers (2 before 10), as timm has them"
-    if list(classes) == sorted(classes):
-        order = "by name, capitals first, as torchvision has them (timm counts no case, and numbers as numbers)"
-    shown = one_line(", ".join(classes[:6]))[:120]
-    return f"classes are numbered {order}: {shown}{', ...' * (len(classes) > 6)}; folders named 0, 1, ... fix another order"
-
-
-def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    """timm's natural_key: without case, and each number by its size.
-
-    By length first: Python refuses to read a hostile number of many thousand digits."""
-    parts = (
-        part.lstrip("0") if part.isdigit() else part for part in re.split(r"([0-9]+)", name.lower())
-    )
-    return tuple((len(part) * (place % 2), part) for place, part in enumerate(parts))
-
-
 def _left_out(others: Sequence[str], images: Sequence[Path]) -> str:
     """Return a note that counts the files that are no images, and names one."""
     if not others:
@@ -273,14 +252,6 @@ def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]
         paths += files
         labels += [label] * len(files)
     return paths, labels, classes, others
-
-
-def in_order(names: Iterable[str]) -> list[str]:
-    """Return the classes by name; where all are numbers, by number."""
-    estimates = list(names)
-    if not all(name.isascii() and name.isdigit() for name in estimates):
-        return sorted(estimates)
-    return sorted(estimates, key=lambda name: (_natural(name), name))
 
 
 def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
