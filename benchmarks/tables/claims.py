@@ -91,7 +91,7 @@ SENTENCES = (
         "specformer-1",
         _MSVP,
         ("none",),
-        ("upper",),
+        ("norms",),
         -1,
     ),
     _specformer(
@@ -212,7 +212,7 @@ def _judged() -> Iterator[Claim]:
 MOST_SEEDS = 10
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> 97.5 % quantile of Student's t with one degree of freedom less."""
-_UNITS = ("upper", "sigma", "hoelder")
+_UNITS = ("upper", "norms", "sigma", "hoelder")
 """Columns whose differences are shown in their own unit; the others are shares."""
 
 

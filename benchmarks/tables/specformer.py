@@ -8,12 +8,13 @@ from benchmarks.tables.layout import Column, Row, Table
 from benchmarks.tables.small import BOUND, SMALL
 
 ROBUST = (Column("clean", "clean %"), Column("fgsm", "FGSM %"), Column("pgd2", "PGD-2 %"))
+NORMS = Column("norms", "mean spectral norm of W_q, W_k, W_v", "number")
 
 STANDARD = Table(
     "specformer-1",
     "SpecFormer, Table 1: standard training",
     ("backbone", "method"),
-    (*ROBUST, BOUND),
+    (*ROBUST, NORMS, BOUND),
     "The paper: CIFAR-10, linf 2/255, from ImageNet weights, 40 epochs. Ours: ViTs of two blocks (width 64) from "
     "random weights, AdamW: `certvit_vit_digits` on the bundled digits (8 x 8 pixels, 30 epochs, all 396 test "
     "images, linf 24/255: at 2/255 digits hardly suffer; chosen on validation images), five seeds; and one for "
@@ -78,11 +79,12 @@ def rows() -> Iterator[Row]:
         root = f"specformer-1/{small.name}"
         for name, (label, options) in _VARIANTS.items():
             steps = small.made(options) | small.judged("specformer-standard")
+            steps["norms"] = "python -m benchmarks.tables.norms net.safetensors"
             yield Row(
                 f"{root}/{name}",
                 (small.label, label),
                 steps,
-                _SHOWN,
+                _SHOWN | {"norms": "norms/norms"},
                 small.seeds,
                 quick=small.quick,
             )
@@ -99,7 +101,7 @@ def rows() -> Iterator[Row]:
                 (small.label, label),
                 steps,
                 _SHOWN,
-                (0,) if small.quick else small.seeds,
+                small.seeds,
                 quick=small.quick,
             )
     for backbone, label in (("vit-s", "ViT-S"), ("deit-ti", "DeiT-Ti"), ("convit-ti", "ConViT-Ti")):
