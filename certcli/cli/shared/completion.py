@@ -14,7 +14,7 @@ NAMES = {
     "--loss": "certcli.finetune.losses:LOSSES",
     "--method": "certcli.certify.methods:METHODS",
     "audit --method": "certcli.cli.audit.options:METHODS",
-    "--prox": "certcli.constrain.methods:METHODS",
+    "--prox": "certcli.constrain.settings:PENALTIES",
 }
 """Option, or command and option -> where its names are: a registry, or a tuple of names."""
 ARCHITECTURES = ("--arch", "ARCH")
