@@ -208,8 +208,6 @@ class Training:
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
-        if self.settings.train_on_rest and len(judges) < len(validation):
-            train = train.and_then(validation.without(judges))
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 

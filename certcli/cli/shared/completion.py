@@ -10,7 +10,6 @@ from typer.models import ArgumentInfo, OptionInfo
 
 NAMES = {
     "--attack": "certcli.attack.catalogue:ATTACKS",
-    "--initialisation": "certcli.nn.initialisation:INITIALISATIONS",
     "--loss": "certcli.finetune.losses:LOSSES",
     "--method": "certcli.certify.methods:METHODS",
     "audit --method": "certcli.cli.audit.options:METHODS",
