@@ -130,9 +130,9 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         ("--patch 2 -e 0.5", "--epsilon does not go"),
         ("--patch 2 --method lipschitz", "stands alone"),
         ("--patch 2 --procedure prayer", "unknown procedure"),
-        ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
+        ("--patch 2 --procedure voting --bands rings", "unknown bands 'rings'"),
         ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
-        ("--patch 2 --hide faces", "--hide faces"),
+        ("--patch 2 --hide faces", "unknown hide 'faces'"),
         ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
     ],
 )
