@@ -84,6 +84,7 @@ class Attacking(Judging):
         super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
         self._mine: list[AttackRecord] = []
+        self.singles: dict[str, float] = {}
 
     @property
     def records(self) -> list[AttackRecord]:
@@ -131,6 +132,11 @@ class Attacking(Judging):
             if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
                 self.radii = self.radii[: len(whole[0])]
                 pieces = [whole]
+        for row in self._mine if pieces else []:
+            if row.fell and row.image is not None and row.adversarial is not None:
+                change = float((row.adversarial - row.image).abs().max())
+                radius = radius_key(row.epsilon)
+                self.singles[radius] = max(change, self.singles.get(radius, 0.0))
         for rank, rows in enumerate(pieces):
             mine = rank == self.team.rank
             for number, records in enumerate(rows):
@@ -154,7 +160,13 @@ class Attacking(Judging):
                 self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
-        """Fooled images with pixels, from the process that attacked them. All call it."""
+        """Fooled images with pixels, from the process that attacked them. All call it.
+
+        Also of all processes the largest change of a pixel value by a success at each radius.
+        """
+        for radius in map(radius_key, self.radii):
+            largest = max(self.team.everyone(self.singles.get(radius, 0.0)))
+            self.singles |= {radius: largest} if largest > 0 else {}
         if not self.team.several:
             return [row for _, row in self._shown]
         exhibits = []
@@ -186,6 +198,7 @@ class Attacking(Judging):
             fooled={name: clean - hits for name, hits in withstood.items()},
             fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
+            largest={at: self.singles[at] for at in withstood if at in self.singles},
             settings={**asdict(self.settings), "batch_size": self.largest},
             seconds=round(self.seconds, 2),
         )

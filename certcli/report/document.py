@@ -163,6 +163,7 @@ class AttackShares(_Part):
 
     Attributes:
         fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+        largest: of these, the largest change of a single pixel value, in [0, 1].
     """
 
     attacks: list[str]
@@ -175,6 +176,7 @@ class AttackShares(_Part):
     settings: dict[str, Any]
     seconds: Seconds
     fooled_8bit: dict[str, Natural] = {}
+    largest: dict[str, float] = {}
 
 
 class PatchAttack(_Part):
