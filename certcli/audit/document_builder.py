@@ -79,6 +79,7 @@ def compose(
         reproduce=reproduce(plan, findings.precision, named),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
+        computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
         machine=Machine(cpu=processor(), threads=torch.get_num_threads(), device=str(device)),
