@@ -156,7 +156,7 @@ class AdaptFields(StrictStruct):
 
     identity: Text
     done: Count
-    epoch: Count
+    rate: Annotated[float, Meta(gt=0, le=1e300)]
     records: list[Json]
     digest: Digest
 

@@ -13,10 +13,10 @@ from certcli.system.processes import team
 if TYPE_CHECKING:
     import torch
 
-    from certcli.adapt.bound_tradeoff import Trade
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
+    from certcli.adapt.trials import Trade
     from certcli.checkpoint.file import Checkpoint
     from certcli.images.labelled import Images
 
@@ -136,7 +136,7 @@ def fit(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
     with sink.progress("adapt", total=adapter.steps) as bar:
-        bar.advance(adapter.steps_done)
+        bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
                 save_state(state_path, adapter.state())
@@ -152,7 +152,7 @@ def trade_document(trade: "Trade") -> dict[str, Any]:
 
 
 def show_trade(trade: "Trade", sink: Sink) -> None:
-    """Print the rungs and the candidates; nothing where no parts were chosen."""
+    """Print the rungs; nothing where no parts were chosen."""
     if not trade.rungs:
         return
     first = trade.rungs[0].log10_upper
@@ -185,9 +185,4 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
             )
             for rung in trade.rungs
         ],
-    )
-    sink.table(
-        "Each option alone, the mean over the network's parts",
-        ["kind", "tried", "taken", "digits", "logit error", "digits for each % of squared error"],
-        trade.summary(),
     )
