@@ -23,6 +23,7 @@ from certcli.checkpoint.schema import (
     Name,
     Path,
     PerChannel,
+    Seed,
     Side,
     Text,
     decode,
@@ -41,7 +42,7 @@ MEAN = "mean"
 
 
 class Versioned(Struct):
-    schema: int
+    schema: Annotated[int, Meta(ge=0, le=2**31)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class LineageStep:
 
     command: Name
     parameters: Mapping[str, Any]
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    seed: Seed
     versions: Mapping[Text, Text]
     parent: Digest | None
 
