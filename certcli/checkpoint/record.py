@@ -20,6 +20,7 @@ from certcli.checkpoint.schema import (
     Dataset,
     Digest,
     Interpolation,
+    Json,
     Name,
     Path,
     PerChannel,
@@ -198,7 +199,7 @@ def _decode(text: str) -> Record:
     if schema != SCHEMA:
         raise Refused(f"schema {schema}; this certvit reads schema {SCHEMA}")
     record = decode(text, Record)
-    raw = json.loads(text)
+    raw = decode(text, Json)
     del raw["schema"]
     _require_fields(raw, record)
     _require_fields(_LATER | raw["input"], record.input)

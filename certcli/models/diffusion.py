@@ -110,15 +110,15 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
         ArchitectureError: the network is another one than an unconditional UNet for this number of
         channels.
     """
-    inner = path / "unet" if (path / "unet").is_dir() else path
-    scheduler_folder = path / "scheduler" if (path / "scheduler").is_dir() else path
+    inner = path if is_absent(path / "unet") else path / "unet"
+    scheduler_folder = path if is_absent(path / "scheduler") else path / "scheduler"
     _require_pixels(path)
     config = _fields(inner / "config.json")
     rule = _fields(scheduler_folder / "scheduler_config.json")
 
     def stored() -> dict[str, Tensor]:
         file = inner / WEIGHTS
-        if not file.exists() and file.with_suffix(".bin").exists():
+        if is_absent(file) and not is_absent(file.with_suffix(".bin")):
             raise CheckpointError(
                 f"{inner} holds its weights as a pickle",
                 "diffusers writes safetensors: "
@@ -137,7 +137,7 @@ def _require_pixels(path: Path) -> None:
     parts = _fields(index)
     latent = [part for part in LATENT if part in parts]
     name = one_line(str(parts.get("_class_name", "pipeline")))
-    if latent or (not (path / "unet").is_dir() and not (path / "config.json").exists()):
+    if latent or all(is_absent(path / name) for name in ("unet", "config.json")):
         why = f"it has a {latent[0]}" if latent else "it has no UNet"
         raise ArchitectureError(f"{path} is a {name} ({why}): {_PIXELS}", _UNET)
 

@@ -101,6 +101,6 @@ def test_every_number_at_the_door_has_a_range() -> None:
 def test_no_integer_is_longer_than_any_field_bears(text: str) -> None:
     for digits in (MOST_DIGITS + 1, 400, 5000):
         for sign in ("", "-"):
-            with pytest.raises(Refused, match="[Ii]nteger"):
+            with pytest.raises(Refused, match=r"[Ii]nteger"):
                 decode(text.replace("N", sign + "9" * digits), Json)
     decode('{"a": 18446744073709551615}', Json)

@@ -99,7 +99,9 @@ def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("unreadable", UNREADABLE)
-@pytest.mark.parametrize("name", ["scheduler_config.json", "config.json", "model_index.json"])
+@pytest.mark.parametrize(
+    "name", ["scheduler_config.json", "config.json", "model_index.json", "unet", "scheduler"]
+)
 def test_a_description_that_cannot_be_read_is_refused_unread(
     tmp_path: Path, name: str, unreadable: str
 ) -> None:

@@ -22,6 +22,7 @@ from certcli.cli.shared.output import Sink, percent
 from certcli.finetune import start
 from certcli.finetune.budget import parse_duration
 from certcli.system.processes import require_one, team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -124,7 +125,7 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and self.state_path.exists():
+        if order.resume and not is_absent(self.state_path):
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
@@ -156,7 +157,7 @@ class Training:
         except ending.EndedAtChanceError as failure:
             failed = failure
         except OutputError as failure:
-            if self.state_path.exists():
+            if not is_absent(self.state_path):
                 raise OutputError(
                     failure.message, "make room, then repeat the command with --resume"
                 ) from failure
