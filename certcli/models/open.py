@@ -53,6 +53,7 @@ from certcli.system.errors import (
     UsageError,
     one_line,
 )
+from certcli.system.reading import is_absent
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -114,12 +115,13 @@ def require_features(checkpoint: Checkpoint, source: str) -> None:
 def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
-        exists = path.exists()
+        exists = not is_absent(path)
+        is_folder = path.is_dir()
     except OSError as failure:
         raise CheckpointError(
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
-    if exists and path.is_dir():
+    if is_folder:
         return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
@@ -137,11 +139,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
 def _nearest(source: str) -> str:
     """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
-    files = (
-        {file.name: str(file) for file in path.parent.glob("*.safetensors")}
-        if path.parent.is_dir()
-        else {}
-    )
+    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
     near = near or (
         get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []

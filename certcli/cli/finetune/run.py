@@ -23,6 +23,7 @@ from certcli.finetune import start
 from certcli.finetune.budget import parse_duration
 from certcli.system.errors import CertvitError, OutputError
 from certcli.system.processes import require_one, team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -123,7 +124,7 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and self.state_path.exists():
+        if order.resume and not is_absent(self.state_path):
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
@@ -312,7 +313,7 @@ class Training:
 
     def _resumable(self, failure: OutputError) -> OutputError:
         """Return the failure with a way on from the last state, where there is one."""
-        if not self.state_path.exists():
+        if is_absent(self.state_path):
             return failure
         hint = "make room, then repeat the command with --resume"
         return type(failure)(failure.message, hint)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.images.names import require_named
 from certcli.system.errors import CheckpointError, UsageError, one_line
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -60,7 +61,7 @@ def _require_file(source: str) -> None:
     looks = path.suffix in FILES or (
         os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
     )
-    if not looks or os.path.lexists(source) or shipped_path(source):
+    if not looks or not is_absent(path) or shipped_path(source):
         return
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
     raise missing_file(source, hint, ".safetensors")
@@ -134,7 +135,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
-    parent = path.parent if path.exists() else Path()
+    parent = Path() if is_absent(path) else path.parent
     return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
 
 
