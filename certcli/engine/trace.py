@@ -129,7 +129,11 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     with torch.no_grad(), operations_mode:
         written, places = written_out(graph, tracer.state.constants)
     scopes = [
-        replace(scope, entry=places.get(scope.entry), exit=places.get(scope.exit))
+        replace(
+            scope,
+            entry=None if scope.entry is None else places[scope.entry],
+            exit=None if scope.exit is None else places[scope.exit],
+        )
         for scope in tracer.state.scopes
     ]
     return Trace(

@@ -20,7 +20,8 @@ class _Writer:
     def __init__(self, graph: fx.Graph, constants: Constants, replaced: fx.Node) -> None:
         self.graph = graph
         self.constants = constants
-        self.meta = replaced.meta
+        name = getattr(replaced.target, "__name__", str(replaced.target))
+        self.meta = {**replaced.meta, "written": name}
 
     def constant(self, x: Any) -> bool:
         return isinstance(x, fx.Node) and x.op == "get_attr"
@@ -42,8 +43,7 @@ class _Writer:
         kind = "call_method" if isinstance(target, str) else "call_function"
         node = self.graph.create_node(kind, target, args)
         value = function(*fx.node.map_arg(args, self._like))
-        shaped = {"shape": tuple(value.shape), "dtype": value.dtype}
-        node.meta = {**self.meta, **shaped}
+        node.meta = {**self.meta, "shape": tuple(value.shape), "dtype": value.dtype}
         return node
 
     def _number(self, x: fx.Node) -> Any:
@@ -53,7 +53,7 @@ class _Writer:
         dtype = self._number(x).dtype if self.constant(x) else x.meta["dtype"]
         return torch.empty(self.shape(x), dtype=dtype, device="meta")
 
-    def moved(self, x: fx.Node, labels: str, order: str, shape: Sequence[int]) -> fx.Node:
+    def arranged(self, x: fx.Node, labels: str, order: str, shape: Sequence[int]) -> fx.Node:
         """Return x, whose axes have labels, in another order of axes, and then in this shape."""
         if order != labels:
             x = self("permute", x, tuple(labels.index(label) for label in order))
@@ -103,7 +103,9 @@ def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
     ]
     if len(summed) == 1:
         ((x, labels),) = summed
-        return write.moved(x, labels, out, [write.shape(x)[labels.index(label)] for label in out])
+        return write.arranged(
+            x, labels, out, [write.shape(x)[labels.index(label)] for label in out]
+        )
     return _of_two(write, summed, out)
 
 
@@ -126,7 +128,7 @@ def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.
     inner = "".join(label for label in of_a if label not in out)
     if not inner:  # entry by entry
         one, other = (
-            write.moved(
+            write.arranged(
                 x,
                 labels,
                 "".join(label for label in out if label in labels),
@@ -135,28 +137,28 @@ def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.
             for x, labels in ((a, of_a), (b, of_b))
         )
         return write(operator.mul, one, other)
-    both, left, right = (
+    shared, of_rows, of_columns = (
         "".join(label for label in out if (label in of_a, label in of_b) == where)
         for where in ((True, True), (True, False), (False, True))
     )
-    terms, columns = math.prod(shape(inner)), math.prod(shape(right))
-    b = write.moved(b, of_b, both + inner + right, (*shape(both), terms, columns))
+    terms, columns = math.prod(shape(inner)), math.prod(shape(of_columns))
+    b = write.arranged(b, of_b, shared + inner + of_columns, (*shape(shared), terms, columns))
     if write.constant(b):  # each row of a by its matrix: the axes of a stay apart
-        order = left + both
-        rows = (*shape(order), 1, terms) if both else (*shape(order), terms)
+        order = of_rows + shared
+        rows = (*shape(order), 1, terms) if shared else (*shape(order), terms)
     else:
-        order = both + left
-        rows = (*shape(both), math.prod(shape(left)), terms)
-    product = write(torch.matmul, write.moved(a, of_a, order + inner, rows), b)
-    apart = write.moved(product, "", "", shape(order + right))
-    return write.moved(apart, order + right, out, shape(out))
+        order = shared + of_rows
+        rows = (*shape(shared), math.prod(shape(of_rows)), terms)
+    product = write(torch.matmul, write.arranged(a, of_a, order + inner, rows), b)
+    unfolded = write.arranged(product, "", "", shape(order + of_columns))
+    return write.arranged(unfolded, order + of_columns, out, shape(out))
 
 
 def _summed(write: _Writer, x: fx.Node, labels: str, others: set[str]) -> tuple[fx.Node, str]:
     """Return x summed over the labels that nothing else has, and those that are left."""
     axes = [axis for axis, label in enumerate(labels) if label not in others]
-    left = "".join(label for label in labels if label in others)
-    return (write("sum", x, axes) if axes else x), left
+    labels_of_rest = "".join(label for label in labels if label in others)
+    return (write("sum", x, axes) if axes else x), labels_of_rest
 
 
 def _labelled(equation: Any, axes: list[int]) -> list[str] | None:

@@ -33,7 +33,7 @@ WITHOUT_ROUNDING = {
     "attention-moving-mask", "attention-positional", "attention-l2-gated", "attention-l2-untied",
     "attention-l2-untied-bare", "attention-lipschitz-norm", "attention-lipschitz-norm-after-norm", "token-convolution",
     "token-convolution-after-norm", "token-convolution-after-linear", "spellings", "choice", "choice-of-scores",
-    "larger", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
+    "larger", "add-product", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
     "adaptive-max", "adaptive-3d", "attention-cosine-after-norm", "spelled-curves", "spelled-sums", "spelled-precisions",
     "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images", "token-convolution-of-its-bias",
     "side-by-side", "constant-branches", "scores-alone",
@@ -45,7 +45,7 @@ OTHER_BATCHES = (
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
-    "clipped-relu", "einsum", "add-product", "add-products",
+    "clipped-relu", "log-softmax", "einsum", "add-products",
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
