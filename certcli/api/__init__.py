@@ -51,14 +51,10 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
-from certcli.models.open import (
-    open_checkpoint,
-    perturbed_at,
-    require_classifier,
-    require_features,
-)
+from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
+from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (
@@ -398,10 +394,16 @@ def _classifier(source: Network) -> OpenCheckpoint:
     return checkpoint
 
 
-def _images(checkpoint: Checkpoint, data: Data, labels: Labels, *, labelled: bool = True) -> Images:
+def _images(
+    checkpoint: OpenCheckpoint, data: Data, labels: Labels, *, labelled: bool = True
+) -> Images:
     """Arrays, loaders, a name, or Images, as Images. DataError when they do not fit the network."""
     if isinstance(data, (Images, str)):
         if labels is not None:
             raise UsageError("these images have labels of their own", "leave out labels")
-        return images(checkpoint, data) if isinstance(data, str) else data
-    return images_of(checkpoint.record, data, labels, labelled=labelled)
+        chosen = images(checkpoint, data) if isinstance(data, str) else data
+    else:
+        chosen = images_of(checkpoint.record, data, labels, labelled=labelled)
+    for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
+        warnings.warn(plain(in_python(doubt)), stacklevel=4)
+    return chosen
