@@ -24,6 +24,7 @@ class Patches(CertifierOptions):
     """The patches, and the procedure that defends a network against them.
 
     Args:
+        bands: what each vote sees, columns, rows or blocks.
         cell: (height, width) in pixels of what is hidden together; None asks the network.
         rows: passes in a batch; None takes the device's usual number.
 
@@ -43,9 +44,7 @@ class Patches(CertifierOptions):
         DOUBLE_MASKING, "How the defended classifier decides: double-masking, or voting over bands."
     )
     masks: int = option(3, "K x K masks. A larger K hides less and takes more passes.", metavar="K")
-    bands: Bands = option(
-        "columns", "Visible part of the image in each vote: columns, rows or blocks."
-    )
+    bands: Bands = "columns"
     band_width: int = option(3, "Width of a band in cells (in tokens, if tokens are dropped).")
     hide: Hiding = option(
         "auto",

@@ -127,7 +127,7 @@ class Reports:
 
     report: list[Path] = option(
         list,
-        ".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
+        ".html .json .sarif .xml (JUnit).",
         metavar="FILE",
         mark=options.Writes(),
     )

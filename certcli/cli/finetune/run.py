@@ -200,7 +200,7 @@ class Training:
                 datasets.load(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
-            ).read_by(data.workers)
+            )
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)

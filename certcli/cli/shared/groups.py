@@ -125,9 +125,6 @@ class Data:
     )
     limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
     seed: options.Seed = 0
-    workers: int | None = option(
-        None, "Threads that read image files ahead. Default: one a core, at most 8.", min=0, max=64
-    )
 
 
 @group("Images")
@@ -181,7 +178,7 @@ class Evaluation(Data):
             )
         chosen = images.limit(self.limit, self.seed)
         inputs.doubt_images(chosen, record, sink)
-        return chosen.read_by(self.workers)
+        return chosen
 
 
 @group("Images")
@@ -211,7 +208,7 @@ class Calibration(Data):
             sink.warn(
                 f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir"
             )
-        return images.read_by(self.workers)
+        return images
 
 
 @group("Machine")
