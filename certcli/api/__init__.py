@@ -67,14 +67,10 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
-from certcli.models.open import (
-    open_checkpoint,
-    perturbed_at,
-    require_classifier,
-    require_features,
-)
+from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
+from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (
@@ -210,7 +206,7 @@ def slope(
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    batches = images_of(checkpoint.record, images, None, labelled=False).batches(batch_size)
+    batches = _judged(checkpoint, images, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
     estimates = list(measure(network(checkpoint), pixels, iterations, seed))
     return estimates[-1]
@@ -237,7 +233,7 @@ def bounds(
             the tighter of both, entry by entry.
     """
     checkpoint = _classifier(source)
-    pixels, answers = images_of(checkpoint.record, images, labels, labelled=False).tensors()
+    pixels, answers = _judged(checkpoint, images, labels, labelled=False).tensors()
     classes = None if labels is None else answers
     near = Neighbourhood(arguments.one_radius(radii), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
@@ -274,7 +270,7 @@ def certify(
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
-    batches = run_certifier(certifier, images_of(checkpoint.record, images, labels), batch_size)
+    batches = run_certifier(certifier, _judged(checkpoint, images, labels), batch_size)
     return Certificates(row for rows in batches for row in rows)
 
 
@@ -315,7 +311,7 @@ def predict(
     checkpoint = _classifier(source)
     patches = Patches(**arguments.options(Patches, PatchOptions, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
-    chosen = images_of(checkpoint.record, images, None, labelled=False)
+    chosen = _judged(checkpoint, images, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
     ]
@@ -349,7 +345,7 @@ def attack(
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
-        for i, pixels, y in images_of(checkpoint.record, images, labels).batches(batch_size)
+        for i, pixels, y in _judged(checkpoint, images, labels).batches(batch_size)
     )
     regions = growing(stage.norm, stage.radii)
     records = list(
@@ -392,7 +388,7 @@ def audit(
         budget=seconds,
         **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
     )
-    judged = None if images is None else images_of(checkpoint.record, images, labels)
+    judged = None if images is None else _judged(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
     clock = Clock(plan.budget)
     where = torch.device(device)
@@ -413,3 +409,13 @@ def _classifier(source: Network) -> OpenCheckpoint:
     checkpoint = load(source)
     require_classifier(checkpoint, "the network")
     return checkpoint
+
+
+def _judged(
+    checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
+) -> Images:
+    """Return the images; warn where the file's own program answers otherwise on them."""
+    chosen = images_of(checkpoint.record, images, labels, labelled=labelled)
+    for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
+        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+    return chosen

@@ -11,6 +11,7 @@ from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
 from certcli.images.names import TORCHVISION
+from certcli.system.reading import is_absent
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
@@ -140,7 +141,7 @@ class Typed:
 
 
 def _without_folder(typed: str) -> str:
-    return Path(typed).resolve().name if Path(typed).exists() else typed
+    return typed if is_absent(Path(typed)) else Path(typed).resolve().name
 
 
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:

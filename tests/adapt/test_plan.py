@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.adapt.families import end, family_of
+from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings
-from certcli.adapt.streams import AdaptedPart
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network, trial_upper

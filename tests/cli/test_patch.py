@@ -201,7 +201,7 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
             Image.new("L", (8, 8), 40 * (number + index)).save(
                 tmp_path / "images" / synset / f"{index}.png"
             )
-    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
+    certvit("init", "certvit_vit_digits", *shape(), "--arch-arg", "num_classes=1000", "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1

@@ -16,7 +16,7 @@ from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, program
 from certcli.cli.shared.completion import NAMES
 from certcli.cli.shared.reference import reference
-from certcli.constrain.methods import METHODS
+from certcli.constrain.settings import PENALTIES
 from certcli.finetune.losses import LOSSES
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system import errors
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 AT_THE_ROOT = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*DOCS, *(ROOT / name for name in AT_THE_ROOT)]
-REGISTRIES = [ATTACKS, CERTIFICATES, METHODS, LOSSES, REPLACEMENTS]
+REGISTRIES = [ATTACKS, CERTIFICATES, PENALTIES, LOSSES, REPLACEMENTS]
 
 
 def test_the_reference_page_is_the_commands() -> None:
@@ -248,7 +248,7 @@ TABLES = {
     "Certificate methods": CERTIFICATES,
     "Losses": LOSSES,
     "Attacks": ATTACKS,
-    "Proximal maps": METHODS,
+    "Proximal maps": PENALTIES,
     "Replacements": REPLACEMENTS,
 }
 """Section of the glossary -> the registry whose names it lists."""

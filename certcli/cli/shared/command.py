@@ -39,6 +39,7 @@ from certcli.cli.shared.inputs import require_early
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE, Option, choices, require_choices
+from certcli.system.reading import is_absent
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
@@ -126,7 +127,7 @@ def _docs() -> Path:
     """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
-    return packed if packed.exists() else package.parent / "docs"
+    return package.parent / "docs" if is_absent(packed) else packed
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
