@@ -113,6 +113,7 @@ NAMES = (
     "adapt",
     "constrain",
     "finetune",
+    "merge",
     "verify",
     "log",
     "doctor",

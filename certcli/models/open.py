@@ -145,8 +145,10 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
         tensors, metadata = read_tensors(path)
         bare = Bare(tensors)
     if KEY in metadata:
-        return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
+        tensors = hints.adapted(bare.tensors)
+        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights, _roots)
+    bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
     converted = _converted(bare.tensors, path, all_hints)
@@ -267,7 +269,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     record = Record(
         arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net)
     )
-    tensors = {key: value.detach() for key, value in net.state_dict().items()}
+    tensors = hints.adapted({key: value.detach() for key, value in net.state_dict().items()})
     require_numbers(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
