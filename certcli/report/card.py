@@ -96,6 +96,7 @@ def as_card(audit: Audit) -> str:
         ]
     lines += ["", f"Digest of the network: `{audit.checkpoint}`. Made by certvit; repeated by:", ""]
     lines += [f"    {one_line(audit.reproduce)}", ""]
+    lines += [prose(audit.left_out), ""] if audit.left_out else []
     return "\n".join(lines)
 
 
