@@ -55,7 +55,8 @@ def audit(
     data = _first_images(checkpoint.record, data, sink)
     images = _images(checkpoint.record, data, sink)
     if images is not None:
-        images = digested(inputs.answered(checkpoint, images, device, sink), team())
+        answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
+        images = digested(answered, team())
 
     def calibration() -> Images:
         return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
