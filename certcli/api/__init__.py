@@ -45,7 +45,7 @@ from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.document_builder import compose
 from certcli.audit.gates import parse
-from certcli.audit.plan import AuditPlan, Typed
+from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of, prepare
@@ -398,9 +398,12 @@ def audit(
 
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
         findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
-    name = str(source) if isinstance(source, str | Path) else "checkpoint"
-    typed = Typed(name, dataset=images if isinstance(images, str) else None)
+    # what is in memory has no name that a command could take: its reader fills it in
+    name = unmistakable(str(source)) if isinstance(source, str | Path) else "FILE"
+    named = images if isinstance(images, str) else None if images is None else "FOLDER"
+    typed = Typed(name, dataset=named)
     report = compose(checkpoint, findings, plan, clock, typed, where)
+    report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 

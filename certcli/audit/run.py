@@ -71,7 +71,8 @@ def run(
             "the processes did not read the same network",
             "leave the file alone while it is audited",
         )
-    findings = AuditFindings(changed=bool(checkpoint.record.surgery))
+    gpu = torch.cuda.is_available()
+    findings = AuditFindings(changed=bool(checkpoint.record.surgery), gpu=gpu)
     # once: the stages share it, and its copies in other dtypes
     model = build.load(checkpoint, device)
     denoiser = None

@@ -18,7 +18,9 @@ from certcli.system.processes import ALONE, Team
 CAREFUL = 1.25
 """A unit begins only if this multiple of its price is left."""
 UNSURE = 2.0
-"""A unit may take this multiple of that, and more only where the first units of others still fit."""
+GRACE = 2.0
+"""A unit may take this multiple of that and these seconds of work (imports, a machine that stalls), and more only where the
+first units of others still fit."""
 
 
 class Stage(ABC):
@@ -187,4 +189,5 @@ def _decided(
     )
     prices = [wall(stage) for stage in eager if not stage.tries and stage is not best]
     others = sum(price for price in prices if price <= time_left)
-    return [], stages.index(best), min(time_left, max(UNSURE * wall(best), time_left - others))
+    enough = UNSURE * wall(best) + GRACE * clock.pace
+    return [], stages.index(best), min(time_left, max(enough, time_left - others))

@@ -28,6 +28,7 @@ from certcli.report.document import (
     PatchAttack,
     PatchShares,
     Share,
+    from_json,
 )
 from certcli.report.published import Part, nearest, published
 from tests.audit.conftest import QUICK, SUFFIXES
@@ -373,26 +374,37 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "changes", "wanted"),
+    ("size", "changes", "gpu", "wanted"),
     [
-        ((3, 224, 224), {}, True),
-        ((3, 256, 256), {}, True),
-        ((3, 32, 32), {}, False),
-        ((1, 224, 224), {}, False),
-        ((3, 225, 225), {}, False),
-        ((3, 224, 224), {"denoiser": Path("d")}, False),
-        ((3, 224, 224), {"methods": ("local",)}, False),
+        ((3, 224, 224), {}, True, True),
+        ((3, 256, 256), {}, True, True),
+        ((3, 224, 224), {}, False, False),
+        ((3, 32, 32), {}, True, False),
+        ((1, 224, 224), {}, True, False),
+        ((3, 225, 225), {}, True, False),
+        ((3, 224, 224), {"denoiser": Path("d")}, True, False),
+        ((3, 224, 224), {"methods": ("local",)}, True, False),
     ],
 )
-def test_who_may_not_retrain_is_told_of_a_denoiser_first(
-    size: tuple[int, int, int], changes: dict[str, Any], wanted: bool
+def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it(
+    size: tuple[int, int, int],
+    changes: dict[str, Any],
+    gpu: bool,
+    wanted: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """And no command names a file that is not there."""
+    monkeypatch.chdir(tmp_path)
     findings = found(29, 29)
     findings.input = size
+    findings.gpu = gpu
     plan = AuditPlan(radii=(0.12,), **changes)
-    said = summary_text.DENOISER in summary_text.verdict(findings, plan)
+    assert (summary_text.DENOISER in summary_text.verdict(findings, plan)) is wanted
+    assert summary_text.UNET not in next_steps(findings, plan, Typed("net", dataset="d"))[0]
+    Path(summary_text.UNET).touch()
     first = next_steps(findings, plan, Typed("net", dataset="d"))[0]
-    assert said == (f"--denoiser {summary_text.UNET}" in first) == wanted
+    assert (f"--denoiser {summary_text.UNET}" in first) is wanted
 
 
 @pytest.mark.parametrize(("classes", "shift"), [(2, 1), (3, 1), (5, 2), (2, 0)])

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -153,8 +153,16 @@ def size_in_bytes(option: str, text: str) -> int:
     return size
 
 
-def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
-    """Return images, labelled by the network's own answers (and say so) where unlabelled."""
+def answered(
+    checkpoint: Checkpoint,
+    images: Images,
+    device: Any,
+    sink: Sink,
+    enough: Callable[[], bool] = lambda: False,
+) -> Images:
+    """Return images, labelled by the network's own answers (and say so) where unlabelled; the first
+    of them, once it is `enough`.
+    """
     import torch
 
     from certcli.images.labelled import sent
@@ -167,6 +175,9 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
     with torch.inference_mode():
         for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
             classes += model(sent(pixels, device)).argmax(1).tolist()
+            if enough():
+                break
+    images = images.select(range(len(classes)))
     sink.note(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
         "about the network's own predictions, and accuracy is not measured"
