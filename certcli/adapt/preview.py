@@ -21,7 +21,7 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 
 
-def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> dict[str, Any]:
+def preview(checkpoint: Checkpoint, settings: AdaptSettings) -> dict[str, Any]:
     """Return the plan with its costs before and after surgery, which is not fitted, without images.
 
     Each cost has parameters, multiply-adds an image, log10 of the proven bound, and why it has
@@ -37,7 +37,7 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
     for path in (item.path or "head" for item in record.surgery):
         old, new = (type(model.net.get_submodule(path)).__name__ for model in (teacher, student))
         changes.append({"path": path, "from": old, "to": new})
-    before, after = (_cost(model, checkpoint, bounds) for model in (teacher, student))
+    before, after = (_cost(model, checkpoint) for model in (teacher, student))
     return {"plan": changes, "before": before, "after": after}
 
 
@@ -50,16 +50,13 @@ def grouped(changes: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str, s
     return [(path, str(count), before, after) for (path, before, after), count in counts.items()]
 
 
-def _cost(model: PixelModel, checkpoint: Checkpoint, bounds: bool) -> dict[str, Any]:
-    log10, why = None, "not asked for"
-    if bounds:
-        bound = prove(model, checkpoint.record.classes)
-        log10, why = (bound.upper.log10(), "") if bound.upper.finite else (None, bound.bound.why)
+def _cost(model: PixelModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    bound = prove(model, checkpoint.record.classes)
     return {
         "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
         "multiply_adds": multiply_adds(model, checkpoint.record.input.size),
-        "log10_upper": log10,
-        "why": why,
+        "log10_upper": bound.upper.log10() if bound.upper.finite else None,
+        "why": "" if bound.upper.finite else bound.bound.why,
     }
 
 

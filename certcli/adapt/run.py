@@ -179,8 +179,7 @@ def perform_surgery(
         student = PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
         tokens = token_counts(teacher, record.input.size)
-        unit = 1.0 if settings.norm_floor is None else settings.norm_floor
-        scales = carry_over(teacher.net, net, family, tokens, unit)
+        scales = carry_over(teacher.net, net, family, tokens)
     return student, scales
 
 

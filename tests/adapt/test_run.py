@@ -178,7 +178,6 @@ def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
         "certify",
         "--arch-arg",
         "depth=1",
-        "--no-bounds",
         "--dry-run",
     ]
     told = attempt(*words, "--json", "--quiet")
@@ -201,12 +200,6 @@ def _refuse_pretrained() -> Any:
         return build(*args, pretrained=False, **kwargs)
 
     return create
-
-
-def test_a_plan_without_bounds_proves_none(plain: Checkpoint) -> None:
-    changes = preview(plain, AdaptSettings("certify"), bounds=False)
-    assert changes["after"]["log10_upper"] is None
-    assert changes["before"]["log10_upper"] is None
 
 
 def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(

@@ -31,12 +31,10 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     )
 
 
-def show_plan(
-    checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink
-) -> None:
+def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -> None:
     from certcli.adapt.preview import grouped, preview
 
-    document = preview(checkpoint, settings, bounds)
+    document = preview(checkpoint, settings)
     sink.document(document)
     columns = ["modules", "count", "are", "become"]
     sink.table("Plan: nothing was changed", columns, grouped(document["plan"]))
@@ -44,14 +42,13 @@ def show_plan(
     rows = [
         ("parameters", *(f"{cost['parameters']:,}" for cost in costs)),
         ("multiply-adds an image", *(f"{cost['multiply_adds'] / 1e6:,.1f} M" for cost in costs)),
+        ("Lipschitz bound", *(_power(cost["log10_upper"]) for cost in costs)),
     ]
-    if bounds:
-        rows.append(("Lipschitz bound", *(_power(cost["log10_upper"]) for cost in costs)))
     sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
-    for name in ("before", "after") if bounds else ():
+    for name in ("before", "after"):
         if document[name]["log10_upper"] is None:
             sink.text(f"no bound {name}: {document[name]['why']}")
-    if settings.norm == "floor" and settings.norm_floor is None:
+    if settings.norm == "floor":
         sink.note(
             "floors are found on the calibration images; the bound after surgery counts them as 1"
         )
