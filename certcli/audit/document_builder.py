@@ -16,6 +16,7 @@ from certcli.checkpoint.record import versions
 from certcli.evaluation.image_doubts import accuracy_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, LineageStep, Machine, Network
+from certcli.system.reading import is_absent
 
 
 def compose(
@@ -79,6 +80,7 @@ def compose(
         reproduce=reproduce(plan, findings.precision, named),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
+        computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
         machine=Machine(cpu=processor(), threads=torch.get_num_threads(), device=str(device)),
@@ -110,8 +112,8 @@ def processor() -> str:
 
 def path_in_repository(file: Path) -> str | None:
     """Return the path below the folder that holds .git; None outside every repository."""
-    if not file.exists():
+    if is_absent(file):
         return None
     whole = file.resolve()
-    root = next((folder for folder in whole.parents if (folder / ".git").exists()), None)
+    root = next((folder for folder in whole.parents if not is_absent(folder / ".git")), None)
     return None if root is None else whole.relative_to(root).as_posix()

@@ -94,7 +94,7 @@ RUNS = {
     "predict": ("d",),
     "predict --json": ("d", "--json"),
     "attack": ("--dataset", "digits", "--limit", 2, "--steps", 1),
-    "constrain": ("--dataset", "digits", "--limit", 8, "--beta", 0.1, "--iterations", 1, "-o", "y\n::error::z.safetensors"),
+    "constrain": ("--dataset", "digits", "--limit", 8, "--beta", 0.1, "-o", "y\n::error::z.safetensors"),
 }  # fmt: skip
 
 

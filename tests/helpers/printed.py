@@ -139,7 +139,6 @@ NOT_HERE = {
     "--pretrained": "fetches weights from the hub",
     "--arch ": "a downloaded file (tests/models/test_open.py)",
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
-    "--target": "searches for a minute (tests/constrain/test_targets.py)",
     "doctor": "looks at the whole installation (tests/cli/test_help.py)",
     "--denoiser": "needs a denoiser (tests/certify/test_denoiser.py)",
     "--shard-size": "a folder of shards (tests/checkpoint/test_shards.py)",

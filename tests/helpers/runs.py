@@ -11,7 +11,7 @@ FEW = ["--dataset", "digits", "--limit", "12", "--quiet", "--force"]
 RUNS = {
     "init": ["init", "certvit_vit_digits", "--quiet", "--force"],
     "adapt": ["adapt", M, *FEW, "--epochs", "1"],
-    "constrain": ["constrain", M, *FEW, "--layers", "*fc1", "--iterations", "2"],
+    "constrain": ["constrain", M, *FEW, "--layers", "*fc1"],
     "finetune": ["finetune", M, *FEW, "--loss", "ce", "--steps", "1", "--validation-limit", "10"],
     "lipschitz": ["lipschitz", M, "--no-estimate", "--quiet", "--force"],
     "audit": ["audit", M, *FEW, "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz"],

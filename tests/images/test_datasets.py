@@ -68,18 +68,6 @@ def test_batches_cover_everything_once_in_order() -> None:
     assert torch.equal(indices, torch.arange(140))
 
 
-def test_images_behind_others_are_fetched_in_any_order() -> None:
-    first, second = (datasets.load("digits", DIGITS, split).limit(3) for split in ("train", "val"))
-    both = first.and_then(second)
-    pixels = torch.cat([first.tensors()[0], second.tensors()[0]])
-    labels = torch.cat([first.labels, second.labels])
-    for positions in ([0, 1], [4], [5, 0, 3, 2], [2, 3], range(6)):
-        assert torch.equal(both.fetch(positions), pixels[list(positions)])
-    assert torch.equal(both.labels, labels)
-    assert len(set(both.indices.tolist())) == 6
-    assert both.without(both.select([1, 4])).labels.tolist() == labels[[0, 2, 3, 5]].tolist()
-
-
 def test_images_of_another_size_are_resized_with_a_note() -> None:
     images = datasets.load("digits", COLOUR, "val")
     pixels, _ = images.tensors()

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.radii import power_of_ten
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.adapt.settings import AdaptSettings
@@ -22,7 +23,7 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
 
     from certcli.models.build import initialise
 
-    if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
+    if not is_absent(Path(source.ckpt)) or not timm.is_model(source.ckpt):
         return source.open(sink)
     sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
     source_hints = source.hints()

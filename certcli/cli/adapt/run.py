@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import power_of_ten
 from certcli.system.processes import team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     import torch
@@ -130,7 +131,7 @@ def fit(
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if team().agree(lambda: resume and state_path.exists()):
+    if team().agree(lambda: resume and not is_absent(state_path)):
         adapter.restore(load_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"

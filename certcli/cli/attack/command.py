@@ -64,7 +64,7 @@ def attack(
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
         stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)

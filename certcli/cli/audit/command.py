@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -47,7 +46,7 @@ def audit(
     from certcli.report.compare import changes
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
-    clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
+    clock = Clock(plan.budget, Sink.invocation.started, team())
     output.claim(source, data, reports, options)
     view.require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
@@ -69,7 +68,9 @@ def audit(
         findings = run(checkpoint, images, calibration, plan, device, clock, tell)
     if not team().leads:
         return
-    findings.seen = [] if images is None else doubts(checkpoint.record, images)[1]
+    if images is not None:
+        findings.seen = doubts(checkpoint.record, images)[1]
+        findings.seen += inputs.differences(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(

@@ -162,7 +162,7 @@ def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> No
         if item.stage == "images":  # the first line says it
             continue
         sink.text(f"skipped {item.stage}: {item.why}")
-    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {reproduction}")
+    sink.text(f"{document.times}. Again: {reproduction}")
 
 
 def write(

@@ -66,7 +66,7 @@ def certify(
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
     task = run.CertifyTask(checkpoint, images, threats, demand)

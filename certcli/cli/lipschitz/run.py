@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     from certcli.lipschitz import network
     from certcli.models import build
-    from certcli.models.open import require_features
+    from certcli.models.weights import require_features
 
     checkpoint = source.open(sink)
     if source.features:
