@@ -43,8 +43,10 @@ def certify(
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
+    from certcli.cli.certify.certificate_page import certify_page
     from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
-    from certcli.cli.shared import pages, typed_command
+    from certcli.cli.shared import typed_command
+    from certcli.cli.shared.pages import write_page
     from certcli.evaluation.records import digested
 
     options = CertifyOptions(
@@ -90,8 +92,8 @@ def certify(
         )
     if target.html is not None:
         reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        pages.write(
-            pages.certify_page(
+        write_page(
+            certify_page(
                 results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
             ),
             target.html,

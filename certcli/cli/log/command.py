@@ -1,5 +1,6 @@
 """certvit log: where a checkpoint comes from and what was found about it; several side by side."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,7 @@ def log(
 ) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
     from certcli.checkpoint.file import Checkpoint
+    from certcli.cli.log.lineage_page import log_page
 
     sink = talk.sink()
     files = files_of(checkpoints)
@@ -34,7 +36,7 @@ def log(
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [view.document_of(path, checkpoint) for path, checkpoint in read]
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
-    page.write(read, [], sink)
+    page.write(partial(log_page, read, []), sink)
     if len(read) > 1:
         comparison.compare(read, sink)
     else:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
     from certcli.models.overrides import Hints
+    from certcli.report.page import HtmlPage
 
 
 @group("Checkpoints of others")
@@ -388,11 +389,12 @@ class Page:
             outputs.writes("--html", self.html)
         outputs.check()
 
-    def write(self, read: Sequence[tuple[Path, Any]], claims: Sequence[Any], sink: Sink) -> None:
+    def write(self, page: Callable[[], HtmlPage], sink: Sink) -> None:
+        """Write the page, which is made where --html names a file."""
         if self.html is not None:
-            from certcli.cli.shared import pages
+            from certcli.cli.shared.pages import write_page
 
-            pages.write(pages.log_page(read, claims), self.html)
+            write_page(page(), self.html)
             sink.note(f"wrote {self.html}")
 
 

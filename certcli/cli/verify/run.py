@@ -163,6 +163,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     """Check the evidence of checkpoints, and compare their lineages with each other."""
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.log.command import files_of
+    from certcli.cli.log.lineage_page import log_page
     from certcli.cli.log.view import document_of
     from certcli.evaluation.claim import statuses
     from certcli.verification.lineage import compare_lineages, remake_means
@@ -189,7 +190,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
             entry["status"] = status
         documents.append({**document, **view.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-    options.page.write(list(checkpoints.items()), all_claims, sink)
+    options.page.write(lambda: log_page(list(checkpoints.items()), all_claims), sink)
     gate.enforce()
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"
