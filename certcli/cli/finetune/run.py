@@ -211,6 +211,9 @@ class Training:
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
         if self.settings.train_on_rest and len(judges) < len(validation):
             train = train.and_then(validation.without(judges))
+        notes = (note for images in (train, validation) for note in images.note.split("; "))
+        for note in filter(None, dict.fromkeys(notes)):
+            self.sink.note(note)
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
