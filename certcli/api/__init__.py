@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from certcli.audit.clock import Clock
 from certcli.audit.document_builder import compose
 from certcli.audit.gates import parse
 from certcli.audit.plan import AuditPlan, Typed
+from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import certify as run_certifier
@@ -204,7 +205,7 @@ def slope(
     return estimates[-1]
 
 
-@speaks_python
+@overload
 def bounds(
     source: Network,
     data: Data,
@@ -214,19 +215,43 @@ def bounds(
     norm: Norm = "l2",
     method: str = "best",
     device: str = "cpu",
-) -> LogitBounds:
+) -> LogitBounds: ...
+@overload
+def bounds(
+    source: Network, data: Data, *, around: float, norm: Norm = "l2", device: str = "cpu"
+) -> LocalBounds: ...
+@speaks_python
+def bounds(
+    source: Network,
+    data: Data,
+    eps: float | str | None = None,
+    labels: Labels = None,
+    *,
+    around: float | None = None,
+    norm: Norm = "l2",
+    method: str = "best",
+    device: str = "cpu",
+) -> LogitBounds | LocalBounds:
     """Prove bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
 
     Args:
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.
-        norm: Of eps, l2 or linf.
+        around: In place of eps: the radius within which the slopes of margins and logits are
+            bounded, |m(y) - m(z)| <= upper |y - z| for all y and z there.
+        norm: Of eps or around, l2 or linf.
         method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best":
             the tighter of both, entry by entry.
     """
+    if (eps is None) is (around is None):
+        raise UsageError("bounds of logits within eps, or of slopes with around: one of them")
     checkpoint = _classifier(source)
     pixels, answers = _images(checkpoint, data, labels, labelled=False).tensors()
+    if around is not None:
+        if labels is not None or method != "best":
+            raise UsageError("around bounds the predictions' margins: without labels and method")
+        return local_bounds(checkpoint, pixels, Around(around, norm), torch.device(device))
     classes = None if labels is None else answers
-    near = Neighbourhood(float(eps), norm, method)
+    near = Neighbourhood(0.0 if eps is None else float(eps), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
 
 

@@ -124,6 +124,13 @@ class AroundImages:
                 _HINT,
             )
 
+    def each(self, pixels: Tensor, near: Sequence[Around]) -> Iterator[NearImage]:
+        """Yield what is proven near each image (n, c, h, w) in each ball, images first."""
+        device = next(self.model.parameters(), torch.empty(0)).device
+        for image in pixels.double().to(device).split(1):
+            for around in near:
+                yield self.near(image, around)
+
     def start(self, image: Tensor, around: Around) -> Form:
         if around.norm == "linf":
             return linf_ball(image, around.radius, limit=SYMBOLS, in_box=True)
@@ -193,16 +200,53 @@ def _proven_radius(
     return min(radius, smallest) if smallest > 0 else 0.0
 
 
-def around_images(
-    checkpoint: Checkpoint, pixels: Tensor, near: Sequence[Around], device: torch.device
-) -> Iterator[NearImage]:
-    """Yield what is proven near each image (n, c, h, w), at each radius, images first."""
-    model = load_double(checkpoint, device)
+def prepare(checkpoint: Checkpoint, near: Sequence[Around], device: torch.device) -> AroundImages:
+    """Return the network for these balls.
+
+    Raises:
+        UsageError: a radius is as wide as the box.
+        NoBoundError: an operation has no derivative; the walk does not fit into memory.
+    """
+    size = checkpoint.record.input.size
     for around in near:
-        around.require_in_box(pixels[0].numel())
-    network = AroundImages(model, checkpoint.record.input.size)
+        around.require_in_box(math.prod(size))
+    network = AroundImages(load_double(checkpoint, device), size)
     for around in near:
         network.require_memory(around)
-    for image in pixels.double().to(device).split(1):
-        for around in near:
-            yield network.near(image, around)
+    return network
+
+
+@dataclass(frozen=True)
+class LocalBounds:
+    """What is proven near n images, float64 on the CPU; inf where there is no bound.
+
+    Args:
+        classes: The predictions i, (n,).
+        upper: Of the margins z_i - z_j, (n, k): |m(y) - m(z)| <= upper |y - z|; 0 at j = i.
+        slopes: Of each margin one slope that it has there, measured: (n, k), below `upper`.
+        logits: Of |z(y) - z(z)|_2, (n,).
+        radii: min(R, m_j / upper_j) as executed in float64: certified radii, (n,).
+        why: Of each image, why there is no bound.
+    """
+
+    classes: Tensor
+    upper: Tensor
+    slopes: Tensor
+    logits: Tensor
+    radii: Tensor
+    why: tuple[str, ...]
+
+
+def local_bounds(
+    checkpoint: Checkpoint, pixels: Tensor, around: Around, device: torch.device
+) -> LocalBounds:
+    """Bound the slopes of margins and logits near images (n, c, h, w) in [0, 1]."""
+    rows = list(prepare(checkpoint, [around], device).each(pixels, [around]))
+    return LocalBounds(
+        torch.tensor([row.prediction for row in rows]),
+        torch.stack([row.upper for row in rows]),
+        torch.stack([row.slopes for row in rows]),
+        torch.tensor([row.logits for row in rows], dtype=torch.float64),
+        torch.tensor([row.radius for row in rows], dtype=torch.float64),
+        tuple(row.why for row in rows),
+    )

@@ -202,6 +202,36 @@ class LayerFields(Struct):
     upper_text: str | UnsetType = UNSET
 
 
+Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
+
+
+class NearImageFields(Struct):
+    """What `certvit lipschitz --around` says of one image that can be checked."""
+
+    index: Annotated[int, Meta(ge=0)]
+    radius: Annotated[float, Meta(gt=0)]
+    prediction: Annotated[int, Meta(ge=0)]
+    upper: list[Upper]
+    logits_upper: Upper
+    certified: Annotated[float, Meta(ge=0)]
+
+
+class AroundDataset(Struct):
+    name: str
+    split: str
+    images: Annotated[int, Meta(ge=1)]
+    digest: str
+
+
+class AroundFields(Struct):
+    """Slopes near images."""
+
+    norm: Literal["l2", "linf"]
+    seed: Annotated[int, Meta(ge=0)]
+    dataset: AroundDataset
+    images: list[NearImageFields]
+
+
 class ReportFields(Struct):
     """The fields of a report of `certvit lipschitz --json` that can be checked."""
 
@@ -219,6 +249,7 @@ class ReportFields(Struct):
     bound_of: Literal["logits", "features"] = "logits"
     function: Json | UnsetType = UNSET
     lower: Annotated[float, Meta(ge=0)] | UnsetType | None = UNSET
+    around: AroundFields | UnsetType = UNSET
 
 
 def decode(text: str | bytes, kind: type[T]) -> T:

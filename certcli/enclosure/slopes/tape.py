@@ -73,8 +73,8 @@ class Tape(Enclosure):
     def _pulled(self, node: fx.Node, gradient: Any) -> list[tuple[fx.Node, Any]]:
         """Return each argument of a node with its part of the gradient."""
         parts = {0: gradient} if isinstance(gradient, Form) else gradient
-        for place, part in parts.items() if node in self.rounding else ():
-            self._passed += self.rounding[node][place] * _longest(part)
+        losses = self.rounding.get(node, [])
+        self._passed += sum(losses[i] * _longest(part) for i, part in parts.items() if losses)
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
             place: Any = node.args[1]
