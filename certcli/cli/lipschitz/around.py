@@ -33,9 +33,8 @@ def show(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, A
         raise UsageError("--around is about logits, and this network ends in features")
     data = options.data
     images = Evaluation(
-        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed,
-        workers=data.workers,
-    ).images(audited.checkpoint.record, sink)  # fmt: skip
+        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
+    ).images(audited.checkpoint.record, sink)
     rows = _rows(audited, images, options, sink)
     _table(rows, images, audited, options, sink)
     if options.views.plot is not None:
