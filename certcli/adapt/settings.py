@@ -92,9 +92,7 @@ class AdaptSettings:
         "center, floor (LayerNorm above a floor), fold (center, multiplied into the next "
         "map), keep.",
     )
-    norm_floor: float | None = option(
-        None, "Floor of --norm floor. Default: each layer's 5 % quantile on the images."
-    )
+    norm_floor: float | None = None
     residual: str = option(None, "convex: (1-t)x + t f; weighted: x + a f; or keep.")
     activation: str = option(
         "keep", "keep, or a function of slope 1: relu, maxmin (preserves the gradient norm)."
@@ -156,8 +154,8 @@ class AdaptSettings:
             self.norm == "floor" and 0 < self.norm_floor < float("inf")
         ):
             raise UsageError(
-                "--norm-floor needs --norm floor and a positive number",
-                "--norm floor --norm-floor 0.5",
+                "a floor needs --norm floor and a positive number",
+                "--norm floor",
             )
         if self.keep is not None:
             from certcli.evaluation.fidelity import check_keep  # which imports torch

@@ -29,7 +29,6 @@ COMMANDS = [
     "audit certified --limit 8 -e 0.1 -a fgsm --fail-on clean<0.01",
     "audit plain --limit 4 -e 0.1 -a fgsm --method smoothing",
     "constrain plain --limit 20 --eta 0.05 -o OUT",
-    "adapt plain --dry-run",
     "finetune plain --epochs 1 --limit 64 -o OUT",
     "log constrained",
     "log plain adapted certified",

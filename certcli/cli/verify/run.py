@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import view
-from certcli.system.errors import CheckpointError, GateError, UsageError
+from certcli.system.errors import CheckpointError, GateError
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -32,8 +32,6 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
-    if options.page.html is not None:
-        raise UsageError("--html is for checkpoints", "--json describes every other check")
     if file.suffix == ".jsonl":
         from certcli.cli.verify.records import check_records
 
@@ -168,18 +166,14 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
-    folders = (options.data.dataset, options.data.data_dir)
-    options.page.claim([*paths, options.scope.denoiser], folders)
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*compare_lineages(by_name), *remake_means(by_name)]
     gate = Gate()
     documents = []
-    all_claims = []
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        all_claims.append(claims)
         reason = view.failure(path, claims)
         gate.demand(not reason, GateError(reason))
         view.table(path, claims, sink)
@@ -189,7 +183,6 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
             entry["status"] = status
         documents.append({**document, **view.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-    options.page.write(list(checkpoints.items()), all_claims, sink)
     gate.enforce()
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"
