@@ -20,7 +20,7 @@ WIDE = 2000
 COMMANDS = [
     "init certvit_vit_digits -o OUT",
     "lipschitz plain --limit 2",
-    "lipschitz plain --layers --heads --no-estimate",
+    "lipschitz plain --layers --no-estimate",
     "lipschitz certified --worst --compare plain --no-estimate",
     "lipschitz certified --jacobian --limit 2 --no-estimate",
     "certify certified --limit 5 -e 0.1 -e 0.25",

@@ -38,7 +38,6 @@ def lipschitz(
     sink = talk.sink()
     from certcli.cli.shared.inputs import return_large_blocks
 
-    show.require_agreement()
     output.claim(source, show, data)
     chosen = LipschitzOptions(source, show, slope, data, machine)
     if show.other is not None or show.jacobian:
