@@ -122,9 +122,16 @@ class Adapter(Adaptation):
             yield from self._distil()
 
     def _distil(self) -> Iterator[AdaptedPart]:
-        networks = self.teacher, self.student
-        about = self.settings, self.fitter.images, self.fitter.shards
-        for rate, error in distil(*networks, *about, self.done - self.sections, self.rate):
+        epochs = distil(
+            self.teacher,
+            self.student,
+            self.settings,
+            self.fitter.images,
+            self.fitter.shards,
+            self.done - self.sections,
+            self.rate,
+        )
+        for rate, error in epochs:
             self.rate = rate
             self.done += 1
             self._copy_from_leader()
