@@ -95,7 +95,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
+        answers = [record.prediction for record in records[0]]
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence_schema import AttackResult

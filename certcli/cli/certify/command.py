@@ -85,7 +85,8 @@ def certify(
         "smoothing",
         "patch",
     ):  # whose network is another one: under noise, behind masks
-        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink)
+        answers = [row.prediction for row in first.rows]
+        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink, answers)
     if target.plot is not None:
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink

@@ -204,6 +204,9 @@ class Training:
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
+        notes = (note for images in (train, validation) for note in images.note.split("; "))
+        for note in filter(None, dict.fromkeys(notes)):
+            self.sink.note(note)
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -212,11 +212,26 @@ def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
     return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 
 
-def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
-    """Warn where the share of right answers is about chance, or far below that of the record."""
-    from certcli.evaluation.image_doubts import accuracy_doubts
+def doubt_accuracy(
+    share: float,
+    images: Images,
+    checkpoint: Checkpoint,
+    sink: Sink,
+    predictions: Sequence[int | None] = (),
+) -> None:
+    """Warn where the share of right answers is about chance, or far below that of the record.
 
-    for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
+    predictions: of the first images, where they are known: they may be a permutation of the labels.
+    """
+    from certcli.evaluation.image_doubts import accuracy_doubts, permutation_doubt
+
+    classes = checkpoint.record.classes
+    answers = [prediction for prediction in predictions if prediction is not None]
+    permuted = None
+    if len(images.classes) == classes and len(answers) == len(predictions):
+        permuted = permutation_doubt(images, answers, classes)
+    usual = accuracy_doubts(round(share * len(images)), len(images), checkpoint)
+    for doubt in usual if permuted is None else [permuted]:
         sink.warn(doubt)
 
 

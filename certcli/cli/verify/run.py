@@ -65,6 +65,8 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 
 def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
+    from msgspec import UNSET
+
     from certcli.checkpoint.schema import Json, ReportFields, decode
     from certcli.verification.laws import theorems, verify_laws
 
@@ -84,6 +86,10 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
+    if report.around is not UNSET:
+        from certcli.cli.verify.around import near_images
+
+        claims += near_images(report.around, checkpoint, options, sink)
     words = (
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
