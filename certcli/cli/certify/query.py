@@ -50,15 +50,16 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
     example: Example | None = None
-    verdict = HOLDS
+    verdict, remark = HOLDS, ""
     if not query.is_empty:
         opened = open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
         seconds = options.local.seconds or SECONDS
         example = _counterexample(opened, network, query, runtime, options.data.seed)
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
-        if example is None and remaining > 0 and _holds(opened, options, remaining, sink):
-            verdict = HOLDS
+        if example is None and remaining > 0:
+            proven, remark = _proven(opened, options, remaining)
+            verdict = HOLDS if proven else UNKNOWN
     spent = round(time.perf_counter() - started, 3)
     sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name})
     sink.text(verdict)
@@ -67,7 +68,9 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
     if verdict == VIOLATED:
         raise GateError(f"{source} reaches an unsafe output; {runtime.name} confirms it")
     if verdict == UNKNOWN:
-        raise UndecidedError(f"neither proof nor counterexample in {spent:.1f} s", "--seconds")
+        raise UndecidedError(
+            f"neither proof nor counterexample in {spent:.1f} s", remark or "a larger --seconds"
+        )
 
 
 def _counterexample(
@@ -113,8 +116,10 @@ def inside(inputs: Any, query: Query) -> Any:
     return stored
 
 
-def _holds(opened: OpenCheckpoint, options: CertifyOptions, seconds: float, sink: Sink) -> bool:
-    """Tell whether class 0 is proven within 1/2 of the grey image, by --effort or by branching."""
+def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[bool, str]:
+    """Tell whether class 0 is proven within 1/2 of the grey image, by --effort or by branching, and
+    what is to be said about that.
+    """
     from dataclasses import replace
 
     import torch
@@ -135,7 +140,7 @@ def _holds(opened: OpenCheckpoint, options: CertifyOptions, seconds: float, sink
     certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
     grey = torch.full((1, *opened.record.input.size), 0.5)
     (certificate,) = certifier.batch([0], grey, [0])
-    return certificate.holds_at(Threat("linf", 0.5))
+    return certificate.holds_at(Threat("linf", 0.5)), certifier.remark
 
 
 def result_text(verdict: str, example: Example | None, query: Query, size: Sequence[int]) -> str:
