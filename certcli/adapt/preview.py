@@ -1,8 +1,10 @@
 """Preview an adaptation: replaced modules, parameters, multiply-adds, bounds before and after."""
 
+import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,36 +21,12 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 
 
-@dataclass(frozen=True)
-class ModuleChange:
-    """One module: its path, its type before and after."""
+def preview(checkpoint: Checkpoint, settings: AdaptSettings) -> dict[str, Any]:
+    """Return the plan with its costs before and after surgery, which is not fitted, without images.
 
-    path: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
-class Cost:
-    """Parameters, multiply-adds an image, log10 of the proven bound; `why`: it has none."""
-
-    parameters: int
-    multiply_adds: int
-    log10_upper: float | None
-    why: str
-
-
-@dataclass(frozen=True)
-class Preview:
-    """`after` describes the network after surgery, started from the weights, before any fitting."""
-
-    changes: tuple[ModuleChange, ...]
-    before: Cost
-    after: Cost
-
-
-def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True) -> Preview:
-    """Return the plan with its figures, without images. ArchitectureError names an unknown part."""
+    Each cost has parameters, multiply-adds an image, log10 of the proven bound, and why it has
+    none. ArchitectureError names an unknown part.
+    """
     record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
     teacher = build.load(checkpoint)
     if settings.refit:
@@ -57,35 +35,29 @@ def preview(checkpoint: Checkpoint, settings: AdaptSettings, bounds: bool = True
         student = with_unit_floors(record, teacher)
     changes = []
     for path in (item.path or "head" for item in record.surgery):
-        before, after = (
-            type(net.get_submodule(path)).__name__ for net in (teacher.net, student.net)
-        )
-        changes.append(ModuleChange(path, before, after))
-    return Preview(
-        tuple(changes), _cost(teacher, checkpoint, bounds), _cost(student, checkpoint, bounds)
-    )
+        old, new = (type(model.net.get_submodule(path)).__name__ for model in (teacher, student))
+        changes.append({"path": path, "from": old, "to": new})
+    before, after = (_cost(model, checkpoint) for model in (teacher, student))
+    return {"plan": changes, "before": before, "after": after}
 
 
-def grouped(changes: Sequence[ModuleChange]) -> list[tuple[str, int, str, str]]:
+def grouped(changes: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str, str]]:
     """Return (path with * for block numbers, count, before, after), by first appearance."""
-    patterns = (
-        ".".join("*" if part.isdigit() else part for part in change.path.split("."))
-        for change in changes
-    )
     counts = Counter(
-        (pattern, each.before, each.after) for pattern, each in zip(patterns, changes, strict=True)
+        (re.sub(r"(?<![^.])\d+(?![^.])", "*", each["path"]), each["from"], each["to"])
+        for each in changes
     )
-    return [(pattern, count, before, after) for (pattern, before, after), count in counts.items()]
+    return [(path, str(count), before, after) for (path, before, after), count in counts.items()]
 
 
-def _cost(model: PixelModel, checkpoint: Checkpoint, bounds: bool) -> Cost:
-    parameters = sum(parameter.numel() for parameter in model.net.parameters())
-    log10 = None
-    why = "not asked for"
-    if bounds:
-        bound = prove(model, checkpoint.record.classes)
-        log10, why = (bound.upper.log10(), "") if bound.upper.finite else (None, bound.bound.why)
-    return Cost(parameters, multiply_adds(model, checkpoint.record.input.size), log10, why)
+def _cost(model: PixelModel, checkpoint: Checkpoint) -> dict[str, Any]:
+    bound = prove(model, checkpoint.record.classes)
+    return {
+        "parameters": sum(parameter.numel() for parameter in model.net.parameters()),
+        "multiply_adds": multiply_adds(model, checkpoint.record.input.size),
+        "log10_upper": bound.upper.log10() if bound.upper.finite else None,
+        "why": "" if bound.upper.finite else bound.bound.why,
+    }
 
 
 def multiply_adds(model: nn.Module, size: tuple[int, ...]) -> int:

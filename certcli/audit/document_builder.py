@@ -16,6 +16,7 @@ from certcli.checkpoint.record import versions
 from certcli.evaluation.image_doubts import accuracy_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, LineageStep, Machine, Network
+from certcli.system.reading import is_absent
 
 LEFT_OUT = (
     "Left out (--anonymous): the folders in commands, the path in a repository, the names of the images' files, and the "
@@ -122,8 +123,8 @@ def processor() -> str:
 
 def path_in_repository(file: Path) -> str | None:
     """Return the path below the folder that holds .git; None outside every repository."""
-    if not file.exists():
+    if is_absent(file):
         return None
     whole = file.resolve()
-    root = next((folder for folder in whole.parents if (folder / ".git").exists()), None)
+    root = next((folder for folder in whole.parents if not is_absent(folder / ".git")), None)
     return None if root is None else whole.relative_to(root).as_posix()

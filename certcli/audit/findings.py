@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from certcli.evaluation.choices import Precision
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
@@ -62,7 +63,7 @@ class AuditFindings:
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     samples: dict[Key, Sample] = field(default_factory=dict)
-    precision: str = "float32"
+    precision: Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)

@@ -5,15 +5,17 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final, Literal
 
-from certcli.attack.settings import PIXELS
 from certcli.audit.gates import FailOn
+from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
 from certcli.images.names import TORCHVISION
+from certcli.system.reading import is_absent
 
-AUTO = "auto"
-FLOAT = PIXELS[0]
+AUTO: Final = "auto"
+FLOAT: Final = "float"
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 
@@ -46,8 +48,8 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: str = AUTO
-    pixels: str = FLOAT
+    precision: Precision | Literal["auto"] = AUTO
+    pixels: Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -141,7 +143,7 @@ class Typed:
 
 def _name_of(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
-    return unmistakable(Path(typed).resolve().name) if Path(typed).exists() else typed
+    return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
 
 
 def unmistakable(typed: str) -> str:

@@ -18,6 +18,7 @@ from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.choices import Precision
 from certcli.evaluation.image_doubts import (
     better_statistics,
     chance_doubt,
@@ -124,7 +125,7 @@ def _pass_seconds(model: PixelModel, clock: Clock) -> float:
     return clock.computed(began)
 
 
-def _precision(plan: AuditPlan, model: PixelModel, parameters: int) -> str:
+def _precision(plan: AuditPlan, model: PixelModel, parameters: int) -> Precision:
     """Return the plan's precision; for "auto" bf16 where it is faster and the network runs in it."""
     if plan.precision != AUTO:
         return plan.precision

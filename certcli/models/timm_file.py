@@ -29,7 +29,7 @@ from certcli.models.converters.original import filtered
 from certcli.models.converters.prefixes import aligned
 from certcli.models.converters.wrapping import Bare
 from certcli.models.overrides import Hints
-from certcli.models.weights import FITTING_HINT, require_computed, require_fitting
+from certcli.models.weights import FITTING_HINT, headless, require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     one_line,
@@ -180,11 +180,3 @@ def _ends_in_features(bare: Bare, record: Record) -> bool:
         return True
     except ArchitectureError:
         return False
-
-
-def headless(source: str) -> ArchitectureError:
-    return ArchitectureError(
-        f"{one_line(source)} has no classifier: its network ends in features",
-        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
-        "on the features with timm or transformers",
-    )

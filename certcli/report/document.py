@@ -13,11 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from certcli.checkpoint.schema import MOST_CLASSES, Log10, Measured, Number, Seed, Upper
+from certcli.checkpoint.schema import Share as Unit
 from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.radii import LARGEST
 
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0, le=2**53)]
+Class = Annotated[int, Meta(ge=-1, le=MOST_CLASSES)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Length = Annotated[float, Meta(ge=0, le=LARGEST)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -62,7 +66,7 @@ class Network(_Part):
     name: str
     arch: str
     classes: Natural
-    input: list[int]
+    input: list[Natural]
     parameters: Natural
     reading: dict[str, Any]
     path: str | None = None
@@ -84,7 +88,7 @@ class Block(_Part):
 
     path: str
     kind: str
-    log10: float
+    log10: Number
     text: str
     why: str
 
@@ -92,9 +96,9 @@ class Block(_Part):
 class GlobalBound(_Part):
     """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
 
-    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    upper: Upper
     upper_finite: bool
-    log10_upper: float | None
+    log10_upper: Log10 | None
     upper_text: str
     why: str
     drivers: str
@@ -105,7 +109,7 @@ class GlobalBound(_Part):
 class Slope(_Part):
     """A slope that some image really has: no bound, a measured value below it."""
 
-    lower: Annotated[float, Meta(ge=0)]
+    lower: Measured
     images: Natural
     of: str
     seconds: Seconds
@@ -131,7 +135,7 @@ class CertifiedShares(_Part):
     dataset: Dataset
     clean: Share
     certified: dict[str, Share]
-    average_radius: Annotated[float, Meta(ge=0)]
+    average_radius: Length
     abstained: Unit
     parameters: dict[str, Any]
     seconds: Seconds
@@ -172,7 +176,7 @@ class AttackShares(_Part):
     clean: Share
     robust: dict[str, Share]
     fooled: dict[str, Natural]
-    median_norm: float | None
+    median_norm: Length | None
     settings: dict[str, Any]
     seconds: Seconds
     fooled_8bit: dict[str, Natural] = {}
@@ -198,13 +202,13 @@ class ImageRow(_Part):
     """
 
     index: Natural
-    label: int
-    prediction: int | None = None
-    radius: dict[str, float | Literal["inf"]] = {}
+    label: Class
+    prediction: Class | None = None
+    radius: dict[str, Length | Literal["inf"]] = {}
     withstood: dict[str, bool] = {}
     proven: list[str] = []
-    adversarial_prediction: int | None = None
-    norm: float | None = None
+    adversarial_prediction: Class | None = None
+    norm: Length | None = None
     file: str | None = None
 
 
@@ -228,7 +232,7 @@ class GateResult(_Part):
     fail_on: str
     passed: bool
     verdict: Verdict
-    measured: float | Literal["inf"] | None
+    measured: Number | Literal["inf"] | None
     reason: str
 
 
@@ -246,7 +250,7 @@ class LineageStep(_Part):
 
     command: str
     parameters: dict[str, Any]
-    seed: int
+    seed: Seed
     parent: str | None
 
 
@@ -317,7 +321,7 @@ class Audit(_Part):
     points: list[str] = []
     scale: str = ""
     reference: str = ""
-    attention_weight: float | None = None
+    attention_weight: Measured | None = None
     date: str = ""
     machine: Machine | None = None
     changes: list[Change] = []

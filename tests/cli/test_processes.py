@@ -62,9 +62,7 @@ REFIT = typed(
 REFIT += typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
     "kept": typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": typed(
-        "constrain plain.safetensors --limit 30 --prox clip --target 3e7 --layers head* --layers *mlp*"
-    ),
+    "met": typed("constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"),
 }
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}

@@ -28,7 +28,7 @@ COMMANDS = [
     "attack certified --limit 5 -a fgsm -a pgd-2 -e 0.25 --no-checks",
     "audit certified --limit 8 -e 0.1 -a fgsm --fail-on clean<0.01",
     "audit plain --limit 4 -e 0.1 -a fgsm --method smoothing",
-    "constrain plain --limit 20 --eta 0.05 --iterations 2 -o OUT",
+    "constrain plain --limit 20 --eta 0.05 -o OUT",
     "adapt plain --dry-run",
     "finetune plain --epochs 1 --limit 64 -o OUT",
     "log constrained",

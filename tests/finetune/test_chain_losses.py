@@ -74,7 +74,7 @@ def test_gradients_are_those_of_finite_differences(name: str, loss: str) -> None
 
     def value() -> Tensor:
         return worst_logits(
-            model(pixels), labels, bound.slopes(bound.reach(pixels, 0.05), 0.05)(labels), 0.05, 0.0
+            model(pixels), labels, bound.slopes(bound.reach(pixels, 0.05), 0.05)(labels), 0.05
         )
 
     generator = torch.Generator().manual_seed(4)
@@ -125,7 +125,6 @@ def trained(kind: str) -> PixelModel:
                 labels,
                 bound.slopes(bound.reach(pixels, reached), reached)(labels),
                 reached,
-                0.0,
             ).backward()
         optimiser.step()
     return model.double().eval().requires_grad_(False)
@@ -153,9 +152,7 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
         datasets.load("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
     ]
-    settings = FinetuneSettings(
-        loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16, accumulate=1
-    )
+    settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
     run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
     (record,) = run.run(*sets)
     assert run.pairs() is None

@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "audit": ("audit", "m.safetensors", *DIGITS, "--time-budget", "1s"),
     "adapt": ("adapt", "p.safetensors", *DIGITS, "--epochs", 0),
     "adapt --dry-run": ("adapt", "p.safetensors", "--dry-run"),
-    "constrain": ("constrain", "m.safetensors", *DIGITS, "--beta", 0.1, "--iterations", 2),
+    "constrain": ("constrain", "m.safetensors", *DIGITS, "--beta", 0.1),
     "finetune": (
         "finetune",
         "m.safetensors",

@@ -39,22 +39,6 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain", "certified", "12 images of digits (train)"],
     ),
     (
-        [
-            "constrain",
-            "plain",
-            "--eta",
-            "0.05",
-            "--iterations",
-            "2",
-            "--layers",
-            "*fc1",
-            "-o",
-            "c.safetensors",
-        ],
-        "--plot",
-        ["plain", "12 images of digits (train)", "chosen", "output error", "blocks.0.mlp.fc1"],
-    ),
-    (
         ["certify", "certified"],
         "--plot",
         ["certified", "digits (test)", "n = 12", "radius", "proven"],

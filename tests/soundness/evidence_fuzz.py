@@ -23,7 +23,7 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import comparison, view
-from certcli.cli.shared import pages
+from certcli.cli.log.lineage_page import log_page
 from certcli.evaluation.claim import statuses, verdict
 from certcli.evaluation.evidence import as_json, command_of
 from certcli.evaluation.evidence_schema import COMMANDS
@@ -161,7 +161,7 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
     screen = Screen()
     view.show(Path("m"), checkpoint, screen)
     comparison.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
-    page = pages.log_page([(Path("m"), checkpoint)], [claims])
+    page = log_page([(Path("m"), checkpoint)], [claims])
     cells = [cell for table in page.tables for row in table.rows for cell in row]
     lies = ["a flood"] if max(map(len, (*screen.lines, *cells))) > LONGEST else []
     if drawn:

@@ -21,6 +21,7 @@ from certcli.models.diffusion import read_diffusers
 from certcli.models.guided import MARK, read_guided
 from certcli.models.hub import fetched_diffusers
 from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.system.reading import is_absent
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
@@ -66,7 +67,7 @@ def read_denoiser(path: Path, channels: int) -> DenoiserSource:
     """
     if str(path).startswith(HUB):
         path = fetched_diffusers(str(path).removeprefix(HUB))
-    if not path.exists():
+    if is_absent(path):
         raise CheckpointError(
             f"no denoiser {path}",
             "a DnCNN, a folder of diffusers, a guided-diffusion file, or hf-hub:OWNER/NAME",

@@ -29,7 +29,6 @@ class Mode:
     dry_run: bool = option(
         False, "Print the plan with parameters, multiply-adds and bounds, and stop."
     )
-    bounds: bool = option(True, "Prove bounds for the plan.", "--bounds/--no-bounds")
 
 
 @command(
@@ -61,7 +60,7 @@ def adapt(
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
     if mode.dry_run:
         planned = open_for_plan(source, data.seed, sink)
-        show_plan(planned, run.with_head(planned, settings, sink), mode.bounds, sink)
+        show_plan(planned, run.with_head(planned, settings, sink), sink)
         return
     path = output.target("adapt", source.ckpt, source, data, mode, state=KEY)
     state_path = beside(path, "state")

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.radii import power_of_ten
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.adapt.settings import AdaptSettings
@@ -22,7 +23,7 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
 
     from certcli.models.build import initialise
 
-    if Path(source.ckpt).exists() or not timm.is_model(source.ckpt):
+    if not is_absent(Path(source.ckpt)) or not timm.is_model(source.ckpt):
         return source.open(sink)
     sink.note("nothing is downloaded for a plan: the bounds are those of random weights")
     source_hints = source.hints()
@@ -31,51 +32,24 @@ def open_for_plan(source: "Source", seed: int, sink: Sink) -> "Checkpoint":
     )
 
 
-def show_plan(
-    checkpoint: "Checkpoint", settings: "AdaptSettings", bounds: bool, sink: Sink
-) -> None:
-    from dataclasses import asdict
-
+def show_plan(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -> None:
     from certcli.adapt.preview import grouped, preview
 
-    changes = preview(checkpoint, settings, bounds)
-    sink.document(
-        {
-            "plan": [
-                {"path": change.path, "from": change.before, "to": change.after}
-                for change in changes.changes
-            ],
-            "before": asdict(changes.before),
-            "after": asdict(changes.after),
-        }
-    )
-    sink.table(
-        "Plan: nothing was changed",
-        ["modules", "count", "are", "become"],
-        [
-            (pattern, str(count), before, after)
-            for pattern, count, before, after in grouped(changes.changes)
-        ],
-    )
+    document = preview(checkpoint, settings)
+    sink.document(document)
+    columns = ["modules", "count", "are", "become"]
+    sink.table("Plan: nothing was changed", columns, grouped(document["plan"]))
+    costs = [document["before"], document["after"]]
     rows = [
-        ("parameters", f"{changes.before.parameters:,}", f"{changes.after.parameters:,}"),
-        (
-            "multiply-adds an image",
-            *(f"{cost.multiply_adds / 1e6:,.1f} M" for cost in (changes.before, changes.after)),
-        ),
+        ("parameters", *(f"{cost['parameters']:,}" for cost in costs)),
+        ("multiply-adds an image", *(f"{cost['multiply_adds'] / 1e6:,.1f} M" for cost in costs)),
+        ("Lipschitz bound", *(_power(cost["log10_upper"]) for cost in costs)),
     ]
-    if bounds:
-        rows.append(
-            (
-                "Lipschitz bound",
-                *(_power(cost.log10_upper) for cost in (changes.before, changes.after)),
-            )
-        )
     sink.table("Before and after surgery, before any fitting", ["", "before", "after"], rows)
-    for name, cost in (("before", changes.before), ("after", changes.after)):
-        if bounds and cost.log10_upper is None:
-            sink.text(f"no bound {name}: {cost.why}")
-    if settings.norm == "floor" and settings.norm_floor is None:
+    for name in ("before", "after"):
+        if document[name]["log10_upper"] is None:
+            sink.text(f"no bound {name}: {document[name]['why']}")
+    if settings.norm == "floor":
         sink.note(
             "floors are found on the calibration images; the bound after surgery counts them as 1"
         )

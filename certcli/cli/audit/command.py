@@ -69,7 +69,9 @@ def audit(
         findings = run(checkpoint, images, calibration, plan, device, clock, tell)
     if not team().leads:
         return
-    findings.seen = [] if images is None else doubts(checkpoint.record, images)[1]
+    if images is not None:
+        findings.seen = doubts(checkpoint.record, images)[1]
+        findings.seen += inputs.differences(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from certcli.cli.shared.groups import Output
     from certcli.report.document import Audit
 
-FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
+FORMATS = (".html", ".json", ".sarif", ".xml")
 """Suffixes of --report."""
 MORE = "more images decide it: a larger --time-budget where images were left over, else a larger --limit"
 LARGEST_SHOWN = 6

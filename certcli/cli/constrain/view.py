@@ -50,7 +50,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON report. kept: the comparison end to end."""
     fields = (
-        *("kind", "before", "after", "error", "held_out_error", "distance", "eta", "iterations"),
+        *("kind", "before", "after", "error", "held_out_error", "eta", "iterations"),
         *("primal_residual", "gap", "feasible", "rank", "ridge", "seconds"),
     )
     return {
@@ -73,7 +73,7 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
         ["layer", "before", "after", "error", "on others", "iterations", "gap"],
         [
             (
-                short(r.path) + (" (relu)" if r.distance == "relu" else ""),
+                short(r.path),
                 f"{r.before:.4g}",
                 f"{r.after:.4g}",
                 percent(r.error) + ("" if r.feasible else " infeasible"),
@@ -89,7 +89,7 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
 def remarks(
     results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink
 ) -> None:
-    """Name the layers that did not change, lack images, did not converge, or have a surrogate norm."""
+    """Name layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
         sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
     for path, reason in refused.items():
@@ -101,9 +101,7 @@ def remarks(
         )
     slow = [short(r.path) for r in results if r.gap is not None and r.gap > CONVERGED]
     if slow:
-        sink.note(
-            f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more"
-        )
+        sink.note(f"stopped with the norm possibly over 1 % above the least in {_some(slow)}")
     windows = [short(r.path) for r in results if r.surrogate]
     if windows:
         sink.note(
@@ -118,20 +116,3 @@ def short(path: str) -> str:
 
 def _some(paths: Sequence[str]) -> str:
     return f"{len(paths)} layer{'s' if len(paths) > 1 else ''} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
-
-
-def plot(
-    curves_of: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink
-) -> None:
-    from certcli.report.pareto import draw_curves
-
-    draw_curves(
-        {
-            short(name): [(point.error, point.norm) for point in curve]
-            for name, curve in curves_of.items()
-        },
-        {short(r.path): (r.error, r.after) for r in results},
-        path,
-        title,
-    )
-    sink.note(f"wrote {path}")

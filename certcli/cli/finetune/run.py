@@ -23,6 +23,7 @@ from certcli.finetune import start
 from certcli.finetune.budget import parse_duration
 from certcli.system.errors import CertvitError, OutputError
 from certcli.system.processes import require_one, team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -123,7 +124,7 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and self.state_path.exists():
+        if order.resume and not is_absent(self.state_path):
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
@@ -199,12 +200,13 @@ class Training:
                 datasets.load(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
-            ).read_by(data.workers)
+            )
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
-        if self.settings.train_on_rest and len(judges) < len(validation):
-            train = train.and_then(validation.without(judges))
+        notes = (note for images in (train, validation) for note in images.note.split("; "))
+        for note in filter(None, dict.fromkeys(notes)):
+            self.sink.note(note)
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
@@ -314,7 +316,7 @@ class Training:
 
     def _resumable(self, failure: OutputError) -> OutputError:
         """Return the failure with a way on from the last state, where there is one."""
-        if not self.state_path.exists():
+        if is_absent(self.state_path):
             return failure
         hint = "make room, then repeat the command with --resume"
         return type(failure)(failure.message, hint)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Source
+from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -33,6 +35,27 @@ class SlopeSearch:
     iterations: int = option(20, "Largest number of power iterations an image.", min=1)
 
 
+@group("Near images")
+class NearImages:
+    """Constants that hold near one image."""
+
+    around: list[float] = option(
+        list,
+        "Prove beside it, of each image of --dataset, the slopes of margins and logits within R of it. "
+        "Once for each R.",
+        metavar="R",
+    )
+    norm: Norm = option("l2", "Norm of R: l2, or linf.")
+
+    def __post_init__(self) -> None:
+        require_norm(self.norm)
+        if self.norm != "l2" and not self.around:
+            raise UsageError("--norm is of --around", "--around 0.01")
+        for radius in self.around:
+            if not 0 < radius < math.inf:
+                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
+
+
 @group("Views")
 class Views:
     """The tables and figures beside the bound."""
@@ -52,9 +75,10 @@ class Views:
     jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
 
-    def require_agreement(self) -> None:
+    def require_agreement(self, near: NearImages) -> None:
         """Raise UsageError for views of which one would be dropped."""
         switched = {option for option, name in VIEWS.items() if getattr(self, name)}
+        switched |= {"--around"} if near.around else set()
         for together, hint in REFUSED.items():
             if set(together) <= switched:
                 raise UsageError(f"{', '.join(together)} do not go together", hint)
@@ -69,6 +93,12 @@ VIEWS = {
 """Options that show something of their own -> the field of `Views`."""
 
 REFUSED = {
+    ("--around", "--heads", "--plot"): "one of --around and --heads: a file holds one picture",
+    (
+        "--around",
+        "--jacobian",
+        "--plot",
+    ): "one of --around and --jacobian: a file holds one picture",
     ("--heads", "--jacobian", "--plot"): "one of --heads and --jacobian: a file holds one picture",
 }
 """Those of them that cannot be honoured together -> what to do."""
@@ -79,6 +109,7 @@ class LipschitzOptions:
     """All options of one call that proves a bound."""
 
     source: BoundedNetwork
+    near: NearImages
     views: Views
     search: SlopeSearch
     data: Calibration

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     from certcli.lipschitz import network
     from certcli.models import build
-    from certcli.models.open import require_features
+    from certcli.models.weights import require_features
 
     checkpoint = source.open(sink)
     if source.features:
@@ -99,9 +99,13 @@ def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[
         documents |= heads.show(audited, other, views.plot, sink)
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
+    if options.near.around:
+        from certcli.cli.lipschitz import around
+
+        documents["around"] = around.show(audited, options, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
-    elif views.plot is not None and not views.heads:
+    elif views.plot is not None and not views.heads and not options.near.around:
         view.draw(audited, other, views.plot, sink)
     return documents
 

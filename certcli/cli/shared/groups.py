@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
     from certcli.models.overrides import Hints
+    from certcli.report.page import HtmlPage
 
 
 @group("Checkpoints of others")
@@ -125,9 +126,6 @@ class Data:
     )
     limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
     seed: options.Seed = 0
-    workers: int | None = option(
-        None, "Threads that read image files ahead. Default: one a core, at most 8.", min=0, max=64
-    )
 
 
 @group("Images")
@@ -181,7 +179,7 @@ class Evaluation(Data):
             )
         chosen = images.limit(self.limit, self.seed)
         inputs.doubt_images(chosen, record, sink)
-        return chosen.read_by(self.workers)
+        return chosen
 
 
 @group("Images")
@@ -211,7 +209,7 @@ class Calibration(Data):
             sink.warn(
                 f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir"
             )
-        return images.read_by(self.workers)
+        return images
 
 
 @group("Machine")
@@ -391,11 +389,12 @@ class Page:
             outputs.writes("--html", self.html)
         outputs.check()
 
-    def write(self, read: Sequence[tuple[Path, Any]], claims: Sequence[Any], sink: Sink) -> None:
+    def write(self, page: Callable[[], HtmlPage], sink: Sink) -> None:
+        """Write the page, which is made where --html names a file."""
         if self.html is not None:
-            from certcli.cli.shared import pages
+            from certcli.cli.shared.pages import write_page
 
-            pages.write(pages.log_page(read, claims), self.html)
+            write_page(page(), self.html)
             sink.note(f"wrote {self.html}")
 
 

@@ -6,6 +6,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from certcli.system.reading import is_absent
+
 WRITTEN = frozenset(
     ("output", "shard_size", "force", "records", "resume", "plot", "html", "as_json", "quiet")
 )
@@ -30,7 +32,7 @@ def again(context: Any, leave: frozenset[str] = frozenset()) -> str:
                 words.append((parameter.opts if one else parameter.secondary_opts)[0])
                 continue
             text = repr(one) if isinstance(one, float) else str(one)
-            text = Path(text).resolve().name if Path(text).exists() else text
+            text = text if is_absent(Path(text)) else Path(text).resolve().name
             words += (
                 [text] if parameter.param_type_name == "argument" else [parameter.opts[0], text]
             )

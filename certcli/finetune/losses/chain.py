@@ -26,18 +26,14 @@ _HALVINGS = 14
 _LEAST = 1e-12
 
 
-def worst_logits(
-    logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float
-) -> Tensor:
+def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b,
     k), (b,), (b, k) -> ().
 
     Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at
     learnt thresholds.
     """
-    return functional.cross_entropy(
-        shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing
-    )
+    return functional.cross_entropy(shifted(logits, epsilon * slopes.double()), labels)
 
 
 @dataclass
