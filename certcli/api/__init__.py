@@ -218,7 +218,7 @@ def bounds(
 ) -> LogitBounds: ...
 @overload
 def bounds(
-    source: Network, data: Data, *, around: float, norm: Norm = "l2", device: str = "cpu"
+    source: Network, data: Data, *, around: float | str, norm: Norm = "l2", device: str = "cpu"
 ) -> LocalBounds: ...
 @speaks_python
 def bounds(
@@ -227,7 +227,7 @@ def bounds(
     eps: float | str | None = None,
     labels: Labels = None,
     *,
-    around: float | None = None,
+    around: float | str | None = None,
     norm: Norm = "l2",
     method: str = "best",
     device: str = "cpu",
@@ -249,7 +249,7 @@ def bounds(
     if around is not None:
         if labels is not None or method != "best":
             raise UsageError("around bounds the predictions' margins: without labels and method")
-        return local_bounds(checkpoint, pixels, Around(around, norm), torch.device(device))
+        return local_bounds(checkpoint, pixels, Around(float(around), norm), torch.device(device))
     classes = None if labels is None else answers
     near = Neighbourhood(0.0 if eps is None else float(eps), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))

@@ -228,6 +228,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "top": lambda name, value: whole_number(name, value, 1),
     "radii": radii,
     "eps": radius,
+    "around": radius,
     "attacks": words,
     "norm": word,
     "return_examples": answer,
