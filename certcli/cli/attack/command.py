@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
     "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
+    often=(
+        "attacks",
+        "listed",
+        "preset",
+        "epsilon",
+        "norm",
+        "only_certified",
+        "minimum",
+        "records",
+        "resume",
+        "gallery",
+    ),
+    panels={"patch": "Patches"},
 )
 def attack(
     source: Source,

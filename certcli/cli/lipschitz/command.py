@@ -18,6 +18,14 @@ EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_o
     "certvit lipschitz m.safetensors --layers --worst",
     "certvit lipschitz m.safetensors --max 1000 --json > report.json",
     page="bounds.md",
+    often=(
+        "maximum",
+        "layers",
+        "worst",
+        "other",
+        "estimate",
+        "plot",
+    ),
 )
 def lipschitz(
     source: BoundedNetwork,
