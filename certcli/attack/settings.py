@@ -68,7 +68,10 @@ class AttackSettings:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} of an attack must be at least 1, not {value}")
+                raise UsageError(
+                    f"{name} of an attack must be at least 1, not {value}",
+                    "leave it out: the attack's own number",
+                )
         if self.precision not in PRECISIONS:
             raise UsageError(
                 f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
@@ -79,7 +82,8 @@ class AttackSettings:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(
-                    f"{name} of an attack must be a finite number above 0, not {value}"
+                    f"{name} of an attack must be a finite number above 0, not {value}",
+                    "leave it out: the attack's own",
                 )
 
     @property
@@ -134,7 +138,7 @@ def planned_attacks(
     if not planned:
         raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
     if len(set(labels)) != len(labels):
-        raise UsageError(f"an attack is named twice: {', '.join(labels)}")
+        raise UsageError(f"an attack is named twice: {', '.join(labels)}", "each once")
     for entry in planned:
         ATTACKS[entry.attack]  # raises with the known names
     return tuple(planned)

@@ -181,7 +181,7 @@ def seen_part(
             they are few (fine), else as many as a token has, where there are tokens.
     """
     if hide not in HIDING:
-        raise UsageError(f"--hide {hide}: one of {', '.join(HIDING)}")
+        raise UsageError(f"--hide {hide}", f"one of {', '.join(HIDING)}")
     size: tuple[int, int, int] = model.input_size
     why = ""
     if hide != PIXELS:
