@@ -251,9 +251,6 @@ class FinetuneSettings:
         for switch, dependants in SWITCHES.items():
             if self.is_default(switch):
                 hidden |= {switch, *dependants}
-        for switch, dependants in SWITCHES.items():  # an option may serve two switches
-            if switch not in hidden:
-                hidden -= set(dependants)
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)
