@@ -76,6 +76,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} images of {self.name} ({self.split}), {len(self.classes)} classes>"
+
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all images in order. `indices`: positions in the split, also after `limit`."""
         for start in range(0, len(self), batch_size):

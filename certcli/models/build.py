@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -33,9 +33,18 @@ from certcli.system.seeds import seed_all
 
 @dataclass(frozen=True, repr=False)
 class OpenCheckpoint(Checkpoint):
-    """A checkpoint with its network, built once and handed on, and what was assumed in reading it."""
+    """A checkpoint with its network, built once and handed on, and what was assumed in reading it.
+
+    Attributes:
+        runtime: another program that runs the file, with `differences` from the network.
+    """
 
     reading: Reading = NOTHING_ASSUMED
+    runtime: Any = None
+
+    def differences(self, batches: Iterable[Tensor]) -> list[str]:
+        """Return doubts about images (b, c, h, w) where the file's own program answers otherwise."""
+        return [] if self.runtime is None else self.runtime.differences(load(self), batches)
 
     @cached_property
     def net(self) -> nn.Module:
@@ -44,7 +53,10 @@ class OpenCheckpoint(Checkpoint):
 
 
 def with_network(
-    checkpoint: Checkpoint, net: nn.Module | None = None, reading: Reading = NOTHING_ASSUMED
+    checkpoint: Checkpoint,
+    net: nn.Module | None = None,
+    reading: Reading = NOTHING_ASSUMED,
+    runtime: Any = None,
 ) -> OpenCheckpoint:
     """Return the checkpoint with its network, so that it is built at most once.
 
@@ -53,7 +65,7 @@ def with_network(
     """
     if isinstance(checkpoint, OpenCheckpoint):
         return checkpoint
-    opened = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
+    opened = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading, runtime)
     if net is not None:
         vars(opened)["net"] = net  # where `cached_property` looks first
     return opened

@@ -66,7 +66,7 @@ def test_no_command_is_forged_by_the_name_of_its_file(
 ) -> None:
     path = tmp_path / name.replace("/", "_")
     words = [command, str(path.name), *(["-o", "x.safetensors"] if command == "init" else [])]
-    words += [str(path.name)] if command == "predict" else []
+    words += [str(path.name)] if command in ("predict", "merge") else []
     words += ["--json"] if as_json else []
     done = console(*words, folder=tmp_path)
     assert done.code != 0

@@ -35,7 +35,7 @@ certify m --method patch --patch 2 -e 0.5 | 2 | --epsilon does not go
 certify m --method patch --patch 2 --method lipschitz | 2 | stands alone
 certify m --method patch --patch 2 --procedure prayer | 2 | unknown procedure
 certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands of 9 columns
-certify m --method patch --patch 2 --hide faces | 2 | --hide faces
+certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
 attack m -e 1/0 | 2 | 1/0
 attack m -e -0.1 | 2 | -0.1

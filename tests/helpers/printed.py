@@ -135,6 +135,7 @@ def of_ci() -> list[Printed]:
 PHOTO = ("vit_tiny_patch16_224", "vit_cifar10_p4_d128_l6_h4", "tuned.safetensors", "small_photo")
 CERTIFIED = ("certified", "audited", "constrain")
 NOT_HERE = {
+    "certvit merge": "needs an adapter (tests/models/test_adapters.py)",
     "--member": "needs two trained networks (tests/nn/test_mean_network.py)",
     "--pretrained": "fetches weights from the hub",
     "--arch ": "a downloaded file (tests/models/test_open.py)",

@@ -77,7 +77,7 @@ def attack(
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
         stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
@@ -108,7 +108,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
+        answers = [record.prediction for record in records[0]]
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence_schema import AttackResult

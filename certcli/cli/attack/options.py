@@ -10,7 +10,9 @@ import typer
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Evaluation
+from certcli.evaluation.choices import Defence, Pixels, Precision
 from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import Kind
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -72,8 +74,8 @@ class Attacks:
         metavar="R",
         read=parse_radius,
     )
-    norm: str | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: str = option(
+    norm: Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: Defence = option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
     steps: int | None = option(
@@ -89,12 +91,12 @@ class Attacks:
     samples: int = option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: str = option(
+    precision: Precision = option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: str = option(
+    pixels: Pixels = option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )

@@ -13,6 +13,7 @@ from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
+from certcli.evaluation.choices import Defence
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 from certcli.system.processes import require_one
@@ -34,7 +35,7 @@ class Pictures:
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
         options.Reads(),
     ]
-    defence: str = option(
+    defence: Defence = option(
         "none", "patch: the defended classifier of certify --method patch, with the same options."
     )
     prove: bool = option(
@@ -66,11 +67,11 @@ def predict(
     """
     import torch
 
-    from certcli.certify.predictor import NO_DEFENCE, Predictor
+    from certcli.certify.predictor import Predictor
     from certcli.images.folders import Decoder, image_files
     from certcli.images.names import known_class_names
 
-    if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
+    if pictures.defence == "none" and (patches.patches or pictures.prove):
         raise UsageError(
             "--patch and --prove are for --defence patch",
             "certvit predict ... --defence patch --patch 32",
