@@ -167,6 +167,7 @@ class AttackShares(_Part):
 
     Attributes:
         fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+        largest: of these, the largest change of a single pixel value, in [0, 1].
     """
 
     attacks: list[str]
@@ -179,6 +180,7 @@ class AttackShares(_Part):
     settings: dict[str, Any]
     seconds: Seconds
     fooled_8bit: dict[str, Natural] = {}
+    largest: dict[str, float] = {}
 
 
 class PatchAttack(_Part):
@@ -262,6 +264,10 @@ class Machine(_Part):
     device: str
 
 
+BUSY = 1.5
+"""Wall seconds for each second of computing from which on a machine is called busy."""
+
+
 class Change(_Part):
     """One figure of two audits; before: by the word of the earlier one. alike: of the same threat
     and images, else `why`.
@@ -284,6 +290,8 @@ class Audit(_Part):
         reference: the same figures of a published network.
         date: UTC, ISO 8601.
         changes: against the audit of --compare.
+        left_out: what an anonymous document does not say.
+        computed: seconds of the CPU, like those of its stages; all of them on another device.
     """
 
     schema: Literal[1]
@@ -317,6 +325,16 @@ class Audit(_Part):
     date: str = ""
     machine: Machine | None = None
     changes: list[Change] = []
+    computed: Seconds = 0.0
+    left_out: str = ""
+
+    @property
+    def times(self) -> str:
+        """Return "60 of 60 s", on a busy machine with what of it the process computed."""
+        wall = f"{self.seconds:.0f} of {self.budget:.0f} s"
+        if not 0 < BUSY * self.computed < self.seconds:
+            return wall
+        return f"{wall}, in which a busy machine let it compute {self.computed:.0f} s"
 
 
 def schema() -> dict[str, Any]:

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.api import _images
-from certcli.api.arguments import options_of as read_options
+from certcli.api.data import images_of
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify, options_of, prepare
@@ -44,12 +43,11 @@ def chain() -> nn.Sequential:
 
 def ready(method: str, net: nn.Module) -> tuple[Certifier, Images]:
     checkpoint = certvit.load(net, mean=0.0, std=1.0, input_size=SIZE)
-    kind = type(options_of(method, {}))
-    options = read_options(kind, OPTIONS[method], method)
+    options = options_of(method, OPTIONS[method])
     pixels = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(1))
     labels = net(pixels).argmax(1)
-    return prepare(method, checkpoint, torch.device("cpu"), options), _images(
-        checkpoint, pixels, labels
+    return prepare(method, checkpoint, torch.device("cpu"), options), images_of(
+        checkpoint.record, pixels, labels
     )
 
 

@@ -130,9 +130,8 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         ("--patch 2 -e 0.5", "--epsilon does not go"),
         ("--patch 2 --method lipschitz", "stands alone"),
         ("--patch 2 --procedure prayer", "unknown procedure"),
-        ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
         ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
-        ("--patch 2 --hide faces", "--hide faces"),
+        ("--patch 2 --hide faces", "unknown hide 'faces'"),
         ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
     ],
 )
@@ -175,13 +174,13 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert [row["proven"] for row in rows] == [
         list(one.proven) for one in certifier.batch(range(6), stored, predictions)
     ]
-    found = document("predict", network, tmp_path / "0.png", "--top", 3)
+    found = document("predict", network, tmp_path / "0.png")
     assert "unreadable" not in found
     (bare,) = found["predictions"]
     assert "proven" not in bare
     assert "top" not in rows[0]  # a vote has no probabilities
     logits = build.load(Checkpoint.read(network))(stored[:1]).double()[0]
-    likely = logits.softmax(0).topk(3)
+    likely = logits.softmax(0).topk(5)
     assert [one["class"] for one in bare["top"]] == likely.indices.tolist()
     assert bare["top"][0]["class"] == bare["prediction"]
     shares = [one["probability"] for one in bare["top"]]
@@ -201,7 +200,7 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
             Image.new("L", (8, 8), 40 * (number + index)).save(
                 tmp_path / "images" / synset / f"{index}.png"
             )
-    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
+    certvit("init", "certvit_vit_digits", *shape(), "--arch-arg", "num_classes=1000", "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1

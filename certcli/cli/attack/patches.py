@@ -51,7 +51,6 @@ def require(
         "epsilon": attacks.epsilon,
         "preset": attacks.preset,
         "source": attacks.crafted_on,
-        "refine": attacks.refine,
         "step-size": attacks.step_size,
         "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,

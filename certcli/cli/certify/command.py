@@ -44,7 +44,6 @@ def certify(
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
     from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
-    from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
     options = CertifyOptions(
@@ -66,7 +65,7 @@ def certify(
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
     task = run.CertifyTask(checkpoint, images, threats, demand)
@@ -89,15 +88,6 @@ def certify(
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
         )
-    if target.html is not None:
-        reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        pages.write(
-            pages.certify_page(
-                results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
-            ),
-            target.html,
-        )
-        sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {
             "dataset": images.name,

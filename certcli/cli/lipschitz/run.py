@@ -17,11 +17,14 @@ from certcli.system.processes import team
 if TYPE_CHECKING:
     from certcli.images.labelled import Images
 
+ITERATIONS = 20
+"""Most power iterations of an image."""
+
 
 def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     from certcli.lipschitz import network
     from certcli.models import build
-    from certcli.models.open import require_features
+    from certcli.models.weights import require_features
 
     checkpoint = source.open(sink)
     if source.features:
@@ -74,7 +77,7 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
     def find(start: int) -> float:
         pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
         images.expect_at(start + team().size * size, size)
-        (estimate,) = measure(model, iter([pixels]), options.search.iterations, options.data.seed)
+        (estimate,) = measure(model, iter([pixels]), ITERATIONS, options.data.seed)
         return estimate.value
 
     starts = range(0, len(images), size)
@@ -93,15 +96,15 @@ def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[
         if views.other is None
         else prove(replace(options.source, ckpt=views.other), options.machine, sink)
     )
-    if views.heads:
-        from certcli.cli.lipschitz import heads
-
-        documents |= heads.show(audited, other, views.plot, sink)
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
+    if options.near.around:
+        from certcli.cli.lipschitz import around
+
+        documents["around"] = around.show(audited, options, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
-    elif views.plot is not None and not views.heads:
+    elif views.plot is not None and not options.near.around:
         view.draw(audited, other, views.plot, sink)
     return documents
 
@@ -125,7 +128,7 @@ def _jacobians(
             lambda: (
                 pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)
             ),
-            options.search.iterations,
+            ITERATIONS,
             options.data.seed,
         )
         for name, network in view.labelled(audited, other).items()

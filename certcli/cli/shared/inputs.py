@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
+    from certcli.models.build import OpenCheckpoint
     from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
-FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+FILES = (".safetensors", ".onnx", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
 ANSWERED_AT_ONCE = 32
 """Images without labels that are classified together."""
@@ -152,8 +153,16 @@ def size_in_bytes(option: str, text: str) -> int:
     return size
 
 
-def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
-    """Return images, labelled by the network's own answers (and say so) where unlabelled."""
+def answered(
+    checkpoint: Checkpoint,
+    images: Images,
+    device: Any,
+    sink: Sink,
+    enough: Callable[[], bool] = lambda: False,
+) -> Images:
+    """Return images, labelled by the network's own answers (and say so) where unlabelled; the first
+    of them, once it is `enough`.
+    """
     import torch
 
     from certcli.images.labelled import sent
@@ -166,6 +175,9 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
     with torch.inference_mode():
         for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
             classes += model(sent(pixels, device)).argmax(1).tolist()
+            if enough():
+                break
+    images = images.select(range(len(classes)))
     sink.note(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
         "about the network's own predictions, and accuracy is not measured"
@@ -183,14 +195,21 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
         sink.doubt(doubt)
 
 
-def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
-    """Print and return how many of these images the network was trained or calibrated on."""
+def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str, Any]:
+    """Print and return how many of these images the network was trained or calibrated on; print
+    where the program that runs its file answers otherwise.
+    """
     from certcli.evaluation.training_images import doubts
 
-    shares_seen, lines = doubts(record, images)
-    for doubt in lines:
+    shares_seen, lines = doubts(checkpoint.record, images)
+    for doubt in [*lines, *differences(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
+
+
+def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+    """Return where the program that runs a file answers otherwise than the network read from it."""
+    return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 
 
 def doubt_accuracy(
