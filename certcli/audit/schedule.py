@@ -30,7 +30,7 @@ class Stage(ABC):
         name: of what it finds, as gates and the list of what was skipped call it.
         doing: for the progress.
         proven: whether its shares are proofs.
-        each: seconds of work of an image.
+        each: seconds of work of an image, a guess and then the most that one took.
         tries, units: how many were begun, and ended.
         broken: whether the last unit was broken off, which does not count.
         optional: whether the audit goes on where it is refused.
@@ -111,7 +111,9 @@ class Stage(ABC):
         took = clock.computed(began)
         size = max(1, min(self.size, self.rest))
         self.take(pieces)
-        self.each = max(self.each if self.tries else 0.0, took / size)
+        # imports are the first unit's, and tell nothing about the next one
+        learns = self.units <= 2 and not self.broken
+        self.each = took / size if learns or not self.tries else max(self.each, took / size)
         self.tries += 1
         self.seconds += took if self.count > before else 0.0
 

@@ -384,6 +384,7 @@ def test_a_denoiser_stands_before_the_smoothed_network(workshop: Path, tmp_path:
     model = folder_of_diffusers(tmp_path / "model")
     words = ("--limit", 3, "-e", 0.05, "--time-budget", "10m", "--method", "smoothing", "--json")
     audit = document("audit", workshop / "plain.safetensors", *words, "--denoiser", model)
+    assert audit["certificates"], audit["skipped"]
     (smoothed,) = audit["certificates"]
     assert smoothed["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.05).digest
     assert "behind a denoiser (diffusers UNet2DModel" in smoothed["about"]

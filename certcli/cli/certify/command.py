@@ -49,6 +49,12 @@ def certify(
     options = CertifyOptions(
         source, target, proof, smoothing, local, patches, data, machine, output
     )
+    if target.vnnlib is not None:
+        from certcli.cli.certify import query
+
+        output.claim(source, target)
+        query.answer(options, talk.sink())
+        return
     gate = Gate()
     chooses = AUTO in target.methods or smoothing.sigma == AUTO
     demand, threats = require_compatible(options)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.lipschitz import jacobians, view
+from certcli.cli.lipschitz import around, jacobians, view
 from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions
 from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared.groups import BatchDevice
@@ -15,6 +15,7 @@ from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
+    from certcli.certify.around import AroundImages
     from certcli.images.labelled import Images
 
 ITERATIONS = 20
@@ -88,7 +89,9 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
     return best
 
 
-def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, Any]:
+def show_views(
+    audited: Audited, near: "AroundImages | None", options: LipschitzOptions, sink: Sink
+) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     views = options.views
     other = (
@@ -98,10 +101,8 @@ def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[
     )
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
-    if options.near.around:
-        from certcli.cli.lipschitz import around
-
-        documents["around"] = around.show(audited, options, sink)
+    if near is not None:
+        documents["around"] = around.show(audited, near, options, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
     elif views.plot is not None and not options.near.around:
