@@ -321,11 +321,12 @@ def _made(pixels: Pixels) -> list[int] | None:
     """The processor's image height and width; None: it depends on the image, or is unstated."""
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
     sides: list[object]
-    sides: list[Any] = [size, size]
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]
         if pixels.crop_pct is not None and sides == [None, None]:  # ConvNeXt's crop of its own
             sides = [size.get("shortest_edge")] * 2
+    else:
+        sides = [size, size]
     lengths = [side for side in sides if isinstance(side, int)]
     return lengths if len(lengths) == 2 else None
 
