@@ -18,6 +18,7 @@ from certcli.evaluation.radii import (
 )
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
+from certcli.system.reading import is_absent
 
 CORRECT = "correct images"
 PHOTOGRAPH = 224
@@ -242,7 +243,7 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         f"--attack-steps 2 -e {2 * plan.least:g} --enclosure-penalty {PENALTY:g} --lr 2e-3 --epochs 30 "
         "-o enclosed.safetensors"
     )
-    if _wants_denoiser(findings, plan) and Path(UNET).exists():
+    if _wants_denoiser(findings, plan) and not is_absent(Path(UNET)):
         smooth = f"--method smoothing --sigma 0.5 --denoiser {UNET} -e 0.5 --limit 100"
         commands.insert(0, f"certvit certify {ckpt}{images} {smooth}")
     if proven:
