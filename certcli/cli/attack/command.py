@@ -95,7 +95,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        answers = [record.prediction for record in records[0]]
+        # an image has a record at each radius
+        answers = [*{record.index: record.prediction for record in records[0]}.values()]
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
