@@ -122,9 +122,11 @@ class Adapter(Adaptation):
             yield from self._distil()
 
     def _distil(self) -> Iterator[AdaptedPart]:
-        networks = self.teacher, self.student
-        about = self.settings, self.fitter.images, self.fitter.shards
-        for rate, error in distil(*networks, *about, self.done - self.sections, self.rate):
+        images, shards = self.fitter.images, self.fitter.shards
+        epochs = self.done - self.sections
+        for rate, error in distil(
+            self.teacher, self.student, self.settings, images, shards, epochs, self.rate
+        ):
             self.rate = rate
             self.done += 1
             self._copy_from_leader()

@@ -258,8 +258,7 @@ def bounds(
     if around is not None:
         if labels is not None or method != "best":
             raise UsageError("around bounds the predictions' margins: without labels and method")
-        near_images = Around(arguments.one_radius(around), norm)
-        return local_bounds(checkpoint, pixels, near_images, torch.device(device))
+        return local_bounds(checkpoint, pixels, Around(around, norm), torch.device(device))  # type: ignore[arg-type]
     classes = None if labels is None else answers
     near = Neighbourhood(0.0 if radii is None else arguments.one_radius(radii), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))

@@ -145,9 +145,7 @@ def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Pa
     assert evidence.result["trade"] == told["trade"]
     table = attempt(*words, "--force", "--quiet")
     assert "digits gained" in table.stdout
-    named = attempt(
-        *words, "--activation", "relu", "--epochs", "-1", "--force", "--json", "--quiet"
-    )
+    named = attempt(*words, "--epochs", "-1", "--force", "--json", "--quiet")
     assert "trade" not in json.loads(named.stdout)
     adapted = Checkpoint.read(output).record.lineage[-1]
     assert adapted.parameters["calibration_images"] == 80  # none of those that would choose is lost

@@ -4,7 +4,6 @@ stay text.
 
 import json
 import re
-import shlex
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,13 +13,12 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from certcli.evaluation.radii import proven_percent
 from certcli.report import formats
 from certcli.report.document import Audit, GateReport, GateResult, from_json, written_schema
 from certcli.report.machine import as_annotations, outcomes
 from certcli.report.page import Figure, Gallery
 from tests.audit.conftest import HOSTILE, QUICK
-from tests.helpers.commands import certvit, document
+from tests.helpers.commands import certvit
 from tests.helpers.schemas import problems
 
 ROOT = Path(__file__).parents[2]
@@ -179,44 +177,6 @@ def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> N
         assert run["properties"]["cpu"]
         assert run["properties"]["version.torch"]
     assert [row["kind"] for row in run["results"] if row["ruleId"] == "certvit/gate"] == ["fail"]
-
-
-def test_pages_of_certify_and_log(
-    workshop: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = workshop / "certified.safetensors"
-    page = folder / "certify.html"
-    found = document(
-        "certify", path, "--limit", 12, "-e", 0.1, "-e", 0.3, "--quiet", "--html", page
-    )
-    text = page.read_text()
-    assert proven_percent(found["certified"]["0.3"]) in text
-    assert found["checkpoint"] in text
-    monkeypatch.chdir(workshop)  # a page names its files, not where they were
-    again = shlex.split(
-        unescape(re.sub("<[^>]+>", "", text.partition("<pre>")[2].partition("</pre>")[0]))
-    )
-    assert document(*again[1:])["certified"] == found["certified"]
-    certvit(
-        "certify", path, "--limit", 12, "--quiet", "--html", page, code=2
-    )  # it is there already
-    both = folder / "log.html"
-    certvit("log", folder / "certified.safetensors", path, "--html", both)
-    assert both.read_text().count("Evidence of certified.safetensors") == 2
-    assert "(proven)" in both.read_text()  # in the words of the terminal
-    certvit(
-        "log",
-        folder / "certified.safetensors",
-        "--html",
-        folder / "certified.safetensors",
-        "--force",
-        code=2,
-    )
-    for made in (page, both):
-        read = Read()
-        read.feed(made.read_text())
-        assert "script" not in read.tags
-        assert read.tags.count("svg") == 1
 
 
 def test_the_first_screen_answers_the_three_questions(folder: Path, certified_audit: Any) -> None:

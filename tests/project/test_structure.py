@@ -174,7 +174,6 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/shared/pages.py", "save"): "the same",
 }
 """Calls outside the one writer, and where they write."""
 

@@ -43,15 +43,18 @@ def certify(
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
-    from certcli.cli.certify.certificate_page import certify_page
     from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
-    from certcli.cli.shared import typed_command
-    from certcli.cli.shared.pages import write_page
     from certcli.evaluation.records import digested
 
     options = CertifyOptions(
         source, target, proof, smoothing, local, patches, data, machine, output
     )
+    if target.vnnlib is not None:
+        from certcli.cli.certify import query
+
+        output.claim(source, target)
+        query.answer(options, talk.sink())
+        return
     gate = Gate()
     chooses = AUTO in target.methods or smoothing.sigma == AUTO
     demand, threats = require_compatible(options)
@@ -91,15 +94,6 @@ def certify(
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
         )
-    if target.html is not None:
-        reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        write_page(
-            certify_page(
-                results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
-            ),
-            target.html,
-        )
-        sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {
             "dataset": images.name,

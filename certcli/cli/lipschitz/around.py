@@ -13,30 +13,43 @@ from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.system.errors import UsageError
 
 if TYPE_CHECKING:
-    from certcli.certify.around import Around, NearImage
+    from certcli.certify.around import Around, AroundImages, NearImage
     from certcli.images.labelled import Images
 
 Row = tuple[int, "NearImage"]
 """An image's position in its split, and what is proven near it."""
 
 
-def radii_of(options: LipschitzOptions) -> list["Around"]:
-    """Return the balls that were asked for. UsageError for a radius that is none."""
+def prepared(audited: Audited, options: LipschitzOptions) -> "AroundImages":
+    """Return the network for these balls, before anything is measured.
+
+    Raises:
+        UsageError: a radius is as wide as the box, or the network ends in features.
+        NoBoundError: an operation has no derivative; the walk does not fit into memory.
+    """
+    from certcli.certify.around import prepare
+
+    if audited.of_features:
+        raise UsageError("--around is about logits, and this network ends in features")
+    return prepare(audited.checkpoint, balls(options), options.machine.pick())
+
+
+def balls(options: LipschitzOptions) -> list["Around"]:
+    """Return the balls that were asked for."""
     from certcli.certify.around import Around
 
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
-def show(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, Any]:
+def show(
+    audited: Audited, network: "AroundImages", options: LipschitzOptions, sink: Sink
+) -> dict[str, Any]:
     """Prove and measure near each image; show the table, draw the picture, return the document."""
-    if audited.of_features:
-        raise UsageError("--around is about logits, and this network ends in features")
     data = options.data
     images = Evaluation(
-        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed,
-        workers=data.workers,
-    ).images(audited.checkpoint.record, sink)  # fmt: skip
-    rows = _rows(audited, images, options, sink)
+        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
+    ).images(audited.checkpoint.record, sink)
+    rows = _rows(network, images, options, sink)
     _table(rows, images, audited, options, sink)
     if options.views.plot is not None:
         _draw(rows, audited, options.views.plot)
@@ -53,12 +66,11 @@ def show(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, A
     }
 
 
-def _rows(audited: Audited, images: "Images", options: LipschitzOptions, sink: Sink) -> list[Row]:
-    from certcli.certify.around import prepare
-
+def _rows(
+    network: "AroundImages", images: "Images", options: LipschitzOptions, sink: Sink
+) -> list[Row]:
     rows: list[Row] = []
-    near = radii_of(options)
-    network = prepare(audited.checkpoint, near, options.machine.pick())
+    near = balls(options)
     with sink.progress("slopes near images", total=len(images) * len(near)) as bar:
         for indices, pixels, _ in images.batches(1):
             for proven in network.each(pixels, near):

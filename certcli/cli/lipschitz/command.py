@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from certcli.cli.lipschitz import run, view
+from certcli.cli.lipschitz import around, run, view
 from certcli.cli.lipschitz.options import (
     BoundedNetwork,
     LipschitzOptions,
@@ -59,10 +59,11 @@ def lipschitz(
         return
     return_large_blocks()
     audited = run.prove(source, machine, sink)
+    nearby = around.prepared(audited, chosen) if near.around else None
     lower = run.measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)
     view.show_bound(audited, show.layers, show.worst, sink)
-    report |= run.show_views(audited, chosen, sink)
+    report |= run.show_views(audited, nearby, chosen, sink)
     view.explain(audited, lower, report["attention_weight"], sink)
     gate = run.gate_of(audited, maximum)
     sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)

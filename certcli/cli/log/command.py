@@ -1,6 +1,5 @@
 """certvit log: where a checkpoint comes from and what was found about it; several side by side."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from certcli.cli.log import comparison, view
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Page, Talk
+from certcli.cli.shared.groups import Talk
 
 
 @command(
@@ -23,20 +22,16 @@ def log(
             metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them."
         ),
     ],
-    page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
     from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.log.lineage_page import log_page
 
     sink = talk.sink()
     files = files_of(checkpoints)
-    page.claim(files, [])
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [view.document_of(path, checkpoint) for path, checkpoint in read]
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
-    page.write(partial(log_page, read, []), sink)
     if len(read) > 1:
         comparison.compare(read, sink)
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs, options
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
     from certcli.models.overrides import Hints
-    from certcli.report.page import HtmlPage
 
 
 @group("Checkpoints of others")
@@ -367,35 +366,6 @@ class Output:
             for name in value if isinstance(value, list) else [value]:
                 (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
         return outputs
-
-
-@group("Output")
-class Page:
-    """What is written."""
-
-    html: options.Html = None
-    force: options.Force = False
-
-    def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
-        """Refuse, before any work, a page that exists (without --force) or is read."""
-        from certcli.checkpoint.outputs import Outputs
-
-        outputs = Outputs(self.force)
-        for path in filter(None, files):
-            outputs.reads("CKPT", path)
-        for folder in filter(None, folders):
-            outputs.reads_folder("--dataset or --data-dir", Path(folder))
-        if self.html is not None:
-            outputs.writes("--html", self.html)
-        outputs.check()
-
-    def write(self, page: Callable[[], HtmlPage], sink: Sink) -> None:
-        """Write the page, which is made where --html names a file."""
-        if self.html is not None:
-            from certcli.cli.shared.pages import write_page
-
-            write_page(page(), self.html)
-            sink.note(f"wrote {self.html}")
 
 
 def resumes(groups: Sequence[object]) -> bool:

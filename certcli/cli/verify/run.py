@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import view
-from certcli.system.errors import CheckpointError, GateError, UsageError
+from certcli.system.errors import CheckpointError, GateError
 from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
-    if options.page.html is not None:
-        raise UsageError("--html is for checkpoints", "--json describes every other check")
     if file.suffix == ".jsonl":
         from certcli.cli.verify.records import check_records
 
@@ -169,24 +167,19 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     """Check the evidence of checkpoints, and compare their lineages with each other."""
     from certcli.checkpoint.file import Checkpoint
     from certcli.cli.log.command import files_of
-    from certcli.cli.log.lineage_page import log_page
     from certcli.cli.log.view import document_of
     from certcli.evaluation.claim import statuses
     from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
-    folders = (options.data.dataset, options.data.data_dir)
-    options.page.claim([*paths, options.scope.denoiser], folders)
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*compare_lineages(by_name), *remake_means(by_name)]
     gate = Gate()
     documents = []
-    all_claims = []
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        all_claims.append(claims)
         reason = view.failure(path, claims)
         gate.demand(not reason, GateError(reason))
         view.table(path, claims, sink)
@@ -196,7 +189,6 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
             entry["status"] = status
         documents.append({**document, **view.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-    options.page.write(lambda: log_page(list(checkpoints.items()), all_claims), sink)
     gate.enforce()
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"
