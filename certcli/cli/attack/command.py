@@ -95,7 +95,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        answers = [record.prediction for record in records[0]]
+        at = records[0][0].epsilon  # each image has a record at each radius
+        answers = [record.prediction for record in records[0] if record.epsilon == at]
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
