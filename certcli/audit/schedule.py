@@ -37,7 +37,7 @@ class Stage:
         refusal: why it is not done, whatever the time.
         broken: whether the last unit was broken off, which does not count.
         rows: of each image so far.
-        largest: images at most of a unit in each process.
+        first, largest: images of the first unit and of any, at most, in each process.
         each: seconds of work of an image, a guess and then the most that one took.
         tries, units: how many were begun, and ended; seconds: of work in those that ended.
         after: stages to wait for, and `barred`: why it is not worth its time after them, or None.
@@ -49,6 +49,7 @@ class Stage:
     optional = False
     refusal: str | None = None
     broken = False
+    first = FIRST
     tries = 0
     units = 0
     seconds = 0.0
@@ -75,7 +76,7 @@ class Stage:
     @property
     def size(self) -> int:
         """Images of the next unit; no machine decides it, as images of a batch draw from one seed."""
-        return min(self.largest, FIRST * 2 ** min(self.units, 20))
+        return min(self.largest, self.first * 2 ** min(self.units, 20))
 
     @property
     def price(self) -> float:
