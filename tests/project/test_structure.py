@@ -265,7 +265,7 @@ DECODED_ELSEWHERE = {
 }
 """JSON that no stranger writes. All other goes through `decode`, and has ranges."""
 LOOKED_AT = {
-    "audit/plan.py": "how a folder is spelled in a command",
+    "audit/plan.py": "which folder must be told from timm's network of its name",
     "checkpoint/file.py": "what is no regular file is refused",
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
     "checkpoint/shards.py": "which files of an index could be deleted",
