@@ -81,7 +81,7 @@ class Descent:
 
     @torch.enable_grad()
     def _train(self, rate: float, epoch: int) -> None:
-        """Run an epoch of AdamW: warm-up over a tenth of it, a cosine over all epochs."""
+        """Run an epoch of AdamW: warm-up over half of it, a cosine over all epochs."""
         self.module.requires_grad_(True)
         parameters = list(self.module.parameters())
         sizes = [float(each.detach().square().mean().sqrt()) for each in parameters]
@@ -95,7 +95,7 @@ class Descent:
         with fast_products(self.module):
             for step, batch in enumerate(batches):
                 share = (epoch + step / len(batches)) / self.epochs
-                warm = min(1.0, (step + 1) / max(1, len(batches) // 10))
+                warm = min(1.0, (step + 1) / max(1, len(batches) // 2))
                 for group in optimiser.param_groups:
                     cosine = 0.5 * (1 + math.cos(math.pi * share))
                     group["lr"] = rate * group["size"] * warm * cosine

@@ -254,9 +254,7 @@ class Fitter:
     def _start_norm(self, old: Any, new: Any, pairs: Pairs) -> None:
         """Start a new norm by the deviations of the rows that reach it."""
         is_floor = isinstance(new, FloorNorm)
-        if not isinstance(new, CenterNorm) and (
-            not is_floor or self.settings.norm_floor is not None
-        ):
+        if not is_floor and not isinstance(new, CenterNorm):
             return
 
         def per_shard(shard: int) -> list[Tensor]:

@@ -1,20 +1,20 @@
-"""`--goal keep`: raise floors under every LayerNorm, then change what keeps enough first choices.
+"""`--goal keep`: put floors under every LayerNorm, then raise them as far as enough predictions stay.
 
 Each LayerNorm of the network becomes a norm with a floor. All other tensors keep their values.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.floors import least_floors
 from certcli.adapt.run import Adaptation
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.trials import FLOOR, Trials
+from certcli.adapt.trials import QUANTILES, Trials
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record, Replacement
+from certcli.checkpoint.record import Record
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -58,7 +58,7 @@ class Keeper(Adaptation):
     @property
     def steps(self) -> int:
         """Return an upper limit of the number of steps that `run` yields."""
-        return 1 if self._trials is None else 2 + self._trials.most_candidates
+        return 1 if self._trials is None else 2 + len(QUANTILES) * len(self._trials.norms)
 
     def run(self) -> Iterator[str]:
         """Change the student, and yield a remark after each step."""
@@ -72,22 +72,19 @@ class Keeper(Adaptation):
             error = f"logit error {100 * candidate.error:.2g} %"
             yield f"{candidate.path}, {candidate.change}: {error}"
         self.trade = self._trials.choose(self.reference, self.keep)
-        placed = self.trade.placed
-        records = {record.path: record for record in self.records}
-        for path, each in placed.items():
-            before = type(self.teacher.net.get_submodule(path)).__name__
-            after = f"FloorNorm, {each.change}" if each.kind == FLOOR else each.change
-            records[path] = AdaptedPart(path, before, after, each.error)
-        self.records = [*records.values()]
-        yield f"{len(placed)} parts changed"
+        raised = self.trade.placed
+        self.records = [
+            replace(
+                part, after=f"FloorNorm, {raised[part.path].change}", error=raised[part.path].error
+            )
+            if part.path in raised
+            else part
+            for part in self.records
+        ]
+        yield f"{len(raised)} floors raised"
 
     def result(self) -> Checkpoint:
-        replaced = [
-            Replacement(each.path, each.kind)
-            for each in self.trade.placed.values()
-            if each.kind != FLOOR
-        ]
-        return self.derive((*self.record.surgery, *replaced), keep=self.keep)
+        return self.derive(self.record.surgery, keep=self.keep)
 
 
 def with_unit_floors(record: Record, teacher: PixelModel) -> PixelModel:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.adapt.calibration_shards import FEW, SHARDS, Shards
-from certcli.adapt.distil import Distiller
+from certcli.adapt.distil import distil
 from certcli.adapt.families import Half, family_of, token_counts
 from certcli.adapt.fit import AdaptedPart, Fitter
 from certcli.adapt.pixels import photograph_sized
@@ -122,10 +122,11 @@ class Adapter(Adaptation):
             yield from self._distil()
 
     def _distil(self) -> Iterator[AdaptedPart]:
-        distiller = Distiller(
-            self.teacher, self.student, self.settings, self.fitter.images, self.fitter.shards
-        )
-        for rate, error in distiller.run(self.done - self.sections, self.rate):
+        images, shards = self.fitter.images, self.fitter.shards
+        epochs = self.done - self.sections
+        for rate, error in distil(
+            self.teacher, self.student, self.settings, images, shards, epochs, self.rate
+        ):
             self.rate = rate
             self.done += 1
             self._copy_from_leader()
@@ -180,8 +181,7 @@ def perform_surgery(
         student = PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
         tokens = token_counts(teacher, record.input.size)
-        unit = 1.0 if settings.norm_floor is None else settings.norm_floor
-        scales = carry_over(teacher.net, net, family, tokens, unit)
+        scales = carry_over(teacher.net, net, family, tokens)
     return student, scales
 
 

@@ -47,16 +47,13 @@ class HalfScale:
 Scales = dict[tuple[str, Half], HalfScale]
 
 
-def carry_over(
-    old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], unit: float
-) -> Scales:
+def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int]) -> Scales:
     """Start every new part from the weights of the old part, and return the scale of each half.
 
     Parts that both networks have keep their weights.
 
     Args:
         tokens: path of a block -> the number of tokens that its attention mixes.
-        unit: the deviation that rows are taken to have before the images are seen.
     """
     new_state = new_net.state_dict()
     for name, tensor in old_net.state_dict().items():
@@ -66,19 +63,19 @@ def carry_over(
     scale = 1.0
     halves = 2 * sum(step.kind == "block" for step in family.body(new_net))
     for name in family.embed_norms:
-        start_norm(part_at(old_net, name), part_at(new_net, name), unit)
+        start_norm(part_at(old_net, name), part_at(new_net, name), 1.0)
     for old, new in zip(family.body(old_net), family.body(new_net), strict=True):
         if old.kind == "merge":
-            start_norm(old.module.norm, new.module.norm, unit / scale)
+            start_norm(old.module.norm, new.module.norm, 1 / scale)
             scale = 1.0
         elif old.kind == "tokens":
             new_net.cls_token.data.div_(scale)
         else:
-            scale = _carry_block(old, new, scale, scales, halves, tokens[old.path], unit)
+            scale = _carry_block(old, new, scale, scales, halves, tokens[old.path])
     divided = False
     for name in family.end_norms:
         norm = part_at(new_net, name)
-        start_norm(part_at(old_net, name), norm, unit / (1.0 if divided else scale))
+        start_norm(part_at(old_net, name), norm, 1.0 if divided else 1 / scale)
         divided = divided or (norm is not None and not isinstance(norm, nn.Identity))
     if not divided and scale != 1.0:
         for layer in heads(new_net):
@@ -115,7 +112,6 @@ def _carry_block(
     scales: Scales,
     halves: int,
     tokens: int,
-    unit: float,
 ) -> float:
     attention = new.module.attn
     if hasattr(attention, "start"):
@@ -123,7 +119,7 @@ def _carry_block(
     half: Half
     for half in (1, 2):
         norm = getattr(new.module, f"norm{half}")
-        start_norm(getattr(old.module, f"norm{half}"), norm, unit / scale)
+        start_norm(getattr(old.module, f"norm{half}"), norm, 1 / scale)
         residual = getattr(new.module, f"residual{half}", None)
         keep = share = 1.0
         if isinstance(residual, ConvexResidual):

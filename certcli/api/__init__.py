@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,8 @@ from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.document_builder import compose
 from certcli.audit.gates import parse
-from certcli.audit.plan import AuditPlan, Typed
+from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of, prepare
@@ -215,7 +216,7 @@ def slope(
     return estimates[-1]
 
 
-@speaks_python
+@overload
 def bounds(
     source: Network,
     images: Data,
@@ -225,20 +226,44 @@ def bounds(
     norm: Norm = "l2",
     method: Bounding = "best",
     device: str = "cpu",
-) -> LogitBounds:
+) -> LogitBounds: ...
+@overload
+def bounds(
+    source: Network, images: Data, *, around: Radius, norm: Norm = "l2", device: str = "cpu"
+) -> LocalBounds: ...
+@speaks_python
+def bounds(
+    source: Network,
+    images: Data,
+    radii: Radius | None = None,
+    labels: Labels = None,
+    *,
+    around: Radius | None = None,
+    norm: Norm = "l2",
+    method: Bounding = "best",
+    device: str = "cpu",
+) -> LogitBounds | LocalBounds:
     """Prove bounds of logits and margins at all images of [0, 1] within a radius, as tensors.
 
     Args:
         radii: One radius.
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.
+        around: In place of radii: the radius within which the slopes of margins and logits are
+            bounded, |m(y) - m(z)| <= upper |y - z| for all y and z there.
         norm: Of the radius, l2 or linf.
         method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best":
             the tighter of both, entry by entry.
     """
+    if (radii is None) is (around is None):
+        raise UsageError("bounds of logits within radii, or of slopes with around: one of them")
     checkpoint = _classifier(source)
     pixels, answers = _judged(checkpoint, images, labels, labelled=False).tensors()
+    if around is not None:
+        if labels is not None or method != "best":
+            raise UsageError("around bounds the predictions' margins: without labels and method")
+        return local_bounds(checkpoint, pixels, Around(around, norm), torch.device(device))  # type: ignore[arg-type]
     classes = None if labels is None else answers
-    near = Neighbourhood(arguments.one_radius(radii), norm, method)
+    near = Neighbourhood(0.0 if radii is None else arguments.one_radius(radii), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
 
 
@@ -401,9 +426,12 @@ def audit(
 
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
         findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
-    name = str(source) if isinstance(source, str | Path) else "checkpoint"
-    typed = Typed(name, dataset=images if isinstance(images, str) else None)
+    # what is in memory has no name that a command could take: its reader fills it in
+    name = unmistakable(str(source)) if isinstance(source, str | Path) else "FILE"
+    named = images if isinstance(images, str) else None if images is None else "FOLDER"
+    typed = Typed(name, dataset=named)
     report = compose(checkpoint, findings, plan, clock, typed, where)
+    report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 

@@ -254,6 +254,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "prove": answer,
     "top": lambda name, value: whole_number(name, value, 1),
     "radii": as_given,
+    "around": lambda name, value: None if value is None else radius(name, value),
     "attacks": words,
     "return_examples": answer,
     "seconds": seconds,

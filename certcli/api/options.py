@@ -102,4 +102,5 @@ class AuditOptions(TypedDict, total=False):
     precision: Precision | Literal["auto"]
     pixels: Pixels
     limit: int | None
+    anonymous: bool
     denoiser: str | Path | None

@@ -263,7 +263,6 @@ class Campaign:
     settings: AttackSettings
     batch_size: int
     source: nn.Module | None = None
-    refine_steps: int = 0
     keep_images: bool = False
 
     @property
@@ -305,7 +304,6 @@ class Campaign:
             [region for region, _ in task.rounds(indices.tolist())],
             self.settings,
             independent=task.stage.independent,
-            refine_steps=self.refine_steps,
             source=self.source,
             keep_images=self.keep_images,
         ):

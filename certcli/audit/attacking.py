@@ -41,7 +41,7 @@ STEPS = {
     "cw": 900,
 }
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
-GRADIENT = 2.0
+GRADIENT = 1.5
 """Forward passes that a gradient step costs, about."""
 PATCHED = 50
 """Images at most that are attacked by patches."""

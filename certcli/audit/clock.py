@@ -15,6 +15,8 @@ from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
+PREPARING = 0.4
+"""Share of the budget after which images without labels get no further answers."""
 AGAIN = 5.0
 """Seconds between two rings: a library may swallow what is raised inside it, and with it the first one."""
 
@@ -63,6 +65,11 @@ class Clock:
     def left(self) -> float:
         """Seconds for work: the end of the budget belongs to writing."""
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether preparations have taken their share; of several processes all prepare alike."""
+        return self.spent > PREPARING * self.budget and not self.team.several
 
     def computed(self, since: Moment | None = None) -> float:
         """Return the seconds of work since then: on a busy machine those of the CPU, with several

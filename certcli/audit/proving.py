@@ -23,7 +23,7 @@ PROOF = 30.0
 """Forward passes that a proof takes, about: a first guess."""
 SLOPE = 50.0
 """The same of the slope at an image."""
-SELDOM = 0.1
+SELDOM = 0.02
 """What a slope tells, of what a share of images does."""
 LOOSE = 3.0
 """log10 of a bound from which on the answer names the layers that make it large."""

@@ -71,7 +71,8 @@ def run(
             "the processes did not read the same network",
             "leave the file alone while it is audited",
         )
-    findings = AuditFindings(changed=bool(checkpoint.record.surgery))
+    gpu = torch.cuda.is_available()
+    findings = AuditFindings(changed=bool(checkpoint.record.surgery), gpu=gpu)
     # once: the stages share it, and its copies in other dtypes
     model = build.load(checkpoint, device)
     denoiser = None
@@ -84,11 +85,11 @@ def run(
     findings.attention_weight = attention_weight(model)
     if images is not None or plan.precision != AUTO:
         findings.precision = team.agree(lambda: _precision(plan, model, findings.parameters))
+    forward = _pass_seconds(model, clock)
     clean = None
     if images is not None:
         tell(Classifying.doing)
         clean = _opened(checkpoint, model, images, plan, clock, findings)
-    forward = 0.0 if clean is None else clean.each
     proving = Proving(model, checkpoint.record.classes, forward, team)
     measured = calibration() if images is None else images
     stages: list[Stage] = [proving, Measuring(model, measured, plan.seed, forward, team)]
@@ -112,6 +113,16 @@ def run(
         for stage in dict.fromkeys([*stages, *([] if clean is None else [clean])]):
             stage.write_down(findings)
     return findings
+
+
+@torch.no_grad()
+def _pass_seconds(model: PixelModel, clock: Clock) -> float:
+    """Return the seconds of work of a forward pass of one image: of the second, which loads nothing."""
+    grey = torch.full((1, *model.input_size), 0.5, device=next(model.parameters()).device)
+    for _ in range(2):
+        began = clock.now
+        float(model(grey).sum())
+    return clock.computed(began)
 
 
 def _precision(plan: AuditPlan, model: PixelModel, parameters: int) -> Precision:

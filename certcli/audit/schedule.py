@@ -18,7 +18,9 @@ from certcli.system.processes import ALONE, Team
 CAREFUL = 1.25
 """A unit begins only if this multiple of its price is left."""
 UNSURE = 2.0
-"""A unit may take this multiple of that, and more only where the first units of others still fit."""
+GRACE = 2.0
+"""A unit may take this multiple of that and these seconds of work (imports, a machine that stalls), and more only where the
+first units of others still fit."""
 
 
 class Stage(ABC):
@@ -28,7 +30,7 @@ class Stage(ABC):
         name: of what it finds, as gates and the list of what was skipped call it.
         doing: for the progress.
         proven: whether its shares are proofs.
-        each: seconds of work of an image.
+        each: seconds of work of an image, a guess and then the most that one took.
         tries, units: how many were begun, and ended.
         broken: whether the last unit was broken off, which does not count.
         optional: whether the audit goes on where it is refused.
@@ -109,7 +111,9 @@ class Stage(ABC):
         took = clock.computed(began)
         size = max(1, min(self.size, self.rest))
         self.take(pieces)
-        self.each = max(self.each if self.tries else 0.0, took / size)
+        # imports are the first unit's, and tell nothing about the next one
+        learns = self.units <= 2 and not self.broken
+        self.each = took / size if learns or not self.tries else max(self.each, took / size)
         self.tries += 1
         self.seconds += took if self.count > before else 0.0
 
@@ -187,4 +191,5 @@ def _decided(
     )
     prices = [wall(stage) for stage in eager if not stage.tries and stage is not best]
     others = sum(price for price in prices if price <= time_left)
-    return [], stages.index(best), min(time_left, max(UNSURE * wall(best), time_left - others))
+    enough = UNSURE * wall(best) + GRACE * clock.pace
+    return [], stages.index(best), min(time_left, max(enough, time_left - others))

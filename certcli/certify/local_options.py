@@ -37,7 +37,7 @@ class Local(CertifierOptions):
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
             place of a search.
-        seconds: of "branch", an image; None stands for 30.
+        seconds: of "branch", an image; None stands for 30. "auto" with seconds is "branch".
         arithmetic: as in `Proof`.
 
     Raises:
@@ -55,7 +55,7 @@ class Local(CertifierOptions):
     at: Sequence[float] = ()
     seconds: float | None = option(
         None,
-        "With --effort branch: seconds an image; the best radius proven by then counts. "
+        "With --effort branch, which it names: seconds an image; the best radius proven by then counts. "
         "Default: 30.",
         metavar="N",
     )
@@ -65,6 +65,8 @@ class Local(CertifierOptions):
         super().__post_init__()
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise UsageError(f"--seconds {self.seconds:g}: a finite time above 0")
+        if self.seconds is not None and self.effort == AUTO:
+            object.__setattr__(self, "effort", BRANCH)  # which alone spends them
         if self.seconds is not None and self.effort != BRANCH:
             raise UsageError(f"--seconds is of --effort {BRANCH}", f"--effort {BRANCH}")
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):

@@ -22,10 +22,11 @@ class CertifierOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return the options among plain values; other names and None are left out.
+        """Return the options among plain values of their types, as `evidence_schema.OPTIONS` lets
+        them in; other names and None are left out.
 
         Raises:
-            UsageError: a value has another type, or no meaning.
+            UsageError: a value has no meaning.
         """
         names = {item.name for item in fields(cls)}
         return cls(

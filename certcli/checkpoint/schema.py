@@ -211,6 +211,33 @@ class LayerFields(Struct):
     upper_text: str | UnsetType = UNSET
 
 
+class NearImageFields(Struct):
+    """What `certvit lipschitz --around` says of one image that can be checked."""
+
+    index: Count
+    radius: Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+    prediction: Count
+    upper: list[Upper]
+    logits_upper: Upper
+    certified: Measured
+
+
+class AroundDataset(Struct):
+    name: str
+    split: str
+    images: Count
+    digest: str
+
+
+class AroundFields(Struct):
+    """Slopes near images."""
+
+    norm: Literal["l2", "linf"]
+    seed: Seed
+    dataset: AroundDataset
+    images: list[NearImageFields]
+
+
 class ReportFields(Struct):
     """The fields of a report of `certvit lipschitz --json` that can be checked."""
 
@@ -228,6 +255,7 @@ class ReportFields(Struct):
     bound_of: Literal["logits", "features"] = "logits"
     function: Json | UnsetType = UNSET
     lower: Measured | UnsetType | None = UNSET
+    around: AroundFields | UnsetType = UNSET
 
 
 def decode(text: str | bytes, kind: type[T]) -> T:

@@ -157,7 +157,7 @@ def passes_within(
             raise UsageError(
                 f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
                 f"{memory_limit_bytes / 2**20:.3g} MiB",
-                "leave it out with --exclude",
+                "name the others with --layers",
             )
         if passes[-1] and memory_limit_bytes is not None and used + needed > memory_limit_bytes:
             passes.append([])
@@ -257,7 +257,7 @@ def _check(model: nn.Module, paths: Sequence[str]) -> None:
         reason = refusal(module)
         if reason is not None:
             raise UsageError(
-                f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude"
+                f"layer '{path}' cannot be constrained: {reason}", "name the others with --layers"
             )
         if id(module.weight) in path_of:
             raise UsageError(

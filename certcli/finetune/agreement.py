@@ -46,7 +46,6 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "schedule": (),
     "clip_grad": (),
     "augment": (),
-    "sparsity": (),
     "msvp": (),
     "enclosure_penalty": ("penalty_places",),
     "worst_weight": (),
@@ -72,7 +71,6 @@ OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
     "attack_steps": ("adversarial", ("pgd",)),
     "stiefel_lr": ("optimiser", ("stiefel",)),
     "weight_decay": ("optimiser", ("adamw", "sgd")),
-    "sparsity": ("loss", tuple(sorted(NEEDS_CHAIN))),
     "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
@@ -98,12 +96,6 @@ def require_ranges(settings: "FinetuneSettings") -> None:
             raise UsageError(f"{option_of(name)} must be at least 1, not {value}")
     if settings.msvp is not None and not all(0 <= weight < math.inf for weight in settings.msvp):
         raise UsageError(f"--msvp {settings.msvp} holds a number that is not finite and >= 0")
-    if not all(0 <= number < math.inf for number in settings.sparsity or ()):
-        raise UsageError(
-            f"--sparsity {settings.sparsity} holds a number that is not finite and >= 0"
-        )
-    if settings.sparsity is not None and settings.sparsity[0] == 0:
-        raise UsageError("--sparsity has a weight of 0", "a weight above 0, or leave it out")
     if not all(0 <= factor < math.inf for factor in settings.penalty_places or ()):
         raise UsageError(
             f"--penalty-places {settings.penalty_places} holds a number that is not finite and >= 0"

@@ -144,9 +144,8 @@ class Trainer:
         self.optimisers = make_optimisers(trained, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
-        factor = None if settings.sparsity is None else settings.sparsity[1]
         self.chain = (
-            ChainBound(model, lambda: self.arithmetic, drop=drop, factor=factor)
+            ChainBound(model, lambda: self.arithmetic, drop=drop)
             if settings.loss in NEEDS_CHAIN
             else None
         )

@@ -201,12 +201,10 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) (CE(worst logits) + W sparsity); a falls to 0 as the radius rises."""
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
         reach = chain.reach(images, epsilon)
         slopes = chain.slopes(reach, epsilon)
         worst = self.loss(logits, batch.labels, slopes(batch.labels), epsilon)
-        if self.settings.sparsity is not None:
-            worst = worst + self.settings.sparsity[0] * reach.sparsity
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst

@@ -44,17 +44,6 @@ def _three_weights(text: str) -> tuple[float, float, float]:
     return query, key, value
 
 
-def _weight_and_factor(text: str) -> tuple[float, float]:
-    """Return the weight of the sparsity penalty and the factor of its second term."""
-    try:
-        weight, factor = (float(part) for part in text.split(","))
-    except ValueError as failure:
-        raise UsageError(
-            f"--sparsity '{text}' is not two numbers", "--sparsity 0.01,0.1"
-        ) from failure
-    return weight, factor
-
-
 def _factors_of_places(text: str) -> tuple[float, float, float]:
     """Return the factors of norms, softmax and activations."""
     try:
@@ -99,14 +88,6 @@ class FinetuneSettings:
         read=parse_radius,
     )
     ramp: float = option(0.3, "Share of the steps in which epsilon rises to its value.")
-    sparsity: tuple[float, float] | None = option(
-        None,
-        "With bcp and local-lip: weight of a penalty on units that can move near an image, and "
-        "its factor towards the upper threshold, e.g. 0.01,0.1.",
-        metavar="W,T",
-        read=_weight_and_factor,
-    )
-
     epochs: int = _length(
         None,
         "Passes over the training images. Default: 40; 3 for a trained network (10 if it "

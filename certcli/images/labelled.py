@@ -91,12 +91,6 @@ class Images:
         """Call `expect` for `count` images from `start`, as far as there are any."""
         self.expect(range(start, min(start + count, len(self))))
 
-    def read_by(self, workers: int | None) -> "Images":
-        """Set the number of threads that read files, unless it is None; return the images."""
-        if self.ahead is not None and workers is not None:
-            self.ahead.workers = workers
-        return self
-
     def answered(self, classes: Sequence[int], names: tuple[str, ...]) -> "Images":
         """Return the images with a network's answers as labels, as a split of its own name."""
         return replace(
@@ -132,15 +126,6 @@ class Images:
     def in_turn(self, seed: int = 0) -> "Images":
         """Return all images, classes in turn: the first n are those of `limit(n, seed)`."""
         return self.select(_balanced(self.labels, len(self), seed))
-
-    def per_class(self, count: int, seed: int = 0) -> "Images":
-        """Return `count` images of every class."""
-        chosen: list[int] = []
-        generator = torch.Generator().manual_seed(seed)
-        for label in self.labels.unique().tolist():
-            members = (self.labels == label).nonzero().flatten()
-            chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
-        return self.select(sorted(chosen))
 
     @cached_property
     def file_of(self) -> Mapping[int, str]:

@@ -6,6 +6,7 @@ value that leaves the function as it is.
 A field that is unknown here is refused: it may change the function.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,6 +18,8 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import convert, decode
+from certcli.models.converters.prefixes import unwrapped
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
 from certcli.nn.schedules import BETAS, alpha_bars
@@ -64,6 +67,8 @@ LATENT = ("vae", "vqvae", "text_encoder")
 """Parts of a pipeline whose UNet takes no pixels, or texts beside them."""
 _PIXELS = "certvit reads unconditional diffusion models of pixels"
 _UNET = "a UNet2DModel; models of text or of latent images are no denoisers of pixels"
+_FIRST = re.compile(r"((?:\w+\.)*?)(conv_in|input_blocks\.0\.0|dncnn\.0)\.weight")
+"""The first map of each kind of denoiser."""
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Linear maps of an attention in files of 2022 -> their names today."""
 
@@ -102,6 +107,28 @@ class Schedule:
         return step
 
 
+def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
+    """Return a denoiser's tensors without what programs put around its names.
+
+    Raises:
+        ArchitectureError: the file holds two sets of weights, or a normaliser of its images.
+    """
+    by_torch = path.suffix in TORCH_SUFFIXES
+    bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
+    bare = unwrapped(bare, path, None, _roots)
+    if bare.normaliser is not None:
+        raise ArchitectureError(
+            f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
+            "write the network alone",
+        )
+    return bare.tensors
+
+
+def _roots(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes under which denoisers lie."""
+    return sorted({match[1] for name in tensors if (match := _FIRST.fullmatch(name))})
+
+
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     """Return the UNet, its schedule and the digest of its tensors.
 
@@ -124,7 +151,7 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
                 "diffusers writes safetensors: "
                 "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
             )
-        return read_tensors(file)[0]
+        return unwrapped_tensors(file)
 
     return assembled(config, rule, stored, channels, str(path))
 

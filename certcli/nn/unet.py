@@ -326,10 +326,10 @@ class UNet(nn.Module):
             skips += [width] * (shape.layers_per_block + (not last))
         self.mid_block = MidBlock(width, time, shape)
         self.up_blocks = nn.ModuleList()
-        for level, kind in enumerate(shape.up_block_types):
+        for level, rising in enumerate(shape.up_block_types):
             taken = [skips.pop() for _ in range(shape.layers_per_block + 1)]
             outputs = widths[final - level]
-            block = UpBlock(kind, width, outputs, taken, time, shape, level == final)
+            block = UpBlock(rising, width, outputs, taken, time, shape, level == final)
             self.up_blocks.append(block)
             width = outputs
         self.conv_norm_out = nn.GroupNorm(shape.norm_num_groups, width, shape.norm_eps)

@@ -290,6 +290,7 @@ class Audit(_Part):
         reference: the same figures of a published network.
         date: UTC, ISO 8601.
         changes: against the audit of --compare.
+        left_out: what an anonymous document does not say.
         computed: seconds of the CPU, like those of its stages; all of them on another device.
     """
 
@@ -325,6 +326,7 @@ class Audit(_Part):
     machine: Machine | None = None
     changes: list[Change] = []
     computed: Seconds = 0.0
+    left_out: str = ""
 
     @property
     def times(self) -> str:

@@ -147,7 +147,12 @@ class EnclosedWalk:
             added = step.rounding(lambda x: sizes[x.place])
             error = carried(step.slopes, [errors[source] for source in step.sources]) + added
             sizes[place] = step.box
-            errors[place] = error if step.box.peak < analysis.precision.largest else INF
+            peak = step.box.peak
+            if place == analysis.last and analysis.head is not None:
+                # logits of features near the image are smaller than those on the whole box
+                features = sizes[step.sources[0]].total
+                peak = min(peak, analysis.head.layer.reach(features) + added)
+            errors[place] = error if peak < analysis.precision.largest else INF
         errors_of = errors_of_pairs(
             analysis.steps, analysis.last, analysis.head, analysis.precision, sizes, errors
         )

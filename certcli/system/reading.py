@@ -1,6 +1,7 @@
 """The one reader of whole files of strangers: a regular file of bounded size, or Refused in a line."""
 
 import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def is_absent(path: Path) -> bool:
 
 
 @contextmanager
-def open_regular(path: Path) -> Iterator[BinaryIO]:
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
     """Open a file to read; Refused: no regular file; OSError: unreadable.
 
     The file is opened first and looked at then, without waiting for the other end of a pipe.

@@ -70,8 +70,8 @@ def contradictions(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one_line(name)[:40]} is another one in its methods"
     for part in parts:
         intervals = part.get("intervals")
-        stated = {"clean": part.get("clean"), **convert(part.get("certified"), Json)}
-        shares = convert(stated, dict[str, Share])
+        claimed = {"clean": part.get("clean"), **convert(part.get("certified"), Json)}
+        shares = convert(claimed, dict[str, Share])
         images = convert(part.get("images"), ImageCount)
         if intervals is None:
             continue

@@ -12,7 +12,6 @@ from PIL import Image
 
 from certcli.adapt import state as adapt_state
 from certcli.adapt.pixels import augment, compact
-from certcli.adapt.preview import multiply_adds, preview
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
@@ -144,72 +143,6 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
     assert {path.name for path in tmp_path.iterdir()} == {"o.safetensors"}
 
 
-def test_the_plan_says_what_would_be_done(plain: Checkpoint) -> None:
-    changes = preview(plain, AdaptSettings("certify", norm="floor"))
-    assert {(change.before, change.after) for change in changes.changes} == {
-        ("LayerNorm", "FloorNorm"), ("Attention", "L2Attention"), ("Block", "ResidualBlock")
-    }  # fmt: skip
-    assert changes.before.parameters == sum(value.numel() for value in plain.tensors.values())
-    width = plain.record.arch_args["embed_dim"]
-    # one map instead of queries, keys and values; two shares of the residual; a buffer is no
-    # parameter
-    assert changes.before.parameters - changes.after.parameters == 2 * width * (width + 1) - 2
-    assert changes.before.multiply_adds > changes.after.multiply_adds
-    assert changes.after.log10_upper is not None
-    assert changes.before.log10_upper is not None
-    assert changes.after.log10_upper < changes.before.log10_upper
-
-
-def test_multiply_adds_are_those_of_the_products() -> None:
-    net = torch.nn.Sequential(
-        torch.nn.Conv2d(1, 2, 3), torch.nn.Flatten(), torch.nn.Linear(2 * 2 * 2, 5)
-    )
-    assert multiply_adds(net, (1, 4, 4)) == 2 * 2 * 2 * 9 + 8 * 5
-
-
-def test_a_plan_on_the_command_line_downloads_and_writes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("timm.create_model", _refuse_pretrained())
-    words = [
-        "adapt",
-        "vit_tiny_patch16_224",
-        "--goal",
-        "certify",
-        "--arch-arg",
-        "depth=1",
-        "--no-bounds",
-        "--dry-run",
-    ]
-    told = attempt(*words, "--json", "--quiet")
-    assert told.exit_code == 0, told.output
-    document = json.loads(told.stdout)
-    assert {"path": "blocks.0.attn", "from": "Attention", "to": "L2Attention"} in document["plan"]
-    assert document["after"]["parameters"] < document["before"]["parameters"]
-    shown = attempt(*words)
-    assert "blocks.*.attn" in shown.stdout
-    assert not list(tmp_path.iterdir())
-
-
-def _refuse_pretrained() -> Any:
-    import timm
-
-    build = timm.create_model
-
-    def create(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        assert not pretrained, "a plan asked for pretrained weights"
-        return build(*args, pretrained=False, **kwargs)
-
-    return create
-
-
-def test_a_plan_without_bounds_proves_none(plain: Checkpoint) -> None:
-    changes = preview(plain, AdaptSettings("certify"), bounds=False)
-    assert changes.after.log10_upper is None
-    assert changes.before.log10_upper is None
-
-
 def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
     workshop: Path, tmp_path: Path
 ) -> None:
@@ -240,7 +173,7 @@ def _colour_folder(folder: Path) -> Path:
 
 def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
     certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
-    told = attempt("adapt", tmp_path / "cnn.safetensors", "--dry-run")
+    told = attempt("adapt", tmp_path / "cnn.safetensors", "--dataset", tmp_path)
     assert isinstance(told.exception, ArchitectureError)
     assert "no LayerNorm" in told.exception.message
     told = attempt(

@@ -2,6 +2,7 @@
 measured fails.
 """
 
+import html
 import itertools
 import json
 import re
@@ -15,12 +16,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from certcli.attack.settings import AttackSettings
 from certcli.audit import judging
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
+from certcli.audit.plan import Typed, unmistakable
 from certcli.certify.certificate import AGAIN, RecheckSettings
 from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare
@@ -109,8 +112,8 @@ def test_evidence_is_verified_and_the_input_is_untouched(workshop: Path, folder:
 def test_what_is_shown_to_be_typed_works_here(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The terminal names the files as they were typed, with what reading them needs; a document has
-    no folders.
+    """Terminal, document, page and card have the same commands: files as they were typed, with what
+    reading them needs.
     """
     (tmp_path / "a b").mkdir()
     shutil.copy(workshop / "certified.safetensors", tmp_path / "a b" / "net.safetensors")
@@ -123,20 +126,65 @@ def test_what_is_shown_to_be_typed_works_here(
         "digits",
         "--data-dir",
         ".",
-        "--limit",
-        "4",
     ]
-    words += ["--report", "r.json", "-a", "fgsm", "--quiet"]
-    shown = attempt(*words).stdout
-    again = shlex.split(re.sub(r"\s+", " ", shown.partition("Again: ")[2]))
+    words += ["--limit", "4", "-a", "fgsm", "--quiet"]
+    reports = [part for name in ("r.json", "r.html", "r.md") for part in ("--report", name)]
+    shown = re.sub(r"\s+", " ", attempt(*words, *reports).stdout)
+    table = json.loads(Path("r.json").read_text())
+    for line in (table["reproduce"], *table["next"]):
+        assert line in shown
+        assert line in html.unescape(re.sub("<[^>]+>", "", Path("r.html").read_text()))
+    again = shlex.split(table["reproduce"])
     assert again[1:8] == words[:7]
+    assert table["reproduce"] in Path("r.md").read_text()
     certvit(*again[1:], "--quiet")
-    following = shlex.split(
-        re.sub(r"\s+", " ", shown.partition("Next: ")[2].partition("\n  or:")[0])
+    certvit(*shlex.split(table["next"][0])[1:], "--quiet")
+
+
+def test_an_anonymous_document_names_no_folder_and_says_so(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "of somebody"
+    (secret / "photos").mkdir(parents=True)
+    Image.new("L", (8, 8), 99).save(secret / "photos" / "holiday.png")
+    shutil.copy(workshop / "certified.safetensors", secret / "net.safetensors")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "audit",
+        secret / "net.safetensors",
+        "--dataset",
+        secret / "photos",
+        "-a",
+        "fgsm",
+        "-q",
     )
-    certvit(*following[1:], "--quiet")
-    assert "net.safetensors --as-stated" in json.loads(Path("r.json").read_text())["reproduce"]
-    assert "a b" not in Path("r.json").read_text()
+    reports = [part for name in ("r.json", "r.html", "r.md") for part in ("--report", name)]
+    certvit(*words, *reports)
+    assert "of somebody" in Path("r.json").read_text()
+    assert "holiday" in Path("r.json").read_text()
+    certvit(*words, *reports, "--anonymous", "--force")
+    for name in reports[1::2]:
+        text = html.unescape(Path(name).read_text())
+        assert "of somebody" not in text
+        assert "holiday" not in text
+        assert "Left out" in text
+    table = json.loads(Path("r.json").read_text())
+    assert table["machine"]["cpu"] == ""
+    assert table["network"]["path"] is None
+    assert table["reproduce"].endswith("--anonymous")
+
+
+@pytest.mark.parametrize("typed", ["vit_tiny_patch16_224", "sub/vit_tiny_patch16_224", "elsewhere"])
+def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
+    typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sub" / "vit_tiny_patch16_224").mkdir(parents=True)
+    (tmp_path / "vit_tiny_patch16_224").mkdir()
+    monkeypatch.chdir(tmp_path)
+    as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
+    assert unmistakable(typed) == as_typed
+    name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
+    assert Typed(typed).anonymous().source == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
@@ -336,10 +384,11 @@ def test_a_denoiser_stands_before_the_smoothed_network(workshop: Path, tmp_path:
     model = folder_of_diffusers(tmp_path / "model")
     words = ("--limit", 3, "-e", 0.05, "--time-budget", "10m", "--method", "smoothing", "--json")
     audit = document("audit", workshop / "plain.safetensors", *words, "--denoiser", model)
+    assert audit["certificates"], audit["skipped"]
     (smoothed,) = audit["certificates"]
     assert smoothed["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.05).digest
     assert "behind a denoiser (diffusers UNet2DModel" in smoothed["about"]
-    assert "--denoiser model" in audit["reproduce"]
+    assert f"--denoiser {model}" in audit["reproduce"]
 
 
 def test_a_denoiser_that_is_refused_costs_no_audit(workshop: Path, tmp_path: Path) -> None:

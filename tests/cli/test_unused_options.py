@@ -28,7 +28,6 @@ OTHERS: dict[str, Any] = {
     "stiefel_lr": 0.2,
     "weight_decay": 0.2,
     "ramp": 0.7,
-    "sparsity": (0.01, 0.1),
     "worst_weight": 0.2,
     "enclosed": 4,
 }
@@ -75,7 +74,7 @@ def test_a_penalty_of_nothing_is_refused() -> None:
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
     option, values = OF_A_CHOICE[name]
     others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
-    wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed", "sparsity"), "ce")
+    wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
     wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
     others |= {option: wrong.get(name, "stiefel")}
     assert others[option] not in values

@@ -1,5 +1,6 @@
 """Every pull of the way back, as laws: each rule has one, and no gradient lies outside its form."""
 
+import copy
 import functools
 import math
 from collections.abc import Iterator
@@ -8,8 +9,11 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
+import certvit
+from certcli.certify.steepest import steepest_slopes
 from certcli.enclosure.slopes import functions as derivatives
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
@@ -20,6 +24,7 @@ from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.engine.table import ModuleRule, NoRule
+from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_every_rule import QUICK, pixel_model
 from tests.helpers.enclosed import images, places_of
 from tests.helpers.grids import EVERY
@@ -204,3 +209,39 @@ def test_no_gradient_is_longer_than_its_bound(kind: str) -> None:
     ]
     assert lengths
     assert max(lengths) <= bound <= 2 * max(lengths)
+
+
+@pytest.mark.parametrize("name", ["attention", "layer-norm-linear", "silu", "chunks"])
+def test_executing_moves_margins_by_no_more_than_its_bound(name: str) -> None:
+    """In float32, whose results float64 measures: sums over nodes of rounding times gradient."""
+    model = pixel_model(build(name))
+    execution = NeighbourErrors(model, IMAGE, PRECISIONS["float32"], (zonotopes.rules,))
+    pixels = images(1)[0].float().double()
+    near = SlopeNetwork(model, IMAGE, execution).near(ball("squares", pixels, 0.01))
+    logits = model(pixels)[0]
+    low = copy.deepcopy(model).float()
+    with sdpa_kernel(SDPBackend.MATH):
+        run = low(pixels.float())[0].double()
+    moved = (run[0] - run) - (logits[0] - logits)
+    behind = near.behind(0)
+    for other in range(1, 4):
+        weights = torch.zeros_like(logits)
+        weights[0], weights[other] = 1.0, -1.0
+        _, rounding = near.gradient_and_rounding(weights)
+        bound = rounding + float(behind[other])
+        assert abs(float(moved[other])) <= bound < math.inf
+        assert bound < 1e5 * 2.0**-24 * float(logits.abs().max())
+
+
+def test_the_shipped_network_is_bounded_nearly_as_low_as_its_slope() -> None:
+    """certvit/digits-vit at R .1: a hundredth above a slope that it has there."""
+    model = certvit.network("certvit/digits-vit", double=True)
+    pixels = certvit.images("certvit/digits-vit", "digits", limit=1).tensors()[0].double()
+    logits = model(pixels)[0]
+    first, second = logits.topk(2).indices.tolist()
+    weights = torch.zeros_like(logits)
+    weights[first], weights[second] = 1.0, -1.0
+    network = SlopeNetwork(model, tuple(pixels.shape[1:]))
+    form = network.near(l2_ball(pixels, 0.1, squares_up_to=128, limit=500, in_box=True)).gradient(weights)  # fmt: skip
+    measured = float(steepest_slopes(model, pixels, first, 0.1, "l2")[second])
+    assert measured <= Parts.of(form).length <= 1.01 * measured

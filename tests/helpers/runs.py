@@ -21,14 +21,14 @@ RUNS = {
     "audit": ["audit", M, *FEW, "--time-budget", "10m", "-a", "fgsm", "--method", "lipschitz"],
     "certify": ["certify", M, *FEW],
     "attack": ["attack", M, *FEW, "-a", "fgsm", "-e", "2"],
-    "log": ["log", M, "--quiet", "--force"],
-    "verify": ["verify", M, "--proven-only", "--quiet", "--force"],
+    "log": ["log", M, "--quiet"],
+    "verify": ["verify", M, "--proven-only", "--quiet"],
 }
 """A short run of each command, its outputs to be added."""
 ENDINGS = {
     "--plot": ".png",
     "--gallery": ".png",
-    "--report": ".csv",
+    "--report": ".json",
     "--html": ".html",
     "--records": ".jsonl",
 }

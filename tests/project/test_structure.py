@@ -103,6 +103,13 @@ def test_no_import_circles() -> None:
     assert not graph, f"these import one another, or what does: {sorted(graph)}"
 
 
+def test_what_commands_share_imports_no_command() -> None:
+    commands = {folder.name for folder in (PACKAGE / "cli").iterdir()} - {"shared", "main.py"}
+    for path in (PACKAGE / "cli" / "shared").glob("*.py"):
+        parts = [name.split(".") for name in imported(path) if name.startswith("certcli.cli.")]
+        assert not {part[2] for part in parts} & commands, path
+
+
 def test_domains_import_at_the_top_of_their_files() -> None:
     """An import inside a function hides which theorem rests on which."""
     for path in MODULES:
@@ -167,7 +174,6 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/shared/pages.py", "save"): "the same",
 }
 """Calls outside the one writer, and where they write."""
 

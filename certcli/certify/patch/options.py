@@ -24,11 +24,12 @@ class Patches(CertifierOptions):
     """The patches, and the procedure that defends a network against them.
 
     Args:
+        bands: what each vote sees, columns, rows or blocks.
         cell: (height, width) in pixels of what is hidden together; None asks the network.
         rows: passes in a batch; None takes the device's usual number.
 
     Raises:
-        UsageError: a value has another type, or no meaning.
+        UsageError: a value has no meaning.
     """
 
     panel: ClassVar[str] = "Patches"
@@ -43,9 +44,7 @@ class Patches(CertifierOptions):
         DOUBLE_MASKING, "How the defended classifier decides: double-masking, or voting over bands."
     )
     masks: int = option(3, "K x K masks. A larger K hides less and takes more passes.", metavar="K")
-    bands: Bands = option(
-        "columns", "Visible part of the image in each vote: columns, rows or blocks."
-    )
+    bands: Bands = "columns"
     band_width: int = option(3, "Width of a band in cells (in tokens, if tokens are dropped).")
     hide: Hiding = option(
         "auto",
@@ -56,17 +55,7 @@ class Patches(CertifierOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("masks", "band_width", "rows"):  # records are files
-            value = getattr(self, name)
-            if value is not None and type(value) is not int:
-                raise UsageError(f"{name} {value!r} has the wrong type")
-        for name in ("patches", "cell"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, (list, tuple)):
-                raise UsageError(f"{name} {value!r} has the wrong type")
-        if self.cell is not None and (
-            len(self.cell) != 2 or not all(type(side) is int for side in self.cell)
-        ):
+        if self.cell is not None and [*map(type, self.cell)] != [int, int]:
             raise UsageError(f"cell {list(self.cell)} is not (height, width) in pixels")
         if (
             not 1 <= (1 if self.rows is None else self.rows) <= MOST_ROWS

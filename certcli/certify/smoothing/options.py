@@ -68,7 +68,7 @@ class Smoothing(CertifierOptions):
         denoiser_module: in place of a file, from Python.
 
     Raises:
-        UsageError: a value has another type, or no meaning.
+        UsageError: a value has no meaning.
     """
 
     panel: ClassVar[str] = "Smoothing"
@@ -112,22 +112,6 @@ class Smoothing(CertifierOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds: dict[str, Any] = {
-            **dict.fromkeys(("n0", "samples", "seed"), int),
-            **dict.fromkeys(("sigma", "alpha", "enough"), (int, float)),
-            "decide": bool,
-        }
-        # values also come from records and evidence, which anyone may have written
-        for (
-            name,
-            kind,
-        ) in kinds.items():
-            value = getattr(self, name)
-            optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
-            if not optional and (
-                not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)
-            ):
-                raise UsageError(f"--{name} {value!r} has the wrong type")
         if self.sigma != AUTO and not 0 < self.sigma <= LARGEST_SIGMA:
             raise UsageError(
                 f"--sigma {self.sigma:g} is not a number above 0, and at most {LARGEST_SIGMA:g}",

@@ -166,14 +166,13 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
     sink.table(
         "The trade, on the images that chose (not those above): > marks the row taken",
         [
-            *("", "floors raised", "attentions replaced", "log10 bound", "digits gained"),
+            *("", "floors raised", "log10 bound", "digits gained"),
             *("same top-1", "at least", "logit error"),
         ],
         [
             (
                 ">" if rung.taken else "",
                 str(rung.floors),
-                str(rung.attentions),
                 "-"
                 if rung.log10_upper is None
                 else power_of_ten(rung.log10_upper).removeprefix("10^"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -19,8 +19,6 @@ from certcli.system.options import option
 if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.attack.stages import Stage
-    from certcli.cli.shared.output import Sink
-    from certcli.images.labelled import Images
 
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
@@ -105,7 +103,6 @@ class Attacks:
     independent: bool = option(
         False, "Run every attack on every image, also on images that are broken already."
     )
-    refine: int = option(0, "Bisection steps that shorten each successful change.", min=0)
     crafted_on: str | None = option(
         None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=options.Reads()
     )
@@ -127,8 +124,6 @@ class Attacks:
             precision=self.precision,
             pixels=self.pixels,
         )
-        if self.refine and self.pixels == "8bit":
-            raise UsageError("--refine does not work with --pixels 8bit", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
@@ -146,17 +141,12 @@ class Attacks:
 class AttackedImages(Evaluation):
     """The images that are attacked."""
 
-    per_class: int | None = option(None, "Use K seeded images of every class.", min=1)
     only_certified: Path | None = option(
         None,
         "Records of `certify`: attack each certified image at its own radius.",
         metavar="FILE.jsonl",
         mark=options.Reads(),
     )
-
-    def images(self, record: Any, sink: Sink, unlabelled: bool = False) -> Images:
-        images = super().images(record, sink, unlabelled)
-        return images if self.per_class is None else images.per_class(self.per_class, self.seed)
 
 
 @group("Output")
@@ -190,7 +180,7 @@ class AttackOutput:
     def keeps_images(self) -> bool:
         return self.save_examples is not None or self.gallery is not None
 
-    def check(self, data: AttackedImages) -> None:
+    def check(self) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
@@ -199,5 +189,3 @@ class AttackOutput:
             )
         if self.compare is not None and self.gallery is None:
             raise UsageError("--compare needs --gallery", "--gallery FILE.png")
-        if data.limit is not None and data.per_class is not None:
-            raise UsageError("--limit and --per-class exclude each other", "use one of them")

@@ -127,7 +127,7 @@ class Reports:
 
     report: list[Path] = option(
         list,
-        ".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
+        ".html .json .sarif .xml (JUnit).",
         metavar="FILE",
         mark=options.Writes(),
     )
@@ -137,6 +137,11 @@ class Reports:
         "text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
         "--format",
         metavar="NAME",
+    )
+    anonymous: bool = option(
+        False,
+        "Reports without folders, names of image files and the processor, as for a page that others "
+        "read.",
     )
     compare: Path | None = option(
         None,

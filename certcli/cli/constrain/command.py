@@ -57,9 +57,6 @@ class Layers:
     layers: list[str] = option(
         list, "Only layers whose path matches this pattern (* and ?); may be repeated."
     )
-    exclude: list[str] = option(
-        list, "Leave out layers whose path matches this pattern; may be repeated."
-    )
 
 
 @command(
@@ -108,7 +105,7 @@ def constrain(
     images = data.images(record, sink, judges=max(0, min(2 * data.limit, MANY_JUDGES)))
     keep = usual_share(images) if aim.keep is None else aim.keep
     model = build.load(checkpoint, machine.pick())
-    paths, refused = view.choose(model, layers.layers, layers.exclude)
+    paths, refused = view.choose(model, layers.layers)
     used, unseen = hold_out(images, limit=data.limit)
     memory = network.room_for(model, paths) if machine.pick().type == "cpu" else None
     if memory is not None:
@@ -144,7 +141,6 @@ def constrain(
         **asdict(aim),
         "keep": keep,
         "layers": layers.layers,
-        "exclude": layers.exclude,
         "calibration": images.name,
         "images": min(len(images), data.limit),
         SEEN: kept_of(used),

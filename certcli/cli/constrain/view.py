@@ -14,9 +14,7 @@ CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
 
 
-def choose(
-    model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
+def choose(model: "PixelModel", layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the paths of the layers to constrain, and the chosen ones that cannot be, and why."""
     from fnmatch import fnmatch
 
@@ -31,7 +29,7 @@ def choose(
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             continue
         included = not layers or any(fnmatch(name, pattern) for pattern in layers)
-        if included and not any(fnmatch(name, pattern) for pattern in exclude):
+        if included:
             reason = refusal(module)
             if reason is None:
                 paths.append(f"net.{name}" if name else "net")
@@ -40,7 +38,7 @@ def choose(
     if not paths:
         raise UsageError(
             "no layer is left to constrain",
-            "see --layers and --exclude; `certvit lipschitz --layers`",
+            "see --layers; `certvit lipschitz --layers`",
         )
     return paths, refused
 

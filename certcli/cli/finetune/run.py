@@ -200,10 +200,13 @@ class Training:
                 datasets.load(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
-            ).read_by(data.workers)
+            )
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
+        notes = (note for images in (train, validation) for note in images.note.split("; "))
+        for note in filter(None, dict.fromkeys(notes)):
+            self.sink.note(note)
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 

@@ -38,7 +38,6 @@ class Pictures:
     defence: Defence = option(
         "none", "patch: the defended classifier of certify --method patch, with the same options."
     )
-    top: int = option(5, "List the K most likely classes, without a defence.", min=1, metavar="K")
     prove: bool = option(
         False, "With a defence: say for each image which patches provably cannot change its class."
     )
@@ -90,7 +89,7 @@ def predict(
             sink.note("the classes are named as those of ImageNet, since there are 1,000")
         else:
             names = None
-    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches, pictures.top)
+    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []
     with sink.progress("predict", total=len(files)) as bar:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import view
-from certcli.system.errors import CheckpointError, GateError, UsageError
+from certcli.system.errors import CheckpointError, GateError
 from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
-    if options.page.html is not None:
-        raise UsageError("--html is for checkpoints", "--json describes every other check")
     if file.suffix == ".jsonl":
         from certcli.cli.verify.records import check_records
 
@@ -65,6 +63,8 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 
 def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
+    from msgspec import UNSET
+
     from certcli.checkpoint.schema import Json, ReportFields, decode
     from certcli.verification.laws import theorems, verify_laws
 
@@ -84,6 +84,10 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
+    if report.around is not UNSET:
+        from certcli.cli.verify.around import near_images
+
+        claims += near_images(report.around, checkpoint, options, sink)
     words = (
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
@@ -168,18 +172,14 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
-    folders = (options.data.dataset, options.data.data_dir)
-    options.page.claim([*paths, options.scope.denoiser], folders)
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*compare_lineages(by_name), *remake_means(by_name)]
     gate = Gate()
     documents = []
-    all_claims = []
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        all_claims.append(claims)
         reason = view.failure(path, claims)
         gate.demand(not reason, GateError(reason))
         view.table(path, claims, sink)
@@ -189,7 +189,6 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
             entry["status"] = status
         documents.append({**document, **view.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-    options.page.write(list(checkpoints.items()), all_claims, sink)
     gate.enforce()
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"

@@ -1,6 +1,7 @@
 """How long a gradient can be: from a form of it, upper bounds rounded up. docs/local.md, 13."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +40,40 @@ class Parts:
         """Return a bound of |c + A e + Q vec(e e^T) + r|_2 over |e|_2 <= 1."""
         terms = (reach(self.centre, self.linear), norm(self.square), self.rest)
         return sum(terms) * (1 + gamma(4))
+
+
+def logits_length(parts: Sequence[Parts], label: int) -> float:
+    """Return a bound of |J|_2 over |e|_2 <= 1, J the gradients of all logits.
+
+    Args:
+        parts: of z_i - z_j for each j, of z_i at j = i = `label`: z_j = z_i - (z_i - z_j).
+
+    For each e, |sum_a e_a A_a|_2 is at most the norm of A as a matrix of any of its three axes
+    against the other two.
+    """
+    of_label = parts[label]
+    centre, linear, square = (
+        torch.stack(
+            [
+                getattr(of_label, name) - (getattr(part, name) if place != label else 0.0)
+                for place, part in enumerate(parts)
+            ]
+        )
+        for name in ("centre", "linear", "square")
+    )
+    rests = [of_label.rest + (part.rest if part is not of_label else 0.0) for part in parts]
+    total = norm(centre) + _unfolded(linear) + _unfolded(square) + math.hypot(*rests)
+    sizes = sum(
+        float(torch.linalg.vector_norm(getattr(part, name)))
+        for part in parts
+        for name in ("centre", "linear", "square")
+    )
+    return (total + gamma(4) * 2 * sizes) * (1 + gamma(len(parts) + 8))
+
+
+def _unfolded(tensor: Tensor) -> float:
+    """Return a bound of |sum_a e_a T_a|_2 over |e|_2 <= 1: (k, p, m)."""
+    return min(norm(tensor.movedim(axis, 0).flatten(1)) for axis in range(3))
 
 
 def largest(gram: Gram) -> float:

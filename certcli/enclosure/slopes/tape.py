@@ -14,6 +14,7 @@ from certcli.enclosure.zonotopes.domain import Enclosure
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.needed_tokens import reads
 from certcli.enclosure.zonotopes.reduction import reduced
+from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.layers import TOKENWISE
 from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.table import NoRule
@@ -37,6 +38,8 @@ class Tape(Enclosure):
         self.values: dict[fx.Node, Any] = {}
         self.readings: dict[tuple[fx.Node, fx.Node], Any] = {}
         self.inner: dict[fx.Node, dict[str, Any]] = defaultdict(dict)
+        self.rounding: dict[fx.Node, list[float]] = {}
+        self._passed = 0.0
 
     def context(self, call: Call) -> ZonotopeContext:
         context: ZonotopeContext = super().context(call)
@@ -50,16 +53,28 @@ class Tape(Enclosure):
     def observe(self, node: fx.Node, value: Any) -> None:
         super().observe(node, value)
         self.values[node] = value
+        computed = isinstance(value, (Form, list, tuple)) and node.op != "placeholder"
+        if self.executed_as is not None and computed:
+            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name)]
 
-    def gradient(self, seed: Form) -> Form:
-        """Return the form of the gradient at the image for that at the walk's result."""
+    def gradient(self, seed: Form) -> tuple[Form, float]:
+        """Return the form of the gradient at the image for that at the walk's result.
+
+        And how far execution moves what the gradient is of: the sum over nodes of what rounding adds
+        there, times the longest gradient. By the mean value theorem, node after node: runs that are
+        executed up to a node and exact behind it are enclosed, too.
+        """
+        self._passed = 0.0
         back: Form | None = walk_back(self.ending.trace, seed, self._pulled, _meet)
-        return (
-            seed.linear(lambda t: t.new_zeros(len(t), *self.start.shape)) if back is None else back
-        )
+        if back is None:
+            back = seed.linear(lambda t: t.new_zeros(len(t), *self.start.shape))
+        return back, self._passed * (1 + gamma(2 * len(self.rounding)))
 
     def _pulled(self, node: fx.Node, gradient: Any) -> list[tuple[fx.Node, Any]]:
         """Return each argument of a node with its part of the gradient."""
+        parts = {0: gradient} if isinstance(gradient, Form) else gradient
+        losses = self.rounding.get(node, [])
+        self._passed += sum(losses[i] * _longest(part) for i, part in parts.items() if losses)
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
             place: Any = node.args[1]
@@ -97,6 +112,11 @@ class Tape(Enclosure):
         )
         assert token is not None
         return placed(gradient, token, shape[1])
+
+
+def _longest(gradient: Form) -> float:
+    size = up(gradient.centre.abs() + gradient.radius)
+    return float(norm2(size.flatten()))
 
 
 def _meet(first: Any, second: Any) -> Any:

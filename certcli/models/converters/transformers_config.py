@@ -320,6 +320,7 @@ def _crop_mode(pixels: Pixels | None) -> str:
 def _made(pixels: Pixels) -> list[int] | None:
     """The processor's image height and width; None: it depends on the image, or is unstated."""
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
+    sides: list[object]
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]
         if pixels.crop_pct is not None and sides == [None, None]:  # ConvNeXt's crop of its own
