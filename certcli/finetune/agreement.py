@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING
 
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system.options import require_choices
 
 if TYPE_CHECKING:
     from certcli.finetune.settings import FinetuneSettings
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optimiser": ("adamw", "sgd", "stiefel"),
-    "precision": ("float32", "bf16"),
-    "adversarial": ("none", "fgsm", "pgd"),
-    "attack_norm": ("l2", "linf"),
-}
 RANGES: dict[str, tuple[float, float]] = {
     "epsilon": (0.0, 1e6),
     "lr": (1e-12, 100.0),
@@ -91,10 +85,7 @@ def option_of(name: str) -> str:
 
 def require_ranges(settings: "FinetuneSettings") -> None:
     """Raise UsageError for a value that is unknown or outside its range."""
-    for name, choices in CHOICES.items():
-        value = getattr(settings, name)
-        if value is not None and value not in choices:
-            raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, choices))
+    require_choices(settings)
     for name, (low, high) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:

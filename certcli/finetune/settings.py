@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.agreement import (
@@ -98,7 +98,7 @@ class FinetuneSettings:
         None, "Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"
     )
 
-    optimiser: str = _optimiser(
+    optimiser: Literal["adamw", "sgd", "stiefel"] = _optimiser(
         None,
         "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that "
         "need a bound).",
@@ -119,7 +119,7 @@ class FinetuneSettings:
     )
     warmup: float = _optimiser(0.02, "Share of the steps with a rising learning rate.")
     clip_grad: float | None = _optimiser(None, "Largest norm of the gradient of all parameters.")
-    precision: str = _optimiser(
+    precision: Literal["float32", "bf16"] = _optimiser(
         "float32", "Precision of the network: float32 or bf16; the bound stays float32."
     )
     sam: float = _optimiser(0.0, "Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
@@ -160,8 +160,10 @@ class FinetuneSettings:
         metavar="W",
     )
     enclosed: int = _enclosure(8, "Images of each batch that --loss local encloses.", metavar="N")
-    adversarial: str = _attack("none", "Adversarial training: none, fgsm or pgd.")
-    attack_norm: str = _attack("linf", "Norm of the training attack: linf or l2.")
+    adversarial: Literal["none", "fgsm", "pgd"] = _attack(
+        "none", "Adversarial training: none, fgsm or pgd."
+    )
+    attack_norm: Literal["l2", "linf"] = _attack("linf", "Norm of the training attack: linf or l2.")
     attack_epsilon: float = _attack(
         None,
         "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",

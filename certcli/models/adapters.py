@@ -139,7 +139,7 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         text = read_bounded(folder / CONFIG)
         config = decode(text, AdapterConfig)
-        about = decode(text, Json)
+        about = decode(text, dict[str, Any])
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
             if about[name]:
                 raise Refused(f"'{one_line(name)[:80]}' has no reader")
