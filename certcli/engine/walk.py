@@ -129,6 +129,7 @@ def _visit(
     rule, kind, args, kwargs = called(traced, node, domain.rules, value_of)
     call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
     where = call.path or "the network"
+    kind = node.meta.get("written", kind)
     if rule is None:
         what = kind if node.op == "call_module" else f"the operation '{kind}'"
         raise NoRule(f"{where}: no theorem for {what}")

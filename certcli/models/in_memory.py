@@ -16,9 +16,9 @@ from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixels
 from certcli.models import build
 from certcli.models.foreign_tensors import foreign_tensor
-from certcli.models.open import require_classifier, require_features
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.models.program import program_digest
+from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
 PREFIX = "module."

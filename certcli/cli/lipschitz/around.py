@@ -47,9 +47,8 @@ def show(
     """Prove and measure near each image; show the table, draw the picture, return the document."""
     data = options.data
     images = Evaluation(
-        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed,
-        workers=data.workers,
-    ).images(audited.checkpoint.record, sink)  # fmt: skip
+        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
+    ).images(audited.checkpoint.record, sink)
     rows = _rows(network, images, options, sink)
     _table(rows, images, audited, options, sink)
     if options.views.plot is not None:

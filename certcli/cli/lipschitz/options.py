@@ -32,7 +32,6 @@ class SlopeSearch:
     """The measured slope beside the proven one."""
 
     estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
-    iterations: int = option(20, "Largest number of power iterations an image.", min=1)
 
 
 @group("Near images")
@@ -61,9 +60,6 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
-    heads: bool = option(
-        False, "Proven spectral norms of q, k, v head by head; --plot draws them by layer."
-    )
     worst: bool = option(False, "Largest constants first.")
     other: str | None = option(
         None,
@@ -76,32 +72,12 @@ class Views:
     plot: options.Plot = None
 
     def require_agreement(self, near: NearImages) -> None:
-        """Raise UsageError for views of which one would be dropped."""
-        switched = {option for option, name in VIEWS.items() if getattr(self, name)}
-        switched |= {"--around"} if near.around else set()
-        for together, hint in REFUSED.items():
-            if set(together) <= switched:
-                raise UsageError(f"{', '.join(together)} do not go together", hint)
-
-
-VIEWS = {
-    "--heads": "heads",
-    "--compare": "other",
-    "--jacobian": "jacobian",
-    "--plot": "plot",
-}
-"""Options that show something of their own -> the field of `Views`."""
-
-REFUSED = {
-    ("--around", "--heads", "--plot"): "one of --around and --heads: a file holds one picture",
-    (
-        "--around",
-        "--jacobian",
-        "--plot",
-    ): "one of --around and --jacobian: a file holds one picture",
-    ("--heads", "--jacobian", "--plot"): "one of --heads and --jacobian: a file holds one picture",
-}
-"""Those of them that cannot be honoured together -> what to do."""
+        """Raise UsageError where one file would hold two pictures."""
+        if near.around and self.jacobian and self.plot is not None:
+            raise UsageError(
+                "--around, --jacobian, --plot do not go together",
+                "one of --around and --jacobian: a file holds one picture",
+            )
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,6 @@ from certcli.enclosure.zonotopes.margins import (
 from certcli.enclosure.zonotopes.needed_tokens import (
     NetworkEnd,
     chosen_token,
-    last_of,
     reads,
     split,
     tokens_read,
@@ -40,6 +39,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     TOKENWISE,
 )
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.engine.endings import last_of, shifts_logits
 from certcli.engine.replay import close, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of
@@ -238,6 +238,7 @@ def prepared(
             raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
         finished = ending.finish(result_of(ending.trace, image))
+        finished = finished.log_softmax(1) if shifts_logits(last_of(traced)) else finished
         # float64: other kernels than the network's, over its last layers alone
         if not close(finished, logits, 2.0**-40 * logits.abs()):
             raise NoRule("the network without its last layers, and these, are not the network")
