@@ -17,7 +17,6 @@ from certcli.evaluation.radii import (
 )
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
-from certcli.system.reading import is_absent
 
 CORRECT = "correct images"
 PHOTOGRAPH = 224

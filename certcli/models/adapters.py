@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.schema import Json, decode
+from certcli.checkpoint.schema import decode
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import is_absent, read_bounded
 

@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 
 def near_images(
-    stated: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
 ) -> list[Claim]:
     """Return the claim of each image that a report bounds slopes near; of a sample with --sample."""
-    statement = f"slopes near {stated.dataset.images} images of {stated.dataset.name}"
+    statement = f"slopes near {claimed.dataset.images} images of {claimed.dataset.name}"
     try:
-        return list(_again(stated, checkpoint, options, sink))
+        return list(_again(claimed, checkpoint, options, sink))
     except CertvitError as failure:
         return [Claim(statement, "unverified", failure.message)]
 
 
 def _again(
-    stated: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
 ) -> Iterator[Claim]:
     from certcli.certify.around import Around, prepare
 
     data = replace(
-        options.data, split=stated.dataset.split, limit=stated.dataset.images, seed=stated.seed
+        options.data, split=claimed.dataset.split, limit=claimed.dataset.images, seed=claimed.seed
     )
     images = data.images(checkpoint.record, sink)
-    if images.digest != stated.dataset.digest:
+    if images.digest != claimed.dataset.digest:
         why = "these are other images than those of the report: name its --dataset"
         yield Claim("slopes near images", "unverified", why)
         return
-    near = {row.radius: Around(row.radius, stated.norm, slopes=False) for row in stated.images}
+    near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
     network = prepare(checkpoint, list(near.values()), options.machine.pick())
-    rows = list(stated.images)
+    rows = list(claimed.images)
     if options.scope.sample is not None and options.scope.sample < len(rows):
         chooser = random.Random(os.urandom(8))  # the file's author cannot have predicted it
         rows = chooser.sample(rows, options.scope.sample)
