@@ -1,6 +1,7 @@
-"""What the site has beside docs/: a page for each command, from the same generator as commands.md, the root's pages, the
-CI files in the page that links to them, formulas as MathML, and mermaid's script where `make docs` found it."""
+"""What the site has beside docs/: a page for each command, from the same generator as commands.md, the root's pages, CI
+files and tables in the pages that link to them, formulas as MathML, and mermaid's script where `make docs` found it."""
 
+import csv
 import os
 import posixpath
 import re
@@ -102,8 +103,8 @@ def on_post_template(output: str, **_: Any) -> str:
 
 
 def _first_page(index: str) -> str:
-    """The repository's README as far as its installing, then the list of all pages."""
-    readme = (ROOT / "README.md").read_text().partition("## What it says")[0]
+    """The repository's README as far as its links, then the list of all pages."""
+    readme = (ROOT / "README.md").read_text().partition("## More")[0]
     return re.sub(r"\]\(docs/", "](", readme) + index.replace("# All pages", "## All pages", 1)
 
 
@@ -119,6 +120,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         formulas.display(markdown),
         flags=re.MULTILINE,
     )
+    markdown = re.sub(r"^\[(tables/[\w-]+\.csv)\]\(.*\)$", _as_table, markdown, flags=re.MULTILINE)
     markdown = re.sub(
         r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)", partial(_titled, page.file.src_uri), markdown
     )
@@ -138,6 +140,14 @@ def _shown(link: re.Match[str]) -> str:
     """A CI file in full: the site has no examples/ to link to."""
     kind = "bash" if link.group(1).endswith(".sh") else "yaml"
     return f"\n`{link.group(1)}`\n\n```{kind}\n{(ROOT / link.group(1)).read_text()}```\n"
+
+
+def _as_table(link: re.Match[str]) -> str:
+    """The cells of a table's file, below the link to it."""
+    rows = list(csv.reader((ROOT / "docs" / link.group(1)).open(newline="")))
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    lines.insert(1, "|" + "---|" * len(rows[0]))
+    return "\n".join([link.group(0), "", *lines])
 
 
 def _named(link: re.Match[str]) -> str:

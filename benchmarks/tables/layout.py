@@ -87,12 +87,10 @@ class Claim:
     falls below it (-1).
 
     paper: the paper's rows of the same comparison, in pairs. seed: the paper, a key of
-        `excerpts.PAPERS`. sentence: what it
-    says, word for word, a line of excerpts.txt. open: why the runs decide nothing, whatever their
-    interval.
+    `excerpts.PAPERS`. sentence: what it says, word for word, a line of excerpts.txt. open: why runs
+    that agree with it do not show that it holds.
     """
 
-    text: str
     better: str
     worse: str
     column: str

@@ -14,13 +14,13 @@ from benchmarks.tables.findings import BASELINES, COLUMNS, FINDINGS, VERDICTS
 from benchmarks.tables.layout import Claim
 
 _CLAIMS = (
-    "Each row judges a sentence of a paper, quoted in part. Differences are taken seed by seed; the interval is "
-    "Student's, over the seeds, at 95 %: it speaks of these small networks and these images, not of the papers' "
-    'networks. In points, or in the column\'s unit (bounds: powers of ten). "Reproduced" and "refuted": the interval '
-    "lies on one side of 0. Some four dozen such intervals at once: two or three may be wrong by chance. Beside "
-    "it the paper's differences, of its networks in the order of its table, and how many of them lie within the "
-    "interval: where none does, there is no effect of that size here. Seeds beyond three were added where three had "
-    "not decided; that makes 95 % a little less."
+    "Each sentence of the papers that orders rows is judged on every pair of rows that was run here, in each column "
+    "that it speaks of. Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it "
+    "speaks of these small networks and these images, not of the papers' networks. In points, or in the column's "
+    'unit (bounds: powers of ten). "Reproduced" and "refuted": the interval lies on one side of 0. Seeds beyond three '
+    "were added where three had not decided; that makes 95 % a little less. The data have for each pair its interval, "
+    "the paper's differences, of its networks in the order of its table, and how many of them lie within the interval: "
+    "where none does, there is no effect of that size here."
 )
 _FINDINGS = (
     "Sentences that no pair of our rows can judge, among them each numbered contribution. *False*: a counterexample; "
@@ -42,62 +42,93 @@ def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     return [*lines, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
-def claim_row(claim: Claim, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """What is compared, the sentence, our difference with its interval, the paper's, and the
-    verdict.
-    """
+def claim_cells(
+    claim: Claim, heading: str, runs: Mapping[str, Any], published: Mapping[str, Any]
+) -> list[str]:
+    """What is compared, our difference with its interval, the paper's, and the verdict."""
     values = claims.differences(claim, runs)
     interval = claims.interval(claim, values)
     paper = claims.theirs(claim, published)
-    shown = ""
-    within = ""
+    difference = within = ""
     if interval is not None:
         mean, half = interval
-        shown = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
+        difference = f"{mean:+.2f} ({mean - half:+.2f} to {mean + half:+.2f})"
         if paper:
             within = f"{sum(abs(value - mean) <= half for value in paper)} of {len(paper)}"
     return [
-        claim.text,
-        f'"{claim.sentence}"',
-        f"`{claim.better}`",
-        f"`{claim.worse}`",
+        claim.sentence,
+        claim.better,
+        "above" if claim.sign > 0 else "below",
+        claim.worse,
+        heading,
         str(len(values)),
-        shown,
+        difference,
         ", ".join(f"{value:+g}" for value in paper),
         within,
         claims.verdict(claim, values),
     ]
 
 
-def claim_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
-    """One table a paper.
+CLAIM_HEADS = (
+    *("sentence", "row", "should be", "against", "column", "seeds", "difference (95 %)"),
+    *("the paper's", "within", "verdict"),
+)
+
+
+def claim_rows(
+    headings: Mapping[str, str], runs: Mapping[str, Any], published: Mapping[str, Any]
+) -> list[list[str]]:
+    """Every claim, in the order of the sentences.
 
     Args:
+        headings: of columns, by their keys.
         published: row -> its figures in the paper.
     """
+    return [claim_cells(claim, headings[claim.column], runs, published) for claim in CLAIMS]
+
+
+def claim_lines(rows: list[list[str]]) -> list[str]:
+    """The sentences, with how many of their pairs have which verdict."""
+    intervals = sum(bool(row[6]) for row in rows)
     lines = ["## What the papers claim, and what came out", "", *wrapped(_CLAIMS), ""]
-    heads = ["claim", "sentence", "row", "against", "seeds", "difference (95 %)", "the paper's"]
-    heads += ["within", "verdict"]
-    for name, title in PAPERS.items():
-        rows = [claim_row(claim, runs, published) for claim in CLAIMS if claim.seed == name]
-        counts = Counter(row[-1].partition(":")[0] for row in rows)
-        summary = ", ".join(f"{count} {verdict}" for verdict, count in sorted(counts.items()))
-        lines += [f"### {title}: {summary}", "", *table(heads, rows)]
-    return lines
+    chance = f"{len(rows)} claims, {intervals} with an interval: some {intervals / 20:.0f} of these may be wrong by chance."
+    lines += [*wrapped(chance), ""]
+    verdicts = ("reproduced", "refuted", "not decided", "one seed")
+    cells = []
+    for sentence in claims.SENTENCES:
+        counts = Counter(_short(row[-1]) for row in rows if row[0] == sentence.quote)
+        numbers = [str(counts[verdict]) for verdict in verdicts]
+        cells.append([PAPERS[sentence.seed], f'"{sentence.quote}"', *numbers])
+    return [*lines, *table(["paper", "sentence", *verdicts], cells)]
+
+
+def _short(verdict: str) -> str:
+    return "one seed" if verdict.endswith("one seed") else verdict.partition(":")[0]
+
+
+FINDING_HEADS = ("paper", "contribution", "sentence", "verdict", "why")
+
+
+def finding_rows() -> list[list[str]]:
+    """Contributions and sentences that are judged without rows."""
+    return [
+        [
+            PAPERS[finding.seed],
+            str(finding.contribution or ""),
+            finding.sentence,
+            finding.verdict,
+            finding.why,
+        ]
+        for finding in FINDINGS
+    ]
 
 
 def finding_lines() -> list[str]:
-    """Contributions and sentences that are judged without rows."""
+    """How many of them have which verdict."""
     counts = Counter(finding.verdict for finding in FINDINGS)
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in VERDICTS)
     lines = ["## Contributions and further sentences", "", *wrapped(_FINDINGS), ""]
-    lines += [f"Verdicts: {summary}.", ""]
-    rows = []
-    for finding in FINDINGS:
-        number = str(finding.contribution) if finding.contribution else ""
-        cells = [PAPERS[finding.seed], number, f'"{finding.sentence}"', finding.verdict]
-        rows.append([*cells, finding.why])
-    return [*lines, *table(["paper", "contribution", "sentence", "verdict", "why"], rows)]
+    return [*lines, f"Verdicts: {summary}.", ""]
 
 
 def baseline_lines(published: Mapping[str, Any]) -> list[str]:
@@ -113,12 +144,18 @@ def baseline_lines(published: Mapping[str, Any]) -> list[str]:
     return [*lines, *table(heads, rows)]
 
 
-def column_lines() -> list[str]:
+COLUMN_HEADS = ("table", "column", "where")
+
+
+def column_rows() -> list[list[str]]:
     """The inventory of the papers' tables."""
-    lines = ["## Columns of the papers' tables", "", *wrapped(_COLUMNS), ""]
-    rows = []
-    for (name, number), columns in COLUMNS.items():
-        for heading, where in columns.items():
-            place = where if where.startswith("not here") else f"`{where}`"
-            rows.append([f"{PAPERS[name]}, Table {number}", heading, place])
-    return [*lines, *table(["table", "column", "where"], rows)]
+    return [
+        [f"{PAPERS[name]}, Table {number}", heading, where]
+        for (name, number), columns in COLUMNS.items()
+        for heading, where in columns.items()
+    ]
+
+
+def column_lines() -> list[str]:
+    """What the inventory is."""
+    return ["## Columns of the papers' tables", "", *wrapped(_COLUMNS), ""]

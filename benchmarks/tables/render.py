@@ -1,7 +1,9 @@
-"""results.json and published.json -> docs/tables.md. Nothing on that page is written by hand but
-each table's description.
+"""results.json and published.json -> docs/tables.md and the data beside it (docs/tables/*.csv). Nothing
+on that page is written by hand but each table's description.
 """
 
+import csv
+import io
 import statistics
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,8 @@ from benchmarks.tables.rows import ROWS, TABLES
 from certcli.evaluation.intervals import share_interval
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
+DATA = PAGE.with_suffix("")
+"""Folder of the tables' cells, a CSV file each, which the site shows as tables."""
 
 CLOSE = 0.02
 """Counted figures of the paper have two or three digits."""
@@ -25,8 +29,9 @@ INTRODUCTION = """# The papers' tables
 
     python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
 
-with NAME from the last column; `--list` prints every row's commands, `--quick` runs the rows that should fit into 30
-minutes on two cores. Rows with results are not run again; an interrupted row continues after its last whole step.
+with NAME from the last column of its data, which each section links; `--list` prints every row's commands, `--quick`
+runs the rows that should fit into 30 minutes on two cores. Rows with results are not run again; an interrupted row
+continues after its last whole step.
 
 **How to read.** Our figure is on the left, the paper's on its right; an empty cell was not run (or not published).
 Figures of several seeds: mean ± standard deviation (number of seeds). "Sound bound": proven by certvit for this network.
@@ -85,7 +90,9 @@ def theirs(column: Column, published: Mapping[str, float]) -> str:
     return f"{value:.3g}" if column.kind == "power" else f"{value:g}"
 
 
-def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, Any]) -> str:
+def row_cells(
+    table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, Any]
+) -> list[str]:
     mine = own_runs(row, runs)
     cells = list(row.cells)
     for column in table.columns:
@@ -96,9 +103,9 @@ def row_line(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping
         status_text,
         f"{statistics.fmean(seconds):.0f}" if any(seconds) else "",
         row.note,
-        f"`{row.same or row.name}`",
+        row.same or row.name,
     ]
-    return f"| {' | '.join(cells)} |"
+    return cells
 
 
 def own_runs(row: Row, runs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -154,20 +161,29 @@ def hits_of(row: Row, key: str, run: Mapping[str, Any]) -> tuple[int, int]:
     return round(run["figures"][key] * images), images
 
 
-def table_lines(table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+def table_rows(
+    table: Table, runs: Mapping[str, Any], published: Mapping[str, Any]
+) -> list[list[str]]:
+    """The cells of a table below its heads."""
     heads = list(table.heads)
     for column in table.columns:
         sound = f" ({column.promise})" if column.promise == SOUND else ""
         heads += [column.heading + sound, "paper"]
     heads += ["verdict", "CPU s", "note", "row"]
     rows = [row for row in ROWS if row.table == table.name]
-    reported = published.get(table.name, {"source": "", "rows": {}})
+    return [heads, *(row_cells(table, row, runs, published) for row in rows)]
+
+
+def table_lines(table: Table, runs: Mapping[str, Any], reported: Mapping[str, Any]) -> list[str]:
     lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
     if reported["source"]:
         lines += textwrap.wrap(f"The paper's figures: {reported['source']}.", 118) + [""]
-    lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    lines += [row_line(table, row, runs, reported["rows"]) for row in rows]
-    return [*lines, "", *agreement_lines(table, runs, reported["rows"])]
+    return [*lines, *data_link(table.name), *agreement_lines(table, runs, reported["rows"])]
+
+
+def data_link(name: str) -> list[str]:
+    """A line by itself, which the site's hook replaces by the table."""
+    return [f"[tables/{name}.csv](tables/{name}.csv)", ""]
 
 
 def agreement_lines(
@@ -212,8 +228,9 @@ TEN_SENTENCES = (
     "1. CertViT's step from pre-trained weights to weights of lower norm works: norms fall and outputs stay close with our "
     "default map; its own (l1) raises some layers' norms and can cost the accuracy. By itself the step certifies nothing.",
     "2. Its L2 attention, as its authors' code computes it, is not Lipschitz; with the factor that they leave out it is.",
-    "3. On digits its pipeline certifies as much as GloRo within the interval, is less accurate and withstands PGD less, "
-    "and certifies more than BCP.",
+    "3. On digits its pipeline certifies as much as GloRo within the interval and more than BCP; it is less accurate than "
+    "GloRo and than the network that it starts from, withstands PGD less than GloRo and Local-Lip, and its bound is larger "
+    "than GloRo's and BCP's.",
     '4. "Better for all the datasets" contradicts its own table, and the GloRo that it prints on MNIST lies 12.7 points '
     "below its authors' figure, which is above CertViT's.",
     "5. Its parameter counts are real, but of other networks than its hyper-parameters describe, and it prints two values "
@@ -223,8 +240,9 @@ TEN_SENTENCES = (
     "7. Above the replaced attentions it lies on digits about as far as printed (one or two seeds, mostly not decided), and "
     "so does the plain ViT; on CIFAR-10 no such difference was seen.",
     "8. Its Theorem 4.3 fails at the origin, and its Algorithm 1 as printed does not normalise.",
-    "9. The Cauchy paper's observation comes out, attention ahead under FGSM and PGD-7 in linf (digits, AdamW), behind "
-    "under CW in l2 (CIFAR-10, AdamW), but its strong attacks are all in l2: strength and norm are confounded.",
+    "9. The Cauchy paper's observation comes out, attention ahead under FGSM and PGD-7 in linf (digits, AdamW; not on "
+    "CIFAR-10 with SAM in as many steps), behind under CW in l2 (CIFAR-10), but its strong attacks are all in l2: strength "
+    "and norm are confounded.",
     "10. Its Theorem 2 is false as printed; that ViTs are Lipschitz on a bounded set of images holds.",
 )
 
@@ -297,22 +315,42 @@ def machine_lines(runs: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def page(runs: Mapping[str, Any] | None = None, quick: Mapping[str, Any] | None = None) -> str:
-    """The whole page."""
-    if runs is None:
-        runs = results.read()
-        quick = results.quick()
+def documents() -> dict[Path, str]:
+    """The page and its data, by the files that hold them."""
+    runs = results.read()
     published = results.published()
-    figures = {name: entry for table in published.values() for name, entry in table["rows"].items()}
+    figures = {name: row for table in published.values() for name, row in table["rows"].items()}
+    headings = {column.key: column.heading for table in TABLES for column in table.columns}
+    claimed = papers.claim_rows(headings, runs, figures)
+    data = {
+        "claims": [papers.CLAIM_HEADS, *claimed],
+        "findings": [papers.FINDING_HEADS, *papers.finding_rows()],
+        "columns": [papers.COLUMN_HEADS, *papers.column_rows()],
+    }
     lines = [INTRODUCTION, "", *summary_lines(runs, published)]
-    lines += papers.claim_lines(runs, figures)
-    lines += papers.finding_lines()
+    lines += papers.claim_lines(claimed) + data_link("claims")
+    lines += papers.finding_lines() + data_link("findings")
     lines += papers.baseline_lines(figures)
-    lines += papers.column_lines()
+    lines += papers.column_lines() + data_link("columns")
     for table in TABLES:
-        lines += table_lines(table, runs, published)
-    return "\n".join([*lines, *quick_lines(runs, quick), *machine_lines(runs)]).rstrip() + "\n"
+        reported = published.get(table.name, {"source": "", "rows": {}})
+        data[table.name] = table_rows(table, runs, reported["rows"])
+        lines += table_lines(table, runs, reported)
+    lines += quick_lines(runs, results.quick()) + machine_lines(runs)
+    page = "\n".join(lines).rstrip() + "\n"
+    return {
+        PAGE: page,
+        **{DATA / f"{name}.csv": comma_separated(rows) for name, rows in data.items()},
+    }
+
+
+def comma_separated(rows: Sequence[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
 
 
 def write() -> None:
-    PAGE.write_text(page())
+    DATA.mkdir(exist_ok=True)
+    for path, text in documents().items():
+        path.write_text(text)

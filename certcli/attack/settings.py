@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
+from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.perturbation import Region, per_image
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
-
-PRECISIONS = ("float32", "bf16")
-PIXELS = ("float", "8bit")
+from certcli.system.options import require_choices
 
 
 @dataclass(frozen=True)
@@ -61,20 +59,15 @@ class AttackSettings:
     restart: int = 0
     stop_early: bool = True
     give_up: bool = False
-    precision: str = PRECISIONS[0]
-    pixels: str = PIXELS[0]
+    precision: Precision = "float32"
+    pixels: Pixels = "float"
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name} of an attack must be at least 1, not {value}")
-        if self.precision not in PRECISIONS:
-            raise UsageError(
-                f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
-            )
-        if self.pixels not in PIXELS:
-            raise UsageError(f"unknown pixels '{self.pixels}'", one_of(self.pixels, PIXELS))
+        require_choices(self)
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):

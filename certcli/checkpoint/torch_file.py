@@ -20,6 +20,7 @@ import torch
 from certcli.checkpoint.git_lfs import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.reading import open_regular
 from certcli.system.watched import read_whole
 
 _OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -33,6 +34,8 @@ MOST_COPIED = 2**28
 MOST_OPCODES = 2**22
 MOST_OBJECTS = 2**20
 """Containers and calls of a pickle: an empty set takes one byte of the file and 216 of memory."""
+MOST_MARKS = 2**16
+"""Stacks of values that are open at once, a list each."""
 _OBJECTS = re.compile(
     r"EMPTY_|(MEMOIZED_)?(LIST|DICT|FROZENSET|REDUCE|NEWOBJ|OBJ|INST|BUILD)|TUPLE"
 )
@@ -95,7 +98,7 @@ def load_plain(path: Path) -> Any:
     try:
         with read_whole(path) as place, torch.serialization.safe_globals(_SAFE):
             source = place or path
-            with source.open("rb") as file:
+            with open_regular(source) as file:
                 is_archive = _require_plain(file, path)
             mapped = is_archive and place is not None
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
@@ -153,11 +156,12 @@ def _require_names(content: IO[bytes]) -> None:
     """Raise Refused for a pickle with names outside the closed list, or that makes too many objects."""
     calls = 0
     longest = 0
-    objects = 0
+    objects = marks = 0
     names = set()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         objects += _OBJECTS.match(opcode.name) is not None
-        if count > MOST_OPCODES or objects > MOST_OBJECTS:
+        marks += (opcode.name == "MARK") - (pickletools.markobject in opcode.stack_before)
+        if count > MOST_OPCODES or objects > MOST_OBJECTS or marks > MOST_MARKS:
             raise Refused("its pickle makes millions of objects")
         if opcode.name in ("GLOBAL", "INST"):
             names.add(_current_name(str(argument)))

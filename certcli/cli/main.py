@@ -113,6 +113,7 @@ NAMES = (
     "adapt",
     "constrain",
     "finetune",
+    "merge",
     "verify",
     "log",
     "doctor",
@@ -188,9 +189,9 @@ def about(
 ) -> None:
     """Prove how robust a vision transformer is, and make it more robust.
 
-    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack run its
-    parts one by one. init, adapt, constrain and finetune make networks that can be proven. Radii
-    are l2 in pixel units, images in [0, 1].
+    Begin with `certvit audit certvit/digits`, or with a network of yours: it answers in words,
+    within minutes. lipschitz, certify and attack run its parts one by one. init, adapt, constrain
+    and finetune make networks that can be proven. Radii are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 

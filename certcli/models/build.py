@@ -25,7 +25,6 @@ from certcli.models.pixels import PixelModel
 from certcli.models.provenance import NOTHING_ASSUMED, Reading
 from certcli.models.weights import load_weights
 from certcli.nn import words
-from certcli.nn.initialisation import INITIALISATIONS
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
@@ -315,22 +314,16 @@ def initialise(
     *,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
-    initialisation: str | None = None,
 ) -> OpenCheckpoint:
     """Return a freshly initialised checkpoint; the same seed gives the same bytes.
 
     Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given. The
     record names the shape that a new network of this name gets (`SHAPES`).
-
-    Args:
-        initialisation: a name of `INITIALISATIONS`; None leaves the architecture's own weights.
     """
     arch_args = {**SHAPES.get(arch, {}), **arch_args}
     with torch.random.fork_rng(devices=[]):
         seed_all(seed)
         net = create(arch, arch_args, initialise=True)
-        if initialisation is not None:
-            INITIALISATIONS.load(initialisation)(net)
     spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
     record = Record(
         arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes

@@ -52,6 +52,7 @@ from certcli.system.errors import (
     CheckpointError,
     one_line,
 )
+from certcli.system.reading import is_absent
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -98,12 +99,13 @@ def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint
 def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
-        exists = path.exists()
+        exists = not is_absent(path)
+        is_folder = path.is_dir()
     except OSError as failure:
         raise CheckpointError(
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
-    if exists and path.is_dir():
+    if is_folder:
         return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
@@ -121,11 +123,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
 def _nearest(source: str) -> str:
     """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
-    files = (
-        {file.name: str(file) for file in path.parent.glob("*.safetensors")}
-        if path.parent.is_dir()
-        else {}
-    )
+    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
     near = near or (
         get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []
@@ -147,8 +145,10 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
         tensors, metadata = read_tensors(path)
         bare = Bare(tensors)
     if KEY in metadata:
-        return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
+        tensors = hints.adapted(bare.tensors)
+        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights, _roots)
+    bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
     converted = _converted(bare.tensors, path, all_hints)
@@ -269,7 +269,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     record = Record(
         arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net)
     )
-    tensors = {key: value.detach() for key, value in net.state_dict().items()}
+    tensors = hints.adapted({key: value.detach() for key, value in net.state_dict().items()})
     require_numbers(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)

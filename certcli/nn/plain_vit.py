@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.conv_attention import KERNEL, ConvAttention, require_odd
 from certcli.nn.l2_attention import L2UntiedValueAttention
+from certcli.system.errors import ArchitectureError
 
 
 class ClassAndMeanViT(VisionTransformer):
@@ -61,6 +62,11 @@ class CoViT(VisionTransformer):
 
     def __init__(self, kernels: int = 1, kernel: int = KERNEL, **arguments: Any) -> None:
         super().__init__(**{"class_token": False, "global_pool": "avg", **arguments})
+        if not isinstance(kernels, int):
+            raise ArchitectureError(
+                f"kernels is a number, not {kernels}: kernels of several sizes, joined by a linear map, "
+                f"are one kernel of the largest; kernels=1, kernel={max(kernels)} computes all that they do"
+            )
         require_odd(kernel)
         for block in self.blocks.children():
             shape = AttentionShape.of(block.attn)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """certify --method patch, predict and attack --norm patch: records, their check, what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import decode
-from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import PatchCertificateFields
+from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models import build
@@ -97,9 +99,20 @@ def test_the_command_its_records_and_their_check(
      {"patches": "2"}, {"patches": ["2"] * 99}, {"procedure": []}],
     ids=str,
 )  # fmt: skip
-def test_parameters_of_files_are_checked(plain: Checkpoint, forged: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        prepare("patch", plain, CPU, Patches.of({"patches": ["2"], "hide": "pixels", **forged}))
+def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
+    """Records are files, and JSON's true is Python's 1."""
+    honest = {
+        "procedure": "double-masking",
+        "patches": ["2x2"],
+        "masks": 3,
+        "hide": "pixels",
+        "cell": [1, 1],
+        "rows": 8,
+    }
+    run = Run("certify", "0" * 64, {}, "patch", "patch", parameters=honest)
+    assert method_of(run, Path("r.jsonl")) == "patch"
+    with pytest.raises(DataError, match="states parameters that no patch has"):
+        method_of(replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -130,9 +143,8 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         ("--patch 2 -e 0.5", "--epsilon does not go"),
         ("--patch 2 --method lipschitz", "stands alone"),
         ("--patch 2 --procedure prayer", "unknown procedure"),
-        ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
         ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
-        ("--patch 2 --hide faces", "--hide faces"),
+        ("--patch 2 --hide faces", "unknown hide 'faces'"),
         ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
     ],
 )
@@ -175,13 +187,13 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert [row["proven"] for row in rows] == [
         list(one.proven) for one in certifier.batch(range(6), stored, predictions)
     ]
-    found = document("predict", network, tmp_path / "0.png", "--top", 3)
+    found = document("predict", network, tmp_path / "0.png")
     assert "unreadable" not in found
     (bare,) = found["predictions"]
     assert "proven" not in bare
     assert "top" not in rows[0]  # a vote has no probabilities
     logits = build.load(Checkpoint.read(network))(stored[:1]).double()[0]
-    likely = logits.softmax(0).topk(3)
+    likely = logits.softmax(0).topk(5)
     assert [one["class"] for one in bare["top"]] == likely.indices.tolist()
     assert bare["top"][0]["class"] == bare["prediction"]
     shares = [one["probability"] for one in bare["top"]]
@@ -201,7 +213,7 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
             Image.new("L", (8, 8), 40 * (number + index)).save(
                 tmp_path / "images" / synset / f"{index}.png"
             )
-    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
+    certvit("init", "certvit_vit_digits", *shape(), "--arch-arg", "num_classes=1000", "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1

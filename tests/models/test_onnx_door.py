@@ -157,6 +157,14 @@ def test_an_operator_without_a_reader_is_refused_by_its_name_and_its_node_s(
         certvit.load(path, mean=0.5, std=0.5)
 
 
+def test_names_that_are_no_text_are_shown_in_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    nodes = [*FLAT, ("Cos", ["f"], ["no-text"]), ("MatMul", ["no-text", "w"], ["y"])]
+    path.write_bytes(graph_of(nodes, w=WEIGHT).replace(b"no-text", b"\xff" * 7))
+    with pytest.raises(ArchitectureError, match="Cos"):
+        certvit.load(path, mean=0.5, std=0.5)
+
+
 def test_what_a_reader_does_not_ask_for_is_refused(tmp_path: Path) -> None:
     """An attribute or input that nobody reads would change what the operator means."""
     path = tmp_path / "net.onnx"

@@ -77,10 +77,19 @@ def test_several_kernels_of_one_size_compute_what_one_of_them_can() -> None:
     assert torch.allclose(merged(images), original(images), atol=1e-12)
 
 
-@pytest.mark.parametrize("kernel", [2, 0])
-def test_a_kernel_without_a_middle_is_refused(kernel: int) -> None:
-    with pytest.raises(ArchitectureError, match="odd kernel"):
-        build.create("certvit_covit_t1", {"kernel": kernel}, initialise=False)
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"kernel": 2}, "odd kernel"),
+        ({"kernel": 0}, "odd kernel"),
+        ({"kernels": [3, 5]}, "kernel=5 computes"),
+    ],
+)
+def test_kernels_without_a_middle_and_of_several_sizes_are_refused(
+    arguments: dict[str, object], match: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=match):
+        build.create("certvit_covit_t1", arguments, initialise=False)
 
 
 def test_thresholds_of_another_shape_are_refused() -> None:

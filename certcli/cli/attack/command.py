@@ -41,7 +41,7 @@ def attack(
     from certcli.attack.stages import in_norm, parameters_of, tasks_of
     from certcli.evaluation.records import digested
 
-    results.check(data)
+    results.check()
     if results.keeps_images:
         require_one(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
@@ -75,7 +75,6 @@ def attack(
         "preset": attacks.preset,
         "source": crafted_on.digest if crafted_on else None,
         "certified_only": certificates is not None,
-        "refine": attacks.refine,
     }
     session = run.Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
     outcome = session.run(
@@ -96,7 +95,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
+        answers = [record.prediction for record in records[0]]
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence_schema import AttackResult

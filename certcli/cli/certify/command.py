@@ -44,7 +44,6 @@ def certify(
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
     from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
-    from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
     options = CertifyOptions(
@@ -89,20 +88,12 @@ def certify(
         "smoothing",
         "patch",
     ):  # whose network is another one: under noise, behind masks
-        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink)
+        answers = [row.prediction for row in first.rows]
+        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink, answers)
     if target.plot is not None:
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
         )
-    if target.html is not None:
-        reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        pages.write(
-            pages.certify_page(
-                results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
-            ),
-            target.html,
-        )
-        sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {
             "dataset": images.name,

@@ -71,7 +71,6 @@ class CertifyTarget:
         mark=options.Reads(),
     )
     plot: options.Plot = None
-    html: options.Html = None
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,6 @@ def finetune(order: Order, talk: Talk = Talk()) -> None:
 
     if order.settings.time_budget is not None and order.settings.steps is not None:
         raise UsageError("--steps and --time-budget exclude each other", "one of the two")
-    order.settings.require_teacher(order.teacher is not None)
     training = Training(order, talk.sink())
     with training.held:
         training.run()

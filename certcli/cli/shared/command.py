@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import (
     Annotated,
     Any,
-    Literal,
     TypeVar,
     dataclass_transform,
     get_args,
@@ -39,7 +38,8 @@ from certcli.cli.shared.completion import described
 from certcli.cli.shared.inputs import require_early
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
-from certcli.system.options import NOTE, Option
+from certcli.system.options import NOTE, Option, choices, require_choices
+from certcli.system.reading import is_absent
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
@@ -127,7 +127,7 @@ def _docs() -> Path:
     """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
-    return packed if packed.exists() else package.parent / "docs"
+    return package.parent / "docs" if is_absent(packed) else packed
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
@@ -214,12 +214,14 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     hints = hints_of(kind)
-    return kind(
+    group = kind(
         **{
             name: _build(hint, values) if is_dataclass(hint) else values.pop(name)
             for name, hint in hints.items()
         }
     )
+    require_choices(group)
+    return group
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
@@ -259,7 +261,7 @@ def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     )
     marks = [note.mark] if note.mark is not None else [Reads()] * (Path in get_args(base))
     # Typer reads no union, and offers a Literal by its own rules
-    if get_origin(base) is not list and (note.read is not None or get_origin(base) is Literal):
+    if get_origin(base) is not list and (note.read is not None or choices(base)):
         base = str | None if type(None) in get_args(base) else str
     return Annotated[(base, typer_option, *marks)]
 

@@ -101,7 +101,7 @@ def _require_plain(path: Path, model: Any) -> None:
 
 def name_of(node: Any) -> str:
     """Return an operator with its node's name, for messages."""
-    return f"{one_line(node.op_type)[:60]} '{one_line(node.name or ', '.join(node.output))[:100]}'"
+    return f"{one_line(node.op_type)[:60]} '{one_line(node.name or ', '.join(map(str, node.output)))[:100]}'"
 
 
 def _require_few_fields(data: bytes) -> None:

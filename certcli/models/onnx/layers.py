@@ -143,5 +143,5 @@ def pool(call: Call) -> Any:
     else:
         counts = bool(call.attribute("count_include_pad", 0))
         call.require(dilations == (1, 1), "dilated windows")
-        module = nn.AvgPool2d(kernel, strides, tuple(before), False, counts)
+        module = nn.AvgPool2d(kernel, strides, (before[0], before[1]), False, counts)
     return call.apply(module, call.value())

@@ -111,7 +111,7 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
 @rules.module(FloorNorm)
 def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
-    return layer_norm(x, spread_of(module), module.weight, module.bias)
+    return layer_norm(x, spread_of(module), module.weight, module.bias, inner=ctx.inner)
 
 
 @rules.module(CenterNorm)
@@ -141,7 +141,7 @@ def normalize(
 ) -> Form:
     spread = unit_length(x.shape, p, dim, eps)
     factor = torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float64, device=x.centre.device)
-    y = layer_norm(x, spread, None, None, center=False)
+    y = layer_norm(x, spread, None, None, center=False, inner=ctx.inner)
     return y.scale(factor).doubted(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
 
 
@@ -190,7 +190,7 @@ def rms_norm(
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
     gain = weight.tensor if isinstance(weight, Constant) else weight
-    return layer_norm(x, Spread(eps), gain, None, center=False)
+    return layer_norm(x, Spread(eps), gain, None, center=False, inner=ctx.inner)
 
 
 @rules.function(F.gelu)
@@ -317,7 +317,7 @@ def attention(
     if x.space.by_fibres:
         out = attend_by_fibres(part(0, asking), part(1, x), part(2, x), heads, module.scale, token)
         return affine(out, module.proj.weight, module.proj.bias)
-    out = attend(part(0, asking), part(1, x), part(2, x), module.scale)
+    out = attend(part(0, asking), part(1, x), part(2, x), module.scale, None, ctx.inner)
     return affine(
         out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias
     )
@@ -344,4 +344,5 @@ def attention_function(
     if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
         raise NoRule("attention over something constant")
     added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
-    return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5, added)
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    return attend(query, key, value, scale, added, ctx.inner)
