@@ -1,5 +1,6 @@
 """From a parsed ONNX graph to a torch module of the operations that certvit has theorems for."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import Call, NoReader, read
 from certcli.models.onnx.file import name_of, opset_of, required, tensor_of
 from certcli.models.onnx.patterns import join
-from certcli.models.onnx.program import Program
+from certcli.models.onnx.program import LARGEST_TENSOR, Program
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 _TYPES = {1: torch.float32, 11: torch.float64}
@@ -89,6 +90,8 @@ def _input(
             f"{path} states the input {sizes or 'without sizes'}, 0 for any",
             "export it with one image, or any number of images, of one size",
         )
+    if math.prod(sizes[1:]) > LARGEST_TENSOR:
+        raise CheckpointError(f"{path}: its images have more than {LARGEST_TENSOR:,} values")
     if kind.elem_type not in _TYPES:
         raise CheckpointError(f"{path}: its input is of a type that is not read", "export float32")
     return inputs[0].name, tuple(sizes[1:]), _TYPES[kind.elem_type]

@@ -1,9 +1,11 @@
 """ONNX Runtime beside the network: it runs the file itself, image by image, in float32."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,24 +25,31 @@ class Runtime:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = torch.get_num_threads()
-        try:
+        self.name = f"ONNX Runtime {onnxruntime.__version__}, default session, CPU"
+        self.path = path
+        with self._refusing():
             self.session = onnxruntime.InferenceSession(
                 data, options, providers=["CPUExecutionProvider"]
             )
-        except Exception as failure:  # it raises errors of its own types
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Turn its errors, which are of its own types, into a CheckpointError."""
+        try:
+            yield
+        except Exception as failure:
             raise CheckpointError(
-                f"{path}: ONNX Runtime {onnxruntime.__version__} does not read it ({one_line(failure)})"
+                f"{self.path}: {self.name}, does not run it ({one_line(failure)})"
             ) from failure
-        self.name = f"ONNX Runtime {onnxruntime.__version__}, default session, CPU"
 
     def run(self, inputs: Tensor) -> Tensor:
-        """Return the file's outputs in float64 for inputs (b, ...) of its own scale."""
+        """Return the file's outputs (b, ...) in float64 for inputs (b, ...) of its own scale."""
         source: Any = self.session.get_inputs()[0]
         kind = torch.float64 if source.type == "tensor(double)" else torch.float32
-        rows = [
-            self.session.run(None, {source.name: one[None].to(kind).numpy()})[0] for one in inputs
-        ]
-        return torch.cat([torch.from_numpy(row) for row in rows]).double()
+        values = inputs.to(kind).numpy()
+        with self._refusing():
+            rows = [self.session.run(None, {source.name: one[None]})[0] for one in values]
+            return torch.from_numpy(np.concatenate(rows)).double()
 
     def differences(self, model: PixelModel, batches: Iterable[Tensor]) -> list[str]:
         """Return a doubt where logits of images (b, c, h, w) in [0, 1] differ beyond rounding."""
@@ -51,6 +60,8 @@ class Runtime:
                 inputs = model.normalize(pixels.to(weight.device, weight.dtype))
                 ours = model.net(inputs).double().cpu()
                 theirs = self.run(inputs.cpu())
+            if theirs.shape != ours.shape:
+                raise CheckpointError(f"{self.path}: {self.name}, gives other shapes")
             distance = (ours - theirs).abs().amax(1)
             differs = ~(distance <= ROUNDING * ours.abs().amax(1))
             count += len(pixels)
