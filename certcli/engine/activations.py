@@ -32,6 +32,7 @@ from certcli.engine.curves import (
     Scalar,
     curve,
     smooth,
+    unknown,
 )
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU
@@ -54,7 +55,7 @@ def named(
     methods: tuple[str, ...] = (),
 ) -> None:
     """Enter the names of a curve without options."""
-    relaxed = known.second is not None or known.line is not None
+    relaxed = known.second is not unknown or known.line is not None
     curve(*modules, functions=functions, methods=methods, relaxed=relaxed)(lambda: known)
 
 
@@ -181,9 +182,9 @@ def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
     _need(not any(bool(limit.isnan().any()) for limit in limits), "clamping to NaN")
     around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
     largest = torch.stack([limit.abs().max() for limit in limits]).max() if limits else 0.0
-    ordered = len(limits) < 2 or bool((low <= high).all())
-    start = (1.0, 0.0) if low is None else (0.0, low)
+    ordered = low is None or high is None or bool((low <= high).all())
     kinks = tuple((limit, rise) for limit, rise in ((low, 1.0), (high, -1.0)) if limit is not None)
+    line = Line(1.0, 0.0, kinks) if low is None else Line(0.0, low, kinks)
     finite = all(bool(limit.isfinite().all()) for limit in limits)
     return Curve(
         "clamping",
@@ -192,7 +193,7 @@ def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
         why="clamping has slope at most 1",
         offset=0.0 if around_0 else float(largest),
         limit=float(largest) if len(limits) == 2 else math.inf,
-        line=Line(*start, kinks) if ordered and finite else None,
+        line=line if ordered and finite else None,
     )
 
 

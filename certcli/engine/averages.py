@@ -107,7 +107,9 @@ def interpolation(
     sizes, scales = (
         list(x) if isinstance(x, (tuple, list)) else [x] * 2 for x in (size, scale_factor)
     )
-    smooth = {} if mode == "nearest" else {"align_corners": align_corners, "antialias": antialias}
+    smooth: dict[str, Any] = (
+        {} if mode == "nearest" else {"align_corners": align_corners, "antialias": antialias}
+    )
     matrices = []
     for old, new, scale in zip(shape[-2:], sizes, scales, strict=True):
         picture = torch.eye(old, dtype=dtype if mode == "nearest" else torch.float64)
@@ -136,7 +138,8 @@ def register_averages(
         def apply(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
             if not isinstance(x, values):
                 raise NoRule("an average of something else than one tensor")
-            return transfer(ctx, x, describe(tuple(x.shape), *args, **named, **fixed))
+            shape: Shape = tuple(getattr(x, "shape", ()))
+            return transfer(ctx, x, describe(shape, *args, **named, **fixed))
 
         return apply
 

@@ -20,6 +20,11 @@ Scalar = Callable[[Tensor], Tensor]
 Limit = Tensor | float
 
 
+def unknown(x: Tensor) -> Tensor:
+    """The derivative of a curve that has none, or jumps."""
+    raise NoRule("a curve whose second derivative jumps")
+
+
 @dataclass(frozen=True)
 class Line:
     """slope x + start to the left of all kinks; at each place the slope rises by a number."""
@@ -46,8 +51,8 @@ class Curve:
 
     name: str
     value: Scalar
-    first: Scalar | None = None
-    second: Scalar | None = None
+    first: Scalar = unknown
+    second: Scalar = unknown
     third: float = math.inf
     relative: bool = False
     slope: float = math.inf
