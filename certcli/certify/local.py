@@ -61,7 +61,7 @@ NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
-_HINT = "--method smoothing takes any network; --method lipschitz needs no enclosure"
+_HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""

@@ -23,6 +23,7 @@ from certcli.enclosure.zonotopes import table as zonotopes
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.engine.curves import NAMED
 from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_every_rule import QUICK, pixel_model
@@ -32,8 +33,43 @@ from tests.helpers.lipschitz_cases import Function, build, on_tokens
 from tests.helpers.reached import Entry, entries, recorded, title, without_a_row
 from tests.helpers.slopes import IMAGE
 
-WITHOUT: dict[str, str] = {}
+LINEAR = "its transposed map is not written for forms"
+WITHOUT = {
+    **dict.fromkeys(
+        (
+            *(f"functions torch._VariableFunctionsClass.conv{n}d" for n in (1, 2, 3)),
+            *(f"modules torch.nn.modules.conv.Conv{n}d" for n in (1, 3)),
+            *(f"functions torch._VariableFunctionsClass.{name}_pool1d" for name in ("avg", "adaptive_avg")),
+            *(f"modules torch.nn.modules.pooling.AvgPool{n}d" for n in (1, 2)),
+            "functions torch._C._nn.avg_pool2d",
+            "functions torch.nn.functional.adaptive_avg_pool3d",
+            "functions torch.nn.functional.interpolate",
+            *(f"modules torch.nn.modules.upsampling.Upsampl{end}" for end in ("e", "ingBilinear2d", "ingNearest2d")),
+        ),
+        LINEAR,
+    ),
+    **dict.fromkeys(
+        (
+            *(f"{kind}.{name}imum".replace("methods.", "methods ")
+              for kind in ("functions torch._VariableFunctionsClass", "methods")
+              for name in ("max", "min")),
+            "functions torch._VariableFunctionsClass.max_pool2d",
+            "functions torch.nn.functional.boolean_dispatch.<locals>.fn",
+            "modules torch.nn.modules.pooling.MaxPool2d",
+        ),
+        "which entry is the largest is not enclosed",
+    ),
+}  # fmt: skip
 """Rules of the zonotopes without a derivative, with the reason."""
+REFUSED = {
+    **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
+    **dict.fromkeys(("max-pool", "avg-pool", "avg-pool-1d", "upsample", "resize", "conv1d"), "no rule for the derivative of"),
+    **dict.fromkeys(("conv-reflect", "conv-3d", "spelled-images", "spelled-lines"), "no rule for the derivative of"),
+    "broadcast": "a broadcast argument",
+}  # fmt: skip
+"""Rows without a derivative, and what the refusal says."""
+COARSE = {"spelled-rounded-hard": 1e-6}
+"""Rows whose backward pass in torch is less exact: hardsigmoid's multiplies by 1/6 in float32."""
 RADIUS = 0.05
 KINDS = ("squares", "l2", "linf")
 CASES = [(name, kind) for number, name in enumerate(QUICK) for kind in (KINDS if EVERY else [KINDS[number % 3]])]  # fmt: skip
@@ -95,12 +131,25 @@ def visited(name: str, kind: str) -> tuple[frozenset[Entry], tuple[float, ...]]:
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_no_gradient_leaves_its_form(name: str, kind: str) -> None:
-    assert max(visited(name, kind)[1]) <= 0
+    if name in REFUSED:
+        with pytest.raises(NoRule, match=REFUSED[name]):
+            visited(name, kind)
+    else:
+        assert max(visited(name, kind)[1]) <= COARSE.get(name, 0)
 
 
 def test_a_row_reaches_every_pull() -> None:
-    reached = {entry for case in CASES for entry in visited(*case)[0]}
-    assert without_a_row(pulls, reached) == []
+    """All curves have one pull."""
+    cases = [case for case in CASES if case[0] not in REFUSED]
+    reached = {entry for case in cases for entry in visited(*case)[0]}
+    of_curves = {
+        (kind, key)
+        for named in NAMED
+        for kind in ("modules", "functions", "methods")
+        for key in getattr(named, kind)
+    }
+    assert of_curves & reached
+    assert without_a_row(pulls, reached | of_curves) == []
 
 
 ROW_OF = {

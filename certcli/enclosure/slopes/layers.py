@@ -1,5 +1,7 @@
 """Pulls of layers: linear maps, norms, functions entry by entry, products. Proofs: docs/local.md, 13."""
 
+import itertools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -15,21 +17,14 @@ from certcli.enclosure.slopes.products import by_row, inner, times
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
 from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.functions import (
-    GELU,
-    GELU_TANH,
-    RECIPROCAL,
-    SIGMOID,
-    SILU,
-    TANH,
-    Function,
-)
+from certcli.enclosure.zonotopes.functions import RECIPROCAL
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
-from certcli.engine.table import with_attributes
+from certcli.engine.curves import NAMED, Curve, Line, register_curves
+from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
@@ -128,55 +123,37 @@ def norm(
 
 
 def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
-    """Return k g for all k between low and high entry by entry, each 0 or 1."""
+    """Return k g for all k between low and high, entry by entry."""
     middle = ((low + high) / 2).expand(gradient.shape)
-    far = ((high - low) / 2).expand(gradient.shape)
+    far = ((high - low) / 2 + gamma(4) * (low.abs() + high.abs())).expand(gradient.shape)
     size = up(gradient.centre.abs() + gradient.radius)
     return gradient.scale(middle).doubted(up(far * size))
 
 
-def _pull_of(function: Function, ctx: PullContext, x: Form) -> Pulled:
+def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the least and the largest of Clarke's derivatives on [low, high], entry by entry."""
+    if any(torch.as_tensor(number).numel() > 1 for kink in line.kinks for number in kink):
+        raise NoRule("kinks that differ from channel to channel")
+    places = [-math.inf, *(float(place) for place, _ in line.kinks), math.inf]
+    slopes = itertools.accumulate((float(rise) for _, rise in line.kinks), initial=line.slope)
+    least, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
+    for slope, start, end in zip(slopes, places[:-1], places[1:], strict=True):
+        # what only touches a kink does not pass it
+        reached = ((low < end) & (high > start)) | ((low == high) & (low == start))
+        least = torch.where(reached, least.clamp_max(slope), least)
+        largest = torch.where(reached, largest.clamp_min(slope), largest)
+    return least, largest
+
+
+def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
     """f'(x) g entry by entry."""
-    slope = ctx.once(
-        "slope", lambda: activation(derivative(function), x).with_common_symbols().worked()
-    )
+    if f.line is not None:
+        return [(x, between(ctx.gradient, *_slopes(f.line, *x.interval())))]
+    slope = ctx.once("slope", lambda: activation(derivative(f), x).with_common_symbols().worked())
     return [(x, times(ctx.gradient.worked(), slope))]
 
 
-@pulls.function(F.gelu)
-def gelu(ctx: PullContext, x: Form, approximate: str = "none") -> Pulled:
-    return _pull_of(GELU if approximate == "none" else GELU_TANH, ctx, x)
-
-
-@pulls.function(F.silu)
-def silu(ctx: PullContext, x: Form, inplace: bool = False) -> Pulled:
-    return _pull_of(SILU, ctx, x)
-
-
-@pulls.function(torch.sigmoid)
-@pulls.method("sigmoid")
-def sigmoid(ctx: PullContext, x: Form) -> Pulled:
-    return _pull_of(SIGMOID, ctx, x)
-
-
-@pulls.function(torch.tanh)
-@pulls.method("tanh")
-def tanh(ctx: PullContext, x: Form) -> Pulled:
-    return _pull_of(TANH, ctx, x)
-
-
-@pulls.function(F.relu, torch.relu)
-def relu(ctx: PullContext, x: Form, inplace: bool = False) -> Pulled:
-    """Clarke's derivative: any number of [0, 1] where the sign is not known."""
-    low, high = x.interval()
-    return [(x, between(ctx.gradient, (low >= 0).double(), (high > 0).double()))]
-
-
-pulls.module(nn.GELU)(with_attributes(gelu, "approximate"))
-pulls.module(nn.ReLU)(with_attributes(relu))
-pulls.module(nn.SiLU)(with_attributes(silu))
-pulls.module(nn.Sigmoid)(with_attributes(sigmoid))
-pulls.module(nn.Tanh)(with_attributes(tanh))
+register_curves(pulls, Form, _curve, [named for named in NAMED if named.relaxed])
 
 
 @pulls.module(ClippedReLU)

@@ -110,7 +110,9 @@ class Tape(Enclosure):
         token = reads(
             self.ending.trace, node, self.needed.get(node), lambda m: type(m) in TOKENWISE
         )
-        assert token is not None
+        if token is None:
+            where = node.meta.get("path") or "the network"
+            raise NoRule(f"{where}: no rule for the derivative of a broadcast argument")
         return placed(gradient, token, shape[1])
 
 
