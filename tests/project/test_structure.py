@@ -174,6 +174,7 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
+    ("cli/certify/query.py", "save"): "report/formats.py: atomic",
 }
 """Calls outside the one writer, and where they write."""
 
