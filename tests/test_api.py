@@ -61,19 +61,16 @@ def test_the_notebook_runs() -> None:
     assert names["certified"].images == 4
 
 
-def test_every_function_is_documented_and_in_certvit() -> None:
+def test_every_function_is_in_certvit() -> None:
     own = {
         name
         for name, value in vars(api).items()
         if getattr(value, "__module__", "") == api.__name__
     }
     assert {name for name in own if name[0] != "_"} == set(api.FUNCTIONS)
-    for name in api.FUNCTIONS:
-        assert f"`{name}(" in PAGE.read_text()
     assert set(api.FUNCTIONS) <= set(certvit.__all__)
     for name in certvit.testing.__all__:
         assert getattr(certvit.testing, name) is getattr(testing, name)
-        assert f"`{name}(" in PAGE.read_text()
 
 
 def test_the_wheel_holds_both_names() -> None:
@@ -120,14 +117,6 @@ def test_images_that_do_not_fit_are_refused(certified: Checkpoint) -> None:
     ):
         with pytest.raises(DataError, match=message):
             api.certify(certified, pixels, labels)
-
-
-def test_loaders_of_dictionaries_and_of_foreign_bytes_are_read(certified: Checkpoint) -> None:
-    images = torch.rand(2, 1, 8, 8)
-    expected = api.certify(certified, images, [0, 1])
-    swapped = images.numpy().astype(">f4")
-    for data in ({"pixel_values": images, "labels": [0, 1]}, [{"image": swapped, "label": [0, 1]}]):
-        assert api.certify(certified, data) == expected
 
 
 def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:

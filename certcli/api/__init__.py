@@ -14,6 +14,7 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from certcli.api import arguments
 from certcli.api.data import dataset_images, images_of
@@ -80,7 +81,7 @@ FUNCTIONS = (
 )  # fmt: skip
 """The public functions, all of them documented."""
 
-Network = nn.Module | str | Path | Checkpoint
+Network = nn.Module | ExportedProgram | str | Path | Checkpoint
 Data = Any
 """A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
 Labels = Any
@@ -131,6 +132,8 @@ def load(
             arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
         return perturbed_at(build.with_network(source), image_size)
+    if isinstance(source, ExportedProgram):
+        source = source.module()
     if isinstance(source, nn.Module):
         require_known(arguments.names_with_values(about_files), about_modules, "load of a module")
         opened = open_module(source, mean, std, input_size, features=features)

@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from certcli.api.errors import require_known
 from certcli.certify.certificate import Certificate
@@ -128,7 +129,7 @@ def share(name: str, value: Any) -> float:
 
 def source(name: str, value: Any) -> Any:
     """Return a network as `load` takes it."""
-    if not isinstance(value, (nn.Module, str, os.PathLike, Checkpoint)):
+    if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, Checkpoint)):
         message = f"{shown(value)} is no network"
         raise UsageError(
             message, "an nn.Module, a path, a timm or hf-hub: name, or a result of load"

@@ -13,7 +13,8 @@ from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
 from certcli.audit.findings import ROBUST, AuditFindings, Key
-from certcli.audit.judging import Judging, dataset_of, first
+from certcli.audit.judging import dataset_of, first
+from certcli.audit.schedule import Stage
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
@@ -49,7 +50,7 @@ PATCH_STEPS = 500
 """Gradient steps of an attack by patches, about."""
 
 
-class Attacking(Judging):
+class Attacking(Stage):
     """The attacks in turn at ascending radii.
 
     rows: of each image its records, one a radius. forward: seconds of a forward pass.
@@ -212,7 +213,7 @@ class Attacking(Judging):
                 entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
 
-class PatchAttacking(Judging):
+class PatchAttacking(Stage):
     """A patch searched for image after image, for the network itself, without masks.
 
     rows: (withstood, right without a patch).

@@ -1,9 +1,8 @@
 """Stages that judge images: clean accuracy and certificates, of the first n that time allows.
 
 The images come class by class in turn, so any first n of them are a balanced sample, the same as
-`--limit n`. A unit is a batch of images, the first of few and each further one twice as large. It
-begins only if the longest image so far would fit into the time again, so slow images are not left
-out for being slow.
+`--limit n`. A unit begins only if the longest image so far would fit into the time again, so slow
+images are not left out for being slow.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from certcli.audit.findings import CLEAN, PATCHED, AuditFindings, Key
 from certcli.audit.schedule import Stage
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.records import describe, packed, unpacked
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import Sample
@@ -24,9 +22,6 @@ from certcli.models.pixels import PixelModel
 from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
 from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
-
-FIRST = 4
-"""Images of the first unit at most."""
 
 
 def dataset_of(images: Images) -> Dataset:
@@ -38,62 +33,7 @@ def first(images: Images, count: int) -> Images:
     return images.select(sorted(range(count), key=lambda position: int(images.indices[position])))
 
 
-class Judging(Stage):
-    """Images in turn: outcomes of the first n, and a share at each threat.
-
-    Args:
-        each: a guess of the seconds of work of an image.
-        largest: images at most of a unit in each process.
-    """
-
-    def __init__(self, images: Images, largest: int, each: float, team: Team = ALONE) -> None:
-        super().__init__(each, team)
-        self.images = images
-        self.largest = largest
-        self.rows: list[Any] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.rows)
-
-    @property
-    def rest(self) -> int:
-        return len(self.images) - self.count
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """No machine decides it: images that are attacked together draw from one seed."""
-        return min(self.largest, FIRST * 2 ** min(self.units, 20))
-
-    @property
-    def gain(self) -> float:
-        """How much the interval of a share of one half shrinks: outcomes may not decide how many
-        images there are, or the intervals would not hold.
-        """
-        after = self.count + min(self.size * self.team.size, self.rest)
-        return _width(self.count) - _width(after)
-
-    def find(self) -> Any:
-        """Judge the next images of this process, after those so far and those of lower ranks."""
-        start = self.count + self.team.rank * self.size
-        positions = list(range(start, min(start + self.size, len(self.images))))
-        return self.judge(positions) if positions else []
-
-    def judge(self, positions: list[int]) -> Any:
-        raise NotImplementedError
-
-    def take(self, pieces: Sequence[Any]) -> None:
-        self.rows += [row for rows in pieces for row in rows]
-        self.units += bool(pieces)
-
-
-def _width(images: int) -> float:
-    """Return the width of the 95 % interval of a share of one half."""
-    low, high = share_interval(images // 2, images) if images else (0.0, 1.0)
-    return high - low
-
-
-class Classifying(Judging):
+class Classifying(Stage):
     """Predictions of the network without any change."""
 
     name = CLEAN
@@ -129,7 +69,7 @@ class Classifying(Judging):
             findings.row(index, label)["prediction"] = prediction
 
 
-class Certifying(Judging):
+class Certifying(Stage):
     """Certificates of one method.
 
     Args:

@@ -1,7 +1,6 @@
 """The stages without images: the proven bound, what drives it, and a measured slope."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
@@ -146,41 +145,26 @@ def _why(proven: NetworkBound, path: str) -> str:
 
 
 class Proving(Stage):
-    """The proven bound, by the leader.
+    """The proven bound, by the leader: the only row.
 
-    forward: seconds of a forward pass. double, network: the float64 network and its bound.
+    double, network: the float64 network and its bound.
     """
 
     name = "bound"
     doing = "proven bound"
+    gain = 1.0
     double: PixelModel | None = None
     network: NetworkBound | None = None
 
     def __init__(self, model: PixelModel, classes: int, forward: float, team: Team = ALONE) -> None:
-        super().__init__(PROOF * forward, team)
+        super().__init__(range(1), 1, PROOF * forward, team)
         self.model = model
         self.classes = classes
-        self.done = False
 
-    @property
-    def count(self) -> int:
-        return int(self.done)
-
-    @property
-    def rest(self) -> int:
-        return 1 - self.count
-
-    @property
-    def gain(self) -> float:
-        return 1.0
-
-    def find(self) -> None:
-        if self.team.leads:
-            self.double = build.converted(self.model, torch.float64)
-            self.network = prove(self.double, self.classes)
-
-    def take(self, pieces: Sequence[None]) -> None:
-        self.done = len(pieces) == self.team.size
+    def judge(self, positions: list[int]) -> list[bool]:
+        self.double = build.converted(self.model, torch.float64)
+        self.network = prove(self.double, self.classes)
+        return [True]
 
     def report(self, findings: AuditFindings) -> None:
         assert self.network is not None
@@ -191,7 +175,7 @@ class Proving(Stage):
 
 
 class Measuring(Stage):
-    """The steepest slope at a few images, each of another process."""
+    """The steepest slope at a few images."""
 
     name = "slope"
     doing = "slope"
@@ -199,38 +183,23 @@ class Measuring(Stage):
     def __init__(
         self, model: PixelModel, images: Images, seed: int, forward: float, team: Team = ALONE
     ) -> None:
-        super().__init__(SLOPE * forward, team)
+        few = images.select(range(min(SLOPE_IMAGES, len(images))))
+        super().__init__(few, 1, SLOPE * forward, team)
         self.model = model
-        self.images = images.select(range(min(SLOPE_IMAGES, len(images))))
         self.seed = seed
-        self.slopes: list[float] = []
-
-    @property
-    def count(self) -> int:
-        return len(self.slopes)
-
-    @property
-    def rest(self) -> int:
-        return len(self.images) - self.count
 
     @property
     def gain(self) -> float:
         """The chance that a further image is the steepest, which few ask for."""
         return SELDOM / (1 + self.count)
 
-    def find(self) -> list[float]:
-        position = self.count + self.team.rank
-        if position >= len(self.images):
-            return []
-        pixels = sent(self.images.fetch([position]), next(self.model.parameters()).device)
+    def judge(self, positions: list[int]) -> list[float]:
+        pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         return [float(one.value) for one in measure(self.model, iter([pixels]), seed=self.seed)]
-
-    def take(self, pieces: Sequence[Any]) -> None:
-        self.slopes += [slope for piece in pieces for slope in piece]
 
     def report(self, findings: AuditFindings) -> None:
         findings.slope = Slope(
-            lower=max(self.slopes),
+            lower=max(self.rows),
             images=self.count,
             of=f"{self.images.name} ({self.images.split})",
             seconds=round(self.seconds, 2),

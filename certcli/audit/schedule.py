@@ -5,16 +5,19 @@ where an interval still shrinks. The rule is a price list: seconds of work of an
 the first unit and the largest so far after it, times the wall seconds that a second of work takes here.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from certcli.audit.clock import Clock
 from certcli.audit.findings import AuditFindings, Key
 from certcli.audit.shared_stages import REFUSALS, together
+from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.verdicts import Sample
+from certcli.images.labelled import Images
 from certcli.system.processes import ALONE, Team
 
+FIRST = 4
+"""Images of the first unit at most; each further one is twice as large."""
 CAREFUL = 1.25
 """A unit begins only if this multiple of its price is left."""
 UNSURE = 2.0
@@ -23,18 +26,20 @@ GRACE = 2.0
 first units of others still fit."""
 
 
-class Stage(ABC):
-    """Work in units, which the processes of a team do together.
+class Stage:
+    """Images in turn, a batch a unit, which the processes of a team judge together.
 
     Attributes:
         name: of what it finds, as gates and the list of what was skipped call it.
         doing: for the progress.
         proven: whether its shares are proofs.
-        each: seconds of work of an image, a guess and then the most that one took.
-        tries, units: how many were begun, and ended.
-        broken: whether the last unit was broken off, which does not count.
         optional: whether the audit goes on where it is refused.
         refusal: why it is not done, whatever the time.
+        broken: whether the last unit was broken off, which does not count.
+        rows: of each image so far.
+        first, largest: images of the first unit and of any, at most, in each process.
+        each: seconds of work of an image, a guess and then the most that one took.
+        tries, units: how many were begun, and ended; seconds: of work in those that ended.
         after: stages to wait for, and `barred`: why it is not worth its time after them, or None.
     """
 
@@ -44,54 +49,75 @@ class Stage(ABC):
     optional = False
     refusal: str | None = None
     broken = False
-    seconds = 0.0
+    first = FIRST
     tries = 0
     units = 0
-    size = 1
-    """Images of the next unit in each process."""
+    seconds = 0.0
 
-    def __init__(self, each: float, team: Team = ALONE) -> None:
+    def __init__(
+        self, images: Sequence[Any] | Images, largest: int, each: float, team: Team = ALONE
+    ) -> None:
+        self.images: Any = images
+        self.largest = largest
         self.each = each
         self.team = team
+        self.rows: list[Any] = []
         self.after: Sequence[Stage] = ()
         self.barred: Callable[[], str | None] = lambda: None
 
     @property
-    @abstractmethod
     def count(self) -> int:
-        """Images done."""
+        return len(self.rows)
 
     @property
-    @abstractmethod
     def rest(self) -> int:
-        """Images to do."""
+        return len(self.images) - self.count
 
     @property
-    @abstractmethod
-    def gain(self) -> float:
-        """How much of its question the next unit answers, in [0, 1]."""
-
-    @abstractmethod
-    def find(self) -> Any:
-        """Do this process's part of a unit."""
-
-    @abstractmethod
-    def take(self, pieces: Sequence[Any]) -> None:
-        """Take the parts of all processes, by rank."""
-
-    @property
-    def samples(self) -> dict[Key, Sample]:
-        """Outcomes of the images so far, for the gates."""
-        return {}
+    def size(self) -> int:
+        """Images of the next unit; no machine decides it, as images of a batch draw from one seed."""
+        return min(self.largest, self.first * 2 ** min(self.units, 20))
 
     @property
     def price(self) -> float:
         """Seconds of work of the next unit."""
         return self.each * max(1, min(self.size, self.rest))
 
+    @property
+    def gain(self) -> float:
+        """How much the interval of a share of one half shrinks: outcomes may not decide how many
+        images there are, or the intervals would not hold.
+        """
+        after = self.count + min(self.size * self.team.size, self.rest)
+        return _width(self.count) - _width(after)
+
+    @property
+    def samples(self) -> dict[Key, Sample]:
+        """Outcomes of the images so far, for the gates."""
+        return {}
+
+    def find(self) -> Any:
+        """Judge the next images of this process, after those so far and those of lower ranks."""
+        start = self.count + self.team.rank * self.size
+        positions = list(range(start, min(start + self.size, len(self.images))))
+        return self.judge(positions) if positions else []
+
+    def judge(self, positions: list[int]) -> Any:
+        """Return a row an image."""
+        raise NotImplementedError
+
+    def take(self, pieces: Sequence[Any]) -> None:
+        """Take the rows of all processes, by rank."""
+        self.rows += [row for rows in pieces for row in rows]
+        self.units += bool(pieces)
+
+    def report(self, findings: AuditFindings) -> None:
+        """Add what it found."""
+        raise NotImplementedError
+
     @staticmethod
     def pack(piece: Any) -> Any:
-        """Return a piece in plain values, for another process."""
+        """Return rows in plain values, for another process."""
         return piece
 
     def unpack(self, plain: Any) -> Any:
@@ -129,10 +155,6 @@ class Stage(ABC):
             findings.samples |= self.samples
             self.report(findings)
 
-    @abstractmethod
-    def report(self, findings: AuditFindings) -> None:
-        """Add what it found."""
-
     def unfinished(self) -> str:
         if not self.tries:
             return f"not begun: it takes {_about(self.price)}, which were not left"
@@ -141,6 +163,12 @@ class Stage(ABC):
         done = f"{self.count} of {self.count + self.rest} images fitted into {_about(self.seconds)}"
         hard = "; one more was broken off and is not counted: such images tend to be hard"
         return done + hard * self.broken
+
+
+def _width(images: int) -> float:
+    """Return the width of the 95 % interval of a share of one half."""
+    low, high = share_interval(images // 2, images) if images else (0.0, 1.0)
+    return high - low
 
 
 def _about(seconds: float) -> str:

@@ -12,7 +12,7 @@ from certcli.audit.gates import waits_for
 from certcli.audit.judging import Certifying
 from certcli.audit.plan import AuditPlan
 from certcli.audit.proving import Proving
-from certcli.audit.schedule import Stage
+from certcli.audit.schedule import FIRST, Stage
 from certcli.certify.certificate import Certifier
 from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
@@ -114,9 +114,12 @@ class Stages:
         if threats is None:
             threats = [Threat("l2", radius) for radius in self.plan.certified_radii]
         size = largest or self.plan.batch_size
-        return Certifying(
+        stage = Certifying(
             name, make, self.images, size, threats, each * self.forward, about, self.team
         )
+        # one image of what is dear; a few say whether the bound is worth having
+        stage.first = FIRST if name == "lipschitz" else 1
+        return stage
 
     def _by_bound(self) -> Certifying:
         """Certificates of the bound, after its proof, where logits could reach it."""

@@ -2,7 +2,6 @@
 
 import math
 import shlex
-from pathlib import Path
 
 from certcli.audit.findings import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
@@ -242,9 +241,6 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         f"--attack-steps 2 -e {2 * plan.least:g} --enclosure-penalty {PENALTY:g} --lr 2e-3 --epochs 30 "
         "-o enclosed.safetensors"
     )
-    if _wants_denoiser(findings, plan) and Path(UNET).exists():
-        smooth = f"--method smoothing --sigma 0.5 --denoiser {UNET} -e 0.5 --limit 100"
-        commands.insert(0, f"certvit certify {ckpt}{images} {smooth}")
     if proven:
         commands.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"

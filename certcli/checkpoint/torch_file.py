@@ -18,7 +18,7 @@ from typing import IO, Any
 import torch
 
 from certcli.checkpoint.git_lfs import require_no_pointer
-from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
+from certcli.checkpoint.zip_records import MAGIC, PROGRAM, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import open_regular
 from certcli.system.watched import read_whole
@@ -70,6 +70,14 @@ _NAMES = frozenset(
 """Names that pickles may call, beside those of torch's types. None makes much of little: `bytearray(10**10)` would."""
 
 
+_EXPORTED = ("archive_format", "serialized_exported_program.json")
+_SAVE = "save the state_dict() alone, where the file can be trusted"
+_EXPORT = (
+    'export the model itself: torch.onnx.export(model, (image,), "net.onnx", dynamo=True); '
+    "a .pt2 that can be trusted also in Python: certvit.load(torch.export.load(FILE))"
+)
+
+
 class _Ignored:
     """Stands for numpy's numbers and types, which the network does not need."""
 
@@ -107,7 +115,7 @@ def load_plain(path: Path) -> Any:
     except Refused as refusal:
         raise CheckpointError(
             f"{path} cannot be read as plain tensors: {refusal}",
-            "save the state_dict() alone, where the file can be trusted",
+            _EXPORT if str(refusal).startswith(PROGRAM) else _SAVE,
         ) from refusal
     except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
         raise CheckpointError(
@@ -136,7 +144,9 @@ def _require_plain(file: IO[bytes], path: Path) -> bool:
 def _require_archive(file: IO[bytes]) -> None:
     records = stored_records(file)
     if any(record.name.endswith("/constants.pkl") for record in records):
-        raise Refused("it is a program of TorchScript")
+        raise Refused(f"{PROGRAM} of TorchScript, and reading it runs code")
+    if any(record.name.endswith(_EXPORTED) for record in records):
+        raise Refused(f"{PROGRAM} of torch.export, and reading it runs code")
     pickles = [record for record in records if record.name.lower().endswith("/data.pkl")]
     if len(pickles) != 1:
         raise Refused(f"it holds {len(pickles)} records data.pkl, a file of torch.save one")

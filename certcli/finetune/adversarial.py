@@ -37,7 +37,7 @@ class Adversary:
         self.model = model
         self.settings = settings
         self.generator = generator
-        self.region = Region(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
+        self.region = Region(settings.attack_norm, settings.attack_epsilon)
         self.steps = 1 if settings.adversarial == "fgsm" else settings.attack_steps
         reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
         step_size = settings.attack_step_size

@@ -8,17 +8,11 @@ from typing import TYPE_CHECKING
 
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system.options import require_choices
 
 if TYPE_CHECKING:
     from certcli.finetune.settings import FinetuneSettings
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optimiser": ("adamw", "sgd", "stiefel"),
-    "precision": ("float32", "bf16"),
-    "adversarial": ("none", "fgsm", "pgd"),
-    "attack_norm": ("l2", "linf"),
-}
 RANGES: dict[str, tuple[float, float]] = {
     "epsilon": (0.0, 1e6),
     "lr": (1e-12, 100.0),
@@ -91,10 +85,7 @@ def option_of(name: str) -> str:
 
 def require_ranges(settings: "FinetuneSettings") -> None:
     """Raise UsageError for a value that is unknown or outside its range."""
-    for name, choices in CHOICES.items():
-        value = getattr(settings, name)
-        if value is not None and value not in choices:
-            raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, choices))
+    require_choices(settings)
     for name, (low, high) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
@@ -156,11 +147,7 @@ def require_agreement(settings: "FinetuneSettings") -> None:
             raise UsageError(message, conflict.hint)
     for switch, dependants in SWITCHES.items():
         for name in dependants:
-            if (
-                settings.is_default(switch)
-                and not settings.is_default(name)
-                and not _serves(settings, name)
-            ):
+            if settings.is_default(switch) and not settings.is_default(name):
                 raise UsageError(
                     f"{option_of(name)} has no meaning without {option_of(switch)}",
                     "both, or neither",
@@ -172,11 +159,3 @@ def require_agreement(settings: "FinetuneSettings") -> None:
                 f"{option_of(name)} has no meaning with --{chooser} {chosen}",
                 f"leave it out, or --{chooser} {values[0]}",
             )
-
-
-def _serves(settings: "FinetuneSettings", name: str) -> bool:
-    """Tell whether a switch that is on gives this option a meaning."""
-    return any(
-        name in dependants and not settings.is_default(switch)
-        for switch, dependants in SWITCHES.items()
-    )

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.agreement import (
@@ -81,7 +81,7 @@ class FinetuneSettings:
     )
     epsilon: float = option(
         0.5,
-        "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+        "Radius to certify, pixel l2: 0.5 or 36/255.",
         "--epsilon",
         "-e",
         metavar="R",
@@ -98,7 +98,7 @@ class FinetuneSettings:
         None, "Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"
     )
 
-    optimiser: str = _optimiser(
+    optimiser: Literal["adamw", "sgd", "stiefel"] = _optimiser(
         None,
         "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that "
         "need a bound).",
@@ -119,7 +119,7 @@ class FinetuneSettings:
     )
     warmup: float = _optimiser(0.02, "Share of the steps with a rising learning rate.")
     clip_grad: float | None = _optimiser(None, "Largest norm of the gradient of all parameters.")
-    precision: str = _optimiser(
+    precision: Literal["float32", "bf16"] = _optimiser(
         "float32", "Precision of the network: float32 or bf16; the bound stays float32."
     )
     sam: float = _optimiser(0.0, "Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
@@ -127,9 +127,7 @@ class FinetuneSettings:
         0.0, "Decay of a moving average of the weights; 0: none.", metavar="DECAY"
     )
 
-    noise: float = _augmentation(
-        0.0, "Standard deviation of Gaussian pixel noise on training images."
-    )
+    noise: float = _augmentation(0.0, "Deviation of Gaussian pixel noise on training images.")
     augment: tuple[str, ...] | None = _augmentation(
         None,
         "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
@@ -162,8 +160,10 @@ class FinetuneSettings:
         metavar="W",
     )
     enclosed: int = _enclosure(8, "Images of each batch that --loss local encloses.", metavar="N")
-    adversarial: str = _attack("none", "Adversarial training: none, fgsm or pgd.")
-    attack_norm: str = _attack("linf", "Norm of the training attack: linf or l2.")
+    adversarial: Literal["none", "fgsm", "pgd"] = _attack(
+        "none", "Adversarial training: none, fgsm or pgd."
+    )
+    attack_norm: Literal["l2", "linf"] = _attack("linf", "Norm of the training attack: linf or l2.")
     attack_epsilon: float = _attack(
         None,
         "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",
@@ -253,9 +253,6 @@ class FinetuneSettings:
         for switch, dependants in SWITCHES.items():
             if self.is_default(switch):
                 hidden |= {switch, *dependants}
-        for switch, dependants in SWITCHES.items():  # an option may serve two switches
-            if switch not in hidden:
-                hidden -= set(dependants)
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)

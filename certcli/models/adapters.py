@@ -8,7 +8,6 @@ Sources: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -140,7 +139,7 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         text = read_bounded(folder / CONFIG)
         config = decode(text, AdapterConfig)
-        about = json.loads(text)
+        about = decode(text, dict[str, Any])
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
             if about[name]:
                 raise Refused(f"'{one_line(name)[:80]}' has no reader")

@@ -83,6 +83,9 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "list of batches": lambda: (list(generated()), None),
     "generator": lambda: (generated(), None),
     "generator of images": lambda: ((x for x in images()[0]), images()[1]),
+    "dictionary": lambda: (dict(zip(("pixel_values", "labels"), images())), None),
+    "dictionaries": lambda: ([{"image": x, "label": int(y)} for x, y in zip(*images())], None),
+    "foreign bytes": lambda: (images()[0].numpy().astype(">f4"), images()[1]),
     "labels as floats": lambda: (images()[0], images()[1].double()),
 }
 

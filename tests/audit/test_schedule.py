@@ -8,7 +8,6 @@ import pytest
 from certcli.audit import schedule
 from certcli.audit.clock import Clock
 from certcli.audit.findings import AuditFindings, Key
-from certcli.audit.judging import Judging
 from certcli.audit.schedule import Stage
 from certcli.evaluation.verdicts import Sample
 
@@ -43,13 +42,13 @@ class Machine:
         return [], True
 
 
-class Toy(Judging):
+class Toy(Stage):
     """cost: seconds of work of an image; guess: what it is taken for; hits: every which image is one."""
 
     def __init__(
         self, machine: Machine, name: str, cost: float, guess: float | None = None, hits: int = 2
     ) -> None:
-        super().__init__(range(200), 8, cost if guess is None else guess)  # type: ignore[arg-type]
+        super().__init__(range(200), 8, cost if guess is None else guess)
         self.machine = machine
         self.name = self.doing = name
         self.cost = cost

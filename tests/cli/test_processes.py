@@ -325,6 +325,7 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     alone = json.loads((one / "audit.json").read_text())
     measured = (
         "seconds",
+        "computed",
         "attack",
         "withstood",
         "norm",

@@ -36,7 +36,7 @@ WITHOUT_ROUNDING = {
     "larger", "add-product", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
     "adaptive-max", "adaptive-3d", "attention-cosine-after-norm", "spelled-curves", "spelled-sums", "spelled-precisions",
     "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images", "token-convolution-of-its-bias",
-    "side-by-side", "constant-branches", "scores-alone",
+    "spelled-jumps", "spelled-lines", "side-by-side", "constant-branches", "scores-alone",
 }  # fmt: skip
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
@@ -52,7 +52,7 @@ QUICK = [
     "attention-causal", "attention-channels", "attention-talking", "attention-l2-windows",
     "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
     "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
-    "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard",
+    "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard", "spelled-rounded-jumps",
     "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves",
     "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
 ]  # fmt: skip

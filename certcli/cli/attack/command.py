@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
     "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
+    often=(
+        "attacks",
+        "listed",
+        "preset",
+        "epsilon",
+        "norm",
+        "only_certified",
+        "minimum",
+        "records",
+        "resume",
+        "gallery",
+    ),
+    panels={"patch": "Patches"},
 )
 def attack(
     source: Source,
@@ -95,7 +108,8 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        answers = [record.prediction for record in records[0]]
+        at = records[0][0].epsilon  # each image has a record at each radius
+        answers = [record.prediction for record in records[0] if record.epsilon == at]
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:

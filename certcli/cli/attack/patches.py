@@ -45,8 +45,6 @@ def require(
                 "certvit attack ... --norm patch --patch 32",
             )
         return False
-    if attacks.defence not in ("none", "patch"):
-        raise UsageError(f"--defence {attacks.defence}: one of none, patch")
     conflicting: dict[str, Any] = {
         "epsilon": attacks.epsilon,
         "preset": attacks.preset,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import rounded_up
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.system.errors import CertvitError
 from certcli.verification.report import SLACK
 
@@ -24,32 +24,32 @@ if TYPE_CHECKING:
 
 
 def near_images(
-    stated: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
 ) -> list[Claim]:
     """Return the claim of each image that a report bounds slopes near; of a sample with --sample."""
-    statement = f"slopes near {stated.dataset.images} images of {stated.dataset.name}"
+    statement = f"slopes near {claimed.dataset.images} images of {claimed.dataset.name}"
     try:
-        return list(_again(stated, checkpoint, options, sink))
+        return list(_again(claimed, checkpoint, options, sink))
     except CertvitError as failure:
         return [Claim(statement, "unverified", failure.message)]
 
 
 def _again(
-    stated: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
 ) -> Iterator[Claim]:
     from certcli.certify.around import Around, prepare
 
     data = replace(
-        options.data, split=stated.dataset.split, limit=stated.dataset.images, seed=stated.seed
+        options.data, split=claimed.dataset.split, limit=claimed.dataset.images, seed=claimed.seed
     )
     images = data.images(checkpoint.record, sink)
-    if images.digest != stated.dataset.digest:
+    if images.digest != claimed.dataset.digest:
         why = "these are other images than those of the report: name its --dataset"
         yield Claim("slopes near images", "unverified", why)
         return
-    near = {row.radius: Around(row.radius, stated.norm, slopes=False) for row in stated.images}
+    near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
     network = prepare(checkpoint, list(near.values()), options.machine.pick())
-    rows = list(stated.images)
+    rows = list(claimed.images)
     if options.scope.sample is not None and options.scope.sample < len(rows):
         chooser = random.Random(os.urandom(8))  # the file's author cannot have predicted it
         rows = chooser.sample(rows, options.scope.sample)
@@ -81,6 +81,7 @@ def _problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
     pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
-            yield f"{float(claimed):.9g} is stated, {bound:.9g} is proven"
+            yield f"{rounded_down(claimed, 9)} is stated, {rounded_up(bound, 9)} is proven"
     if row.certified > proven.radius * (1 + SLACK):
-        yield f"radius {row.certified:.9g} is stated, {proven.radius:.9g} is proven"
+        shown = rounded_up(row.certified, 9), rounded_down(proven.radius, 9)
+        yield f"radius {shown[0]} is stated, {shown[1]} is proven"

@@ -68,7 +68,8 @@ def logits_length(parts: Sequence[Parts], label: int) -> float:
         for part in parts
         for name in ("centre", "linear", "square")
     )
-    return (total + gamma(4) * 2 * sizes) * (1 + gamma(len(parts) + 8))
+    # each entry of the differences is off by a unit of both
+    return (total + gamma(4) * len(parts) * sizes) * (1 + gamma(len(parts) + 8))
 
 
 def _unfolded(tensor: Tensor) -> float:
