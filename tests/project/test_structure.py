@@ -175,7 +175,6 @@ OF_ANOTHER_KIND = {
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/certify/query.py", "save"): "report/formats.py: atomic",
 }
 """Calls outside the one writer, and where they write."""
 
