@@ -66,13 +66,17 @@ class AttackSettings:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} of an attack must be at least 1, not {value}")
+                raise UsageError(
+                    f"{name} of an attack must be at least 1, not {value}",
+                    "leave it out: the attack's own number",
+                )
         require_choices(self)
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(
-                    f"{name} of an attack must be a finite number above 0, not {value}"
+                    f"{name} of an attack must be a finite number above 0, not {value}",
+                    "leave it out: the attack's own",
                 )
 
     @property
@@ -127,7 +131,7 @@ def planned_attacks(
     if not planned:
         raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
     if len(set(labels)) != len(labels):
-        raise UsageError(f"an attack is named twice: {', '.join(labels)}")
+        raise UsageError(f"an attack is named twice: {', '.join(labels)}", "each once")
     for entry in planned:
         ATTACKS[entry.attack]  # raises with the known names
     return tuple(planned)

@@ -159,14 +159,14 @@ class AroundImages:
         rows = torch.eye(count, dtype=torch.float64, device=image.device)
         nothing = torch.full((count,), math.inf, dtype=torch.float64)
         lengths = []
-        moved = []
+        roundings = []
         parts = []
         try:
             near = self.network.near(self.start(image, around))
             for other in range(count):
                 row = rows[label] if other == label else rows[label] - rows[other]
                 form, rounding = near.gradient_and_rounding(row)
-                moved.append(rounding)
+                roundings.append(rounding)
                 if around.norm == "linf":
                     lengths.append(sum_of_sizes(form))
                 else:
@@ -181,7 +181,7 @@ class AroundImages:
         # each |grad z_j|_1 <= |grad z_i|_1 + |grad (z_i - z_j)|_1
         of_logits = [length + lengths[label] for length in _at(torch.tensor(lengths), label, 0.0)]
         whole = logits_length(parts, label) if parts else math.hypot(*of_logits) / _DOWN
-        delta = (torch.tensor(moved).double() + near.behind(label).cpu()) / _DOWN
+        delta = (torch.tensor(roundings).double() + near.behind(label).cpu()) / _DOWN
         upper = torch.tensor(lengths, dtype=torch.float64).nan_to_num(math.inf, math.inf)
         return _at(upper, label, 0.0), whole, delta, ""
 

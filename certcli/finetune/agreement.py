@@ -156,11 +156,7 @@ def require_agreement(settings: "FinetuneSettings") -> None:
             raise UsageError(message, conflict.hint)
     for switch, dependants in SWITCHES.items():
         for name in dependants:
-            if (
-                settings.is_default(switch)
-                and not settings.is_default(name)
-                and not _serves(settings, name)
-            ):
+            if settings.is_default(switch) and not settings.is_default(name):
                 raise UsageError(
                     f"{option_of(name)} has no meaning without {option_of(switch)}",
                     "both, or neither",
@@ -172,11 +168,3 @@ def require_agreement(settings: "FinetuneSettings") -> None:
                 f"{option_of(name)} has no meaning with --{chooser} {chosen}",
                 f"leave it out, or --{chooser} {values[0]}",
             )
-
-
-def _serves(settings: "FinetuneSettings", name: str) -> bool:
-    """Tell whether a switch that is on gives this option a meaning."""
-    return any(
-        name in dependants and not settings.is_default(switch)
-        for switch, dependants in SWITCHES.items()
-    )

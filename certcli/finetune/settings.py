@@ -81,7 +81,7 @@ class FinetuneSettings:
     )
     epsilon: float = option(
         0.5,
-        "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+        "Radius to certify, pixel l2: 0.5 or 36/255.",
         "--epsilon",
         "-e",
         metavar="R",
@@ -127,9 +127,7 @@ class FinetuneSettings:
         0.0, "Decay of a moving average of the weights; 0: none.", metavar="DECAY"
     )
 
-    noise: float = _augmentation(
-        0.0, "Standard deviation of Gaussian pixel noise on training images."
-    )
+    noise: float = _augmentation(0.0, "Deviation of Gaussian pixel noise on training images.")
     augment: tuple[str, ...] | None = _augmentation(
         None,
         "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
@@ -253,9 +251,6 @@ class FinetuneSettings:
         for switch, dependants in SWITCHES.items():
             if self.is_default(switch):
                 hidden |= {switch, *dependants}
-        for switch, dependants in SWITCHES.items():  # an option may serve two switches
-            if switch not in hidden:
-                hidden -= set(dependants)
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)

@@ -8,7 +8,6 @@ Sources: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint.schema import Json, decode
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import is_absent, read_bounded
 
@@ -140,7 +139,7 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         text = read_bounded(folder / CONFIG)
         config = decode(text, AdapterConfig)
-        about = json.loads(text)
+        about = decode(text, Json)
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
             if about[name]:
                 raise Refused(f"'{one_line(name)[:80]}' has no reader")

@@ -180,7 +180,7 @@ class AttackShares(_Part):
     settings: dict[str, Any]
     seconds: Seconds
     fooled_8bit: dict[str, Natural] = {}
-    largest: dict[str, float] = {}
+    largest: dict[str, Unit] = {}
 
 
 class PatchAttack(_Part):

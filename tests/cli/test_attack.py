@@ -129,31 +129,6 @@ def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
     assert list(found["curve"]) == ["0.1", "1.58"]
 
 
-REFUSED = [
-    ("--preset nobody", "nobody"),
-    ("--preset certvit -a pgd", "certvit"),
-    ("--preset certvit --norm l2", "certvit"),
-    ("--preset certvit --steps 3", "certvit"),
-    ("--preset cauchy -e 1.0", "cauchy"),
-    ("-a pgd -a pgd", "twice"),
-    ("--norm l1", "l1"),
-    ("--step-size 0", "step_size"),
-    ("-a cw --norm linf", "cw"),
-    ("--resume", "--records"),
-    ("--resume --records r.jsonl --save-examples x.safetensors", "--resume"),
-    ("--compare other.safetensors", "gallery"),
-]
-
-
-@pytest.mark.parametrize(("words", "named"), REFUSED)
-def test_options_that_contradict_are_refused_before_any_work(
-    net: Path, words: str, named: str
-) -> None:
-    failure = certvit("attack", net, *words.split(), code=2).exception
-    assert isinstance(failure, UsageError)
-    assert named in failure.message + failure.hint
-
-
 BUDGETS = {
     "steps": ("-e 0.15", "--steps 1", "--steps 30"),
     "step size": ("-e 0.15 --steps 3", "--step-size 1e-4", ""),

@@ -22,7 +22,7 @@ from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import CertvitError, DataError, Refused, UsageError
+from certcli.system.errors import DataError, Refused, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
@@ -132,44 +132,6 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         decode(json.dumps({**line, **row}), PatchCertificateFields)
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("", "needs a patch"),
-        ("--patch 9", "do not fit"),
-        ("--patch soup", "is no patch"),
-        ("--patch 8", "hide the whole image"),
-        ("--patch 2 --masks 1", "--masks 1"),
-        ("--patch 2 -e 0.5", "--epsilon does not go"),
-        ("--patch 2 --method lipschitz", "stands alone"),
-        ("--patch 2 --procedure prayer", "unknown procedure"),
-        ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
-        ("--patch 2 --hide faces", "unknown hide 'faces'"),
-        ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
-    ],
-)
-def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> None:
-    base = (
-        "certify",
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        4,
-        "--method",
-        "patch",
-    )
-    failure = certvit(*base, *words.split(), code=2).exception
-    assert isinstance(failure, CertvitError)
-    assert named in failure.message
-
-
-def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
-    certvit(
-        "certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2
-    )
-
-
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
@@ -220,20 +182,6 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
     assert Checkpoint.read(tuned).record.class_names is None
     found = document("predict", tuned, tmp_path / "images")["predictions"]
     assert all("name" not in row for row in found)
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--defence prayer", 2), ("--prove", 2), ("--patch 2", 2), ("--defence patch", 2),
-        ("--defence patch --patch 99", 2), ("nowhere.png", 6),
-    ],
-)  # fmt: skip
-def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: str, code: int) -> None:
-    Image.new("L", (8, 8)).save(tmp_path / "0.png")
-    certvit(
-        "predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code
-    )
 
 
 @pytest.fixture(scope="module")

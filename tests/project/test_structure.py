@@ -173,6 +173,7 @@ WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez",
 OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
+    ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
 }
 """Calls outside the one writer, and where they write."""
@@ -264,7 +265,7 @@ DECODED_ELSEWHERE = {
 }
 """JSON that no stranger writes. All other goes through `decode`, and has ranges."""
 LOOKED_AT = {
-    "audit/plan.py": "which folder must be told from timm's network of its name",
+    "audit/plan.py": "how a folder is spelled in a command",
     "checkpoint/file.py": "what is no regular file is refused",
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
     "checkpoint/shards.py": "which files of an index could be deleted",

@@ -32,6 +32,15 @@ class Mode:
     "certvit adapt m.safetensors --dataset photos/ -o lipschitz.safetensors",
     "certvit adapt m.safetensors --goal certify --norm fold --activation maxmin --head 128,128",
     page="adapt.md",
+    often=(
+        "goal",
+        "keep",
+        "norm",
+        "activation",
+        "head",
+        "epochs",
+        "resume",
+    ),
 )
 def adapt(
     source: Source,

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     "certvit audit m.safetensors --dataset digits --html audit.html",
     'certvit audit m.safetensors --limit 100 --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
     page="audit.md",
+    often=(
+        "time_budget",
+        "epsilon",
+        "methods",
+        "fail_on",
+        "report",
+        "html",
+    ),
 )
 def audit(
     source: Source,

@@ -21,12 +21,31 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
 
 
+PANELS = {
+    "smoothing": "Smoothing",
+    "local": "Local",
+    "patch": "Patches",
+    **dict.fromkeys(("lipschitz", "box", "local-lip", "bcp"), "Proofs"),
+}
+"""A method -> the panel of its options."""
+
+
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma "
     "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     page="certify.md",
+    often=(
+        "epsilon",
+        "methods",
+        "minimum",
+        "records",
+        "resume",
+        "plot",
+        "attack_records",
+    ),
+    panels=PANELS,
 )
 def certify(
     context: typer.Context,

@@ -38,7 +38,7 @@ class CertifyTarget:
         "1), local (proof image by image, small networks), local-lip or bcp (proof, "
         "chains of layers), smoothing (any network, with a probability), patch (proof "
         "against patches, any network behind masks), auto (chooses, and says why); "
-        "several are shown side by side.",
+        "several are shown side by side. --method NAME --help shows its options.",
         "--method",
     )
     minimum: str | None = option(

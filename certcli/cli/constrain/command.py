@@ -63,6 +63,14 @@ class Layers:
     "certvit constrain m.safetensors --beta 0.01",
     "certvit constrain m.safetensors --keep 0.9 --dataset photos/ -o lower.safetensors",
     page="constrain.md",
+    often=(
+        "prox",
+        "beta",
+        "keep",
+        "eta",
+        "preset",
+        "layers",
+    ),
 )
 def constrain(
     source: Source,

@@ -5,34 +5,7 @@ from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
 from certcli.system.errors import UsageError
 
-OFTEN = (
-    *(
-        "loss",
-        "epsilon",
-        "epochs",
-        "time_budget",
-        "resume",
-        "lr",
-        "preset",
-        "sam",
-        "noise",
-        "augment",
-        "msvp",
-        "teacher",
-    ),
-    *(
-        "adversarial",
-        "dataset",
-        "data_dir",
-        "seed",
-        "device",
-        "batch_size",
-        "output",
-        "force",
-        "json",
-        "quiet",
-    ),
-)
+OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),)
 """The options of most runs."""
 
 

@@ -25,6 +25,14 @@ EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_o
     "certvit lipschitz m.safetensors --max 1000 --json > report.json",
     "certvit lipschitz m.safetensors --around 0.1 --around 0.2 --dataset digits --plot near.png",
     page="bounds.md",
+    often=(
+        "maximum",
+        "layers",
+        "worst",
+        "other",
+        "estimate",
+        "plot",
+    ),
 )
 def lipschitz(
     source: BoundedNetwork,

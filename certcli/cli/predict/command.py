@@ -48,6 +48,12 @@ class Pictures:
     "certvit predict m.safetensors FOLDER --defence patch --patch 32",
     "certvit predict m.safetensors photo.jpg --defence patch --patch 2% --prove",
     page="patch.md",
+    often=(
+        "defence",
+        "prove",
+        "patches",
+        "hide",
+    ),
 )
 def predict(
     source: Source,

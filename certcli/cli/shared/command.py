@@ -16,11 +16,11 @@ with such fields and the attribute `panel`, as `certify.local_options.Local`, is
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
@@ -43,6 +43,12 @@ from certcli.system.reading import is_absent
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
+EVERYTHING = "certvit.help_all"
+"""Key in the context of a help that hides no option."""
+SHARED_OFTEN = (
+    *("help", "help_all", "dataset", "data_dir", "limit", "output", "force", "as_json", "quiet"),
+)
+"""Fields that everybody needs in the first week."""
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
 
@@ -60,15 +66,20 @@ def group(panel: str | None = None) -> Callable[[type], Any]:
 
 
 def command(
-    *examples: str, page: str, often: tuple[str, ...] = ()
+    *examples: str,
+    page: str,
+    often: tuple[str, ...] = (),
+    panels: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the groups among a function's parameters into options.
 
     Args:
         examples: command lines at the end of `--help`.
         page: the docs page that `--help` names.
-        often: fields that `--help` shows; `--help-all` then shows the others too. Empty: `--help`
-            shows all.
+        often: fields that `--help` shows, beside those of SHARED_OFTEN; `--help-all` then shows the
+            others too. Empty: `--help` shows all.
+        panels: a word among the typed ones, such as a method, and the panel that `--help` then
+            shows whole.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -88,9 +99,6 @@ def command(
                 flat[option.name] = _described(function.__name__, option)
 
         if often:
-            flat = {
-                name: option if name in often else _hidden(option) for name, option in flat.items()
-            }
             flat["help_all"] = _HELP_ALL
 
         @wraps(function)
@@ -118,6 +126,8 @@ def command(
             ["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"]
         )
         wrapper.page = page
+        wrapper.often = frozenset((*(often or flat), *SHARED_OFTEN))
+        wrapper.panels = panels
         return expanded
 
     return decorate
@@ -132,10 +142,7 @@ def _docs() -> Path:
 
 def _show_all(context: typer.Context, asked: bool) -> None:
     if asked:
-        context.command = copy(context.command)  # a program that is called again hides them again
-        context.command.params = [copy(option) for option in context.command.params]
-        for option in context.command.params:
-            option.hidden = False  # type: ignore[attr-defined]
+        context.meta[EVERYTHING] = True
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -155,16 +162,6 @@ _HELP_ALL = inspect.Parameter(
         ),
     ],
 )
-
-
-def _hidden(option: inspect.Parameter) -> inspect.Parameter:
-    """The option, shown by `--help-all` only; an argument stays."""
-    info = info_of(option.annotation)
-    if not isinstance(info, OptionInfo):
-        return option
-    hidden = copy(info)
-    hidden.hidden = True
-    return _noted(option, info, hidden)
 
 
 def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:

@@ -116,8 +116,8 @@ class Data:
 
     dataset: str | None = option(
         None,
-        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders (classes in the order of their names), "
-        "or of images with a labels.csv (columns file and class).",
+        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders, in the order of "
+        "their names, or of images with a labels.csv (file, class).",
         mark=options.Reads(folder=True),
     )
     data_dir: Path | None = option(

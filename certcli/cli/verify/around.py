@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import rounded_up
+from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.system.errors import CertvitError
 from certcli.verification.report import SLACK
 
@@ -81,6 +81,7 @@ def _problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
     pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
-            yield f"{float(claimed):.9g} is stated, {bound:.9g} is proven"
+            yield f"{rounded_down(claimed, 9)} is stated, {rounded_up(bound, 9)} is proven"
     if row.certified > proven.radius * (1 + SLACK):
-        yield f"radius {row.certified:.9g} is stated, {proven.radius:.9g} is proven"
+        shown = rounded_up(row.certified, 9), rounded_down(proven.radius, 9)
+        yield f"radius {shown[0]} is stated, {shown[1]} is proven"

@@ -10,6 +10,12 @@ from certcli.cli.verify.options import Files, VerifyOptions, VerifyScope
     "certvit verify certified.jsonl m.safetensors --sample 100",
     "certvit verify m.safetensors --proven-only",
     page="verify.md",
+    often=(
+        "sample",
+        "proven_only",
+        "draws",
+        "denoiser",
+    ),
 )
 def verify(
     files: Files,

@@ -123,13 +123,13 @@ def settle_log_probabilities(ctx: Context, x: Value, waiting: LogProbabilities) 
     before, arith = ctx.settle(waiting.of), ctx.arith
     classes = float(x.shape[waiting.axis])
     why = f"slope of log_softmax of {classes:.0f}: sqrt({classes:.0f})"
-    most = arith.const(up(math.log(classes), 2))
+    logarithm = arith.const(up(math.log(classes), 2))
     return ctx.chain(
         before,
         arith.sqrt(arith.const(classes)),
         why,
         axis=waiting.axis,
-        peak=lambda: before.size.peak + before.size.peak + most,
+        peak=lambda: before.size.peak + before.size.peak + logarithm,
         shape=x.shape,
     )
 
