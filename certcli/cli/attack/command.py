@@ -108,9 +108,9 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        at = records[0][0].epsilon  # each image has a record at each radius
-        answers = [record.prediction for record in records[0] if record.epsilon == at]
-        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, answers)
+        # one an image, in the order of the images: the records are of every radius
+        answers = {record.index: record.prediction for record in records[0]}
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence_schema import AttackResult
