@@ -44,7 +44,7 @@ _THIRD = {
     curves.SILU.name: (_silu_third, 0.5001),
     curves.SIGMOID.name: (_logistic_third, 0.128),
     curves.TANH.name: (_tanh_third, 4.086),
-    curves.SQUARE.name: (torch.zeros_like, 0.0),
+    curves.SQUARE.name: (lambda x: torch.zeros_like(x), 0.0),
 }
 """f''' and sup |f''''|, rounded up."""
 

@@ -131,18 +131,18 @@ def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
 
 
 def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the least and the largest of Clarke's derivatives on [low, high], entry by entry."""
+    """Return the lowest and the largest of Clarke's derivatives on [low, high], entry by entry."""
     if any(torch.as_tensor(number).numel() > 1 for kink in line.kinks for number in kink):
         raise NoRule("kinks that differ from channel to channel")
     places = [-math.inf, *(float(place) for place, _ in line.kinks), math.inf]
     slopes = itertools.accumulate((float(rise) for _, rise in line.kinks), initial=line.slope)
-    least, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
+    lowest, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
     for slope, start, end in zip(slopes, places[:-1], places[1:], strict=True):
         # what only touches a kink does not pass it
         reached = ((low < end) & (high > start)) | ((low == high) & (low == start))
-        least = torch.where(reached, least.clamp_max(slope), least)
+        lowest = torch.where(reached, lowest.clamp_max(slope), lowest)
         largest = torch.where(reached, largest.clamp_min(slope), largest)
-    return least, largest
+    return lowest, largest
 
 
 def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
