@@ -5,11 +5,12 @@
 # make test-commands: types every command that a page, a hint or the code names, on small networks.
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
-# TORCH_INDEX: where torch and torchvision come from, together. Without a GPU: https://download.pytorch.org/whl/cpu
+# TORCH_INDEX: where torch and torchvision come from, together; empty for PyPI. On Linux without a GPU of NVIDIA, wheels
+# for CPUs.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TORCH_INDEX ?=
+TORCH_INDEX ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
@@ -79,7 +80,7 @@ release-check:
 		bin/certvit audit digits.safetensors --dataset digits --time-budget 30s --fail-on "clean<0.5" --html audit.html && \
 		ls -l audit.html
 	ls -l dist
-	@! grep -rn $(PLACEHOLDER) README.md examples/ci || { echo "not to be pushed: $(PLACEHOLDER) is no address"; exit 1; }
+	@! grep -rn $(PLACEHOLDER) examples/ci || { echo "not to be pushed: $(PLACEHOLDER) is no address"; exit 1; }
 	@grep -q '^\[project.urls\]' pyproject.toml || { echo "not to be pushed: pyproject.toml has no [project.urls]"; exit 1; }
 
 # without a CUDA device both say so and do nothing

@@ -40,11 +40,10 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 import timm  # isort: skip
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.methods import METHODS
 from certcli.constrain.parallel import constrain_layer
-from certcli.constrain.projection import Eigenbasis, _outer_step, eigenbasis, shrinkage
+from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes, energy
 
 ETAS = (0.05, 0.1, 0.2, 0.4)
@@ -69,6 +68,22 @@ def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float
     rotated = (matrix - centre) @ basis.vectors
     factors, multiplier = shrinkage(rotated, basis, radius)
     return centre + (rotated * factors) @ basis.vectors.mT if multiplier > 0 else matrix
+
+
+def outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
+    """Project `start` onto {<W - current, start - current> <= 0, <W - current + cut, cut> <= 0}: a
+    step of Algorithm 2, with the signs of Combettes 2003, Theorem 3.
+    """
+    away = start - current
+    pi = float((away * cut).sum())
+    mu = float((away * away).sum())
+    nu = float((cut * cut).sum())
+    rho = mu * nu - pi * pi
+    if rho <= 1e-14 * mu * nu:
+        return current - cut
+    if pi * nu >= rho:
+        return start - (1.0 + pi / nu) * cut
+    return current + (nu / rho) * (pi * away - mu * cut)
 
 
 def random_model(size: int, patch: int) -> torch.nn.Module:
@@ -153,20 +168,20 @@ def steps(
         gradient = 2 * residual @ inputs
         scale = 1 / weight.shape[0] if code_scaling else 1.0
         cut = gradient * (scale * excess / float(gradient.square().sum()))
-        return _outer_step(start - weight, current, cut) if excess > 0 else current, excess
+        return outer_step(start - weight, current, cut) if excess > 0 else current, excess
 
     start_of_step = clock()
     layer = collect(model, [images], [path])[path]
     collecting = clock() - start_of_step
     centre = layer.weight
-    gram = layer.grams[0]
+    gram = layer.gram
     first = start.double() - centre
 
     def gram_cut(current: Tensor) -> tuple[Tensor, float]:
         towards = current @ gram
         excess = float((towards * current).sum()) - budget
         cut = towards * (excess / (2 * float((towards * towards).sum()))) if excess > 0 else towards
-        return _outer_step(first, current, cut) if excess > 0 else current, excess
+        return outer_step(first, current, cut) if excess > 0 else current, excess
 
     def until_feasible(
         cut: Callable[[Tensor], tuple[Tensor, float]], current: Tensor
@@ -304,11 +319,11 @@ def precision(
             for part in (capture(model, path, images) for images in images.split(batch))
         )
         result = constrain_layer(
-            replace(layer, grams=gram[None], held_out=None), ConstrainSettings(eta=0.01, ridge=None)
+            replace(layer, gram=gram, held_out=None), ConstrainSettings(eta=0.01, ridge=None)
         )
         change = result.weight.double().flatten(1) - layer.weight
-        error = float((energy(change, layer.grams)[0] / layer.energies[0]).sqrt())
-        lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.grams[0])[0])
+        error = float((energy(change, layer.gram) / layer.output_energy).sqrt())
+        lowest = float(torch.linalg.eigvalsh(gram)[0] / torch.linalg.eigvalsh(layer.gram)[0])
         print(
             f"  {path:24} {100 * error:.5f} %   smallest eigenvalue float32 / float64 {lowest:.6f}",
             flush=True,
@@ -335,7 +350,7 @@ def main() -> None:
         "--prox",
         nargs="+",
         default=["l1", "clip", "nuclear", "spectral", "ball"],
-        choices=METHODS.names(),
+        choices=PENALTIES.names(),
     )
     parser.add_argument("--threads", type=int, default=1)
     parts = ["steps", "norms", "network", "precision"]

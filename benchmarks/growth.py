@@ -50,7 +50,7 @@ def constrain(model: torch.nn.Module, classes: int) -> None:
         layer = LayerStatistics(
             path=path,
             weight=weight.double(),
-            grams=gram[None],
+            gram=gram,
             kind="linear",
             shape=tuple(weight.shape),
             dtype=weight.dtype,

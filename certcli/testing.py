@@ -1,40 +1,57 @@
 """Assertions about networks for pytest, whose failures show figures. Documented in docs/api.md."""
 
-from typing import Any
+from typing import Any, Unpack
 
 from certcli import api
+from certcli.api import arguments
+from certcli.api.door import speaks_python
+from certcli.api.options import AttackOptions, MethodOptions, Radius, Words
+from certcli.certify.methods import Method
+from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import PASSED, UNDECIDED, Demand, whole
 from certcli.report.document import Share
-from certcli.system.errors import UsageError
 
 
 class NotDecidedError(AssertionError):
     """The interval of the share holds the demand: more images decide it."""
 
 
+@speaks_python
 def assert_certified(
-    network: api.Network,
+    source: api.Network,
     images: api.Data,
     labels: api.Labels = None,
-    radius: float = 0.25,
+    radii: Radius = 0.25,
     at_least: float = 0.5,
     *,
-    method: str = "lipschitz",
-    **options: Any,
+    method: Method = "lipschitz",
+    denoiser: Any = None,
+    device: str = "cpu",
+    batch_size: int = 128,
+    **options: Unpack[MethodOptions],
 ) -> Share:
-    """Fail unless the share of images certified and correct at `radius` (pixel l2) reaches
+    """Fail unless the share of images certified and correct at a radius (pixel l2) reaches
     `at_least`; return the share.
 
     The lower end of the share's 95 % interval must reach it. Network, images and options are those
-    of `api.certify`.
+    of `api.certify`; radii is one radius.
 
     Raises:
         AssertionError: the upper end does not reach it.
         NotDecidedError: the interval holds `at_least`.
     """
-    _require_share(at_least)
-    certificates = api.certify(network, images, labels, method=method, **options)
+    radius = arguments.one_radius(radii)
+    certificates = api.certify(
+        source,
+        images,
+        labels,
+        method=method,
+        denoiser=denoiser,
+        device=device,
+        batch_size=batch_size,
+        **options,
+    )
     hits = sum(row.holds_at(Threat("l2", radius)) for row in certificates)
     _require(
         hits, len(certificates), at_least, f"certified at l2 {radius:g} by {method}", proven=True
@@ -42,9 +59,10 @@ def assert_certified(
     return Share.of(hits, len(certificates))
 
 
-def assert_bound(network: api.Network, at_most: float) -> float:
+@speaks_python
+def assert_bound(source: api.Network, at_most: float) -> float:
     """Fail unless the proven Lipschitz bound is finite and at most `at_most`; return it."""
-    bound_result = api.bound(network)
+    bound_result = api.bound(source)
     value = float(bound_result.upper)
     assert value <= at_most, (
         f"the proven bound is {bound_result.upper} ({bound_result.bound.why or 'finite'}), {at_most:g} was demanded"
@@ -52,25 +70,41 @@ def assert_bound(network: api.Network, at_most: float) -> float:
     return value
 
 
+@speaks_python
 def assert_robust(
-    network: api.Network,
+    source: api.Network,
     images: api.Data,
     labels: api.Labels = None,
-    radius: float = 0.25,
+    radii: Radius = 0.25,
     at_least: float = 0.5,
-    **settings: Any,
+    *,
+    attacks: Words = ("pgd",),
+    norm: Norm = "l2",
+    device: str = "cpu",
+    batch_size: int = 128,
+    **settings: Unpack[AttackOptions],
 ) -> float:
-    """Fail unless the share of images that withstand the attacks at `radius` reaches `at_least`;
+    """Fail unless the share of images that withstand the attacks at a radius reaches `at_least`;
     return it.
 
     This can only show that a network is not robust. The interval decides, as in `assert_certified`.
-    Attacks and settings are those of `api.attack`.
+    Attacks and settings are those of `api.attack`; radii is one radius.
     """
-    _require_share(at_least)
-    (result,) = api.attack(network, images, labels, radii=(radius,), **settings)
+    radius = arguments.one_radius(radii)
+    (result,) = api.attack(
+        source,
+        images,
+        labels,
+        radii=radius,
+        attacks=attacks,
+        norm=norm,
+        device=device,
+        batch_size=batch_size,
+        **settings,
+    )
     hits = round(result.robust * result.images)
     what = f"left by {', '.join(result.attacks)}"
-    _require(hits, result.images, at_least, f"{what} at l2 {radius:g}", proven=False)
+    _require(hits, result.images, at_least, f"{what} at {norm} {radius:g}", proven=False)
     return float(result.robust)
 
 
@@ -83,8 +117,3 @@ def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool
     if look.verdict == UNDECIDED:
         raise NotDecidedError(f"{message}: not decided, more images decide it")
     raise AssertionError(message)
-
-
-def _require_share(at_least: float) -> None:
-    if not 0 <= at_least <= 1:
-        raise UsageError(f"at_least {at_least:g} is no share", "0.4 means 40 %")

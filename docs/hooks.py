@@ -103,8 +103,8 @@ def on_post_template(output: str, **_: Any) -> str:
 
 
 def _first_page(index: str) -> str:
-    """The repository's README as far as its installing, then the list of all pages."""
-    readme = (ROOT / "README.md").read_text().partition("## What it says")[0]
+    """The repository's README as far as its links, then the list of all pages."""
+    readme = (ROOT / "README.md").read_text().partition("## More")[0]
     return re.sub(r"\]\(docs/", "](", readme) + index.replace("# All pages", "## All pages", 1)
 
 

@@ -1,7 +1,7 @@
 """Types docs/tutorial.md again and writes what came back: `python examples/tutorial.py`, or `make
 tutorial`.
 
-The answers of `certvit audit`, in words, go into the README as well.
+The README's picture of an answer is drawn again as well: `--picture` draws nothing else.
 
 A block of ```console holds commands ("$ certvit ...") and, below each, its output at 80 columns:
 what a terminal shows, notes included, progress left out. The commands run in one folder, in the
@@ -9,27 +9,33 @@ page's order; figures that the page shows are copied to docs/img/.
 """
 
 import argparse
+import io
 import os
 import re
 import shutil
 import subprocess
 import tempfile
-import textwrap
 import time
 from pathlib import Path
 
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
+from rich.text import Text
+
 DOCS = Path(__file__).parent.parent / "docs"
-README = DOCS.parent / "README.md"
 BLOCK = re.compile(r"```console\n(.*?)```", re.DOTALL)
 PROGRESS = re.compile(r"^epoch \d+, step .*\n", re.MULTILINE)
 """Lines that tell how far a run is: how many there are depends on the machine."""
 
-ANSWERS_IN_README = r"(trained for proofs:\n\n```\n).*?(\n```)"
+ANSWER = "certvit audit certvit/digits --time-budget 60s"
+"""What the picture of the README shows."""
+WIDTH = 92
+"""Columns of that picture."""
 
 
-def run(command: str, folder: Path) -> str:
-    """What a terminal of 80 columns shows."""
-    environment = {**os.environ, "COLUMNS": "80"}
+def run(command: str, folder: Path, columns: int = 80) -> str:
+    """What a terminal of so many columns shows."""
+    environment = {**os.environ, "COLUMNS": str(columns)}
     done = subprocess.run(
         command,
         shell=True,
@@ -70,30 +76,20 @@ def typed_again(page: str, folder: Path, only: str = "") -> str:
     return re.sub(r"(took )\S+( minutes by the clock, )\S+( of\s)", times, written)
 
 
-def answers(page: str) -> str:
-    """Return what `certvit audit` answered first about each network, a paragraph each."""
-    parts = []
-    for block in BLOCK.findall(page):
-        for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
-            if part.startswith("certvit audit "):
-                words = re.search(
-                    r"^images: .*?\n(.*?)(?=^For comparison|^Next: )",
-                    part,
-                    re.DOTALL | re.MULTILINE,
-                )
-                parts.append(textwrap.fill(" ".join(words.group(1).split()), 118) if words else "")
-    return "\n\n".join(parts)
-
-
-def answered(readme: str, page: str) -> str:
-    """The README with these answers in its first block of them."""
-    return re.sub(
-        ANSWERS_IN_README,
-        lambda match: match.group(1) + answers(page) + match.group(2),
-        readme,
-        count=1,
-        flags=re.DOTALL,
-    )
+def picture(command: str, output: str) -> str:
+    """Return the first parts of what a command answered, as the SVG of a terminal: the words, the
+    paragraph behind them, and the table.
+    """
+    parts = output.strip().split("\n\n")
+    console = Console(record=True, width=WIDTH, file=io.StringIO())
+    console.print(Text(f"$ {command}\n", style="bold green"))
+    text = "\n\n".join(parts[:3])
+    end = re.search(r"^(How large|For comparison|Next: )", text, re.MULTILINE)
+    verdict = text[: end.start() if end else 0]
+    console.print(Text(verdict, style="bold"), Text(text.removeprefix(verdict)), sep="")
+    # no fonts from a server: any monospaced one
+    form = re.sub(r"@font-face \{\{.*?\}\}|<!--.*?-->", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="certvit", code_format=form, unique_id="answer")
 
 
 def main() -> None:
@@ -105,13 +101,17 @@ def main() -> None:
         default="",
         help="type only commands that begin so, in the --folder of an earlier run",
     )
+    parser.add_argument("--picture", action="store_true", help="draw the README's picture alone")
     asked = parser.parse_args()
     page = asked.page.read_text()
     with tempfile.TemporaryDirectory() as temporary:
         folder = asked.folder or Path(temporary)
+        answer = run(ANSWER, folder, WIDTH)
+        (DOCS / "img" / "answer.svg").write_text(picture(ANSWER, answer))
+        if asked.picture:
+            return
         written = typed_again(page, folder, asked.only)
         asked.page.write_text(written)
-        README.write_text(answered(README.read_text(), written))
         for name in re.findall(r"\]\(img/([\w.-]+)\)", page):
             shutil.copyfile(folder / name, DOCS / "img" / name)
 

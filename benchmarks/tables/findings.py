@@ -170,7 +170,7 @@ FINDINGS = (
         0,
         "effectively limits the maximum singular values across all layers",
         "not here",
-        "Figure 2a, of their networks; `certvit lipschitz A --heads --compare B --plot FILE` draws it for any two",
+        "Figure 2a, of their networks",
     ),
     Finding(
         "specformer",

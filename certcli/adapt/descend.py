@@ -1,156 +1,124 @@
-"""AdamW on a mean squared error, with bfloat16 products where the machine has them."""
+"""AdamW by epochs, with bfloat16 products where the machine has them."""
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.calibration_shards import Lots
-from certcli.adapt.settings import AdaptSettings
+from certcli.adapt.calibration_shards import Shards
 from certcli.models.build import multiplies_bf16
+from certcli.system.products import fast_products
 
-COMPARED = 256  # images that compare two epochs
+COMPARED = 256
+"""Calibration images that compare two epochs."""
+_SLOWER = 0.25
+_TRIES = 3
+
+ShardLoss = Callable[[int, Tensor, int | None], Tensor]
+"""(shard, row numbers, seed of an augmentation or None) -> the mean loss of these images."""
 
 
-def mixed_precision(device: torch.device, size: int) -> contextlib.AbstractContextManager[Any]:
-    """Use bfloat16 products where the device has them and the streams are long enough to gain."""
-    if size < 2**14 or not multiplies_bf16(device):
+def mixed_precision(rows: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """Use bfloat16 products where the device has them and each of `rows` (n, ...) is long enough."""
+    if rows[0].numel() < 2**14 or not multiplies_bf16(rows.device):
         return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=torch.bfloat16)
+    return torch.autocast(rows.device.type, dtype=torch.bfloat16)
 
 
-def make_optimiser(
-    parameters: list[nn.Parameter], lr: float, steps: int, unit: float = 1.0
-) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-    """AdamW with steps relative to each tensor's size (>= 1 % of `unit`), warm-up, cosine.
-
-    Least squares leaves output maps a thousand times larger than query maps, so one rate cannot
-    suit both.
-    """
-    groups = [
-        {"params": [p], "lr": lr * max(float(p.detach().square().mean().sqrt()), 1e-2 * unit)}
-        for p in parameters
-    ]
-    optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
-    warm = max(1, steps // 10)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimiser,
-        lambda step: (
-            min(1.0, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / steps)))
-        ),
-    )
-    return optimiser, schedule
-
-
-@torch.enable_grad()
-def descend(
-    block: Callable[[Tensor], Tensor],
-    module: nn.Module,
-    lots: Lots,
-    inputs: Mapping[int, Tensor],
-    targets: Mapping[int, Tensor],
-    scale: float,
-    settings: AdaptSettings,
-    generator: torch.Generator,
-) -> None:
-    """Fit block(inputs) to targets / scale; keep the best weights, the first ones included.
-
-    Every feature is weighted by its own variance: a few features of pre-trained vision transformers
-    are a hundred times larger than the rest.
+@dataclass(frozen=True)
+class Descent:
+    """Train `module` on the loss of all shards, in epochs 0 ... `epochs` - 1.
 
     Args:
-        inputs, targets: rows of each lot of this process.
+        unit: a tensor's rate is relative to its size, at least 1 % of `unit`. Least squares leaves
+            output maps a thousand times larger than query maps, so one rate cannot suit both.
     """
-    epochs = settings.epochs
-    batch_size = settings.batch_size
-    if epochs <= 0:
-        return
-    parameters = list(module.parameters())
-    for parameter in parameters:
-        parameter.requires_grad_(True)
-    steps = epochs * -(-lots.count // batch_size)
-    optimiser, schedule = make_optimiser(parameters, settings.lr, steps, 1 / scale)
-    some = next(iter(inputs.values()))
-    cast = mixed_precision(some.device, some[0].numel())
-    deviation = _feature_deviations(lots, targets, scale)
-    weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).to(some.dtype)
 
-    def distance(prediction: Tensor, goal: Tensor) -> Tensor:
-        return ((prediction.float() - goal / scale) * weight).square().mean()
+    module: nn.Module
+    shards: Shards
+    loss: ShardLoss
+    epochs: int
+    batch_size: int
+    seed: int
+    unit: float = 1.0
 
-    def error() -> float:
-        def per_lot(lot: int) -> list[Tensor]:
-            total = 0.0
-            judged = lots.size(lot, COMPARED)
-            with torch.no_grad(), cast:
-                parts = zip(
-                    inputs[lot][:judged].split(batch_size),
-                    targets[lot][:judged].split(batch_size),
-                    strict=True,
-                )
-                for part, goal in parts:
-                    total += float(distance(block(part), goal)) * len(part)
-            return [torch.tensor([total], dtype=torch.float64)]
+    def run(self, rate: float, first: int = 0) -> Iterator[float]:
+        """Run the epochs from `first`, and yield the rate of the next one after each.
 
-        return float(lots.total(per_lot, [torch.zeros(1, dtype=torch.float64)])[0])
+        An epoch that does not lower the loss of COMPARED images is taken back and repeated at a
+        quarter of the rate: adapted networks can be steep.
+        """
+        smallest, best = self._compared_loss(), self._weights()
+        for epoch in range(first, self.epochs):
+            for _ in range(_TRIES):
+                self._train(rate, epoch)
+                reached = self._compared_loss()
+                if reached < smallest:
+                    smallest, best = reached, self._weights()
+                    break
+                self.module.load_state_dict(best)
+                rate *= _SLOWER
+            yield rate
 
-    best = error()
-    best_state = state_of(module)
-    for _ in range(epochs):
-        for batch in lots.batches(batch_size, generator):
-            images = sum(map(len, batch.values()))
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in self.module.state_dict().items()}
 
-            def loss(lot: int, rows: Tensor, images: int = images) -> Tensor:
-                with cast:
-                    error = distance(block(inputs[lot][rows]), targets[lot][rows])
-                return error * (len(rows) / images)
+    @torch.no_grad()
+    def _compared_loss(self) -> float:
+        """Return the sum of the losses of the first COMPARED images, not augmented."""
 
-            set_gradients(parameters, lots, batch, loss)
-            optimiser.step()
-            schedule.step()
-        new_error = error()
-        if new_error < best:
-            best = new_error
-            best_state = state_of(module)
-    module.load_state_dict(best_state)
-    for parameter in parameters:
-        parameter.grad = None
-        parameter.requires_grad_(False)
+        def per_shard(shard: int) -> list[Tensor]:
+            rows = torch.arange(self.shards.size(shard, COMPARED))
+            parts = rows.split(self.batch_size) if len(rows) else ()
+            losses = [float(self.loss(shard, part, None)) * len(part) for part in parts]
+            return [torch.tensor([sum(losses)], dtype=torch.float64)]
 
+        return float(self.shards.total(per_shard, [torch.zeros(1, dtype=torch.float64)])[0])
 
-def set_gradients(
-    parameters: Sequence[nn.Parameter],
-    lots: Lots,
-    batch: Mapping[int, Tensor],
-    loss: Callable[[int, Tensor], Tensor],
-) -> None:
-    """Set every `.grad` to the gradient of the sum of loss(lot, rows) over the lots of the batch."""
+    @torch.enable_grad()
+    def _train(self, rate: float, epoch: int) -> None:
+        """Run an epoch of AdamW: warm-up over half of it, a cosine over all epochs."""
+        self.module.requires_grad_(True)
+        parameters = list(self.module.parameters())
+        sizes = [float(each.detach().square().mean().sqrt()) for each in parameters]
+        groups = [
+            {"params": [each], "size": max(size, 1e-2 * self.unit)}
+            for each, size in zip(parameters, sizes, strict=True)
+        ]
+        optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
+        generator = torch.Generator().manual_seed(self.seed + epoch)
+        batches = list(self.shards.batches(self.batch_size, generator))
+        with fast_products(self.module):
+            for step, batch in enumerate(batches):
+                share = (epoch + step / len(batches)) / self.epochs
+                warm = min(1.0, (step + 1) / max(1, len(batches) // 2))
+                for group in optimiser.param_groups:
+                    cosine = 0.5 * (1 + math.cos(math.pi * share))
+                    group["lr"] = rate * group["size"] * warm * cosine
+                seed = int(torch.randint(2**31, (1,), generator=generator))
+                self._set_gradients(parameters, batch, seed)
+                optimiser.step()
+        self.module.zero_grad()
+        self.module.requires_grad_(False)
 
-    def per_lot(lot: int) -> Sequence[Tensor] | None:
-        if not len(batch[lot]):
-            return None
-        gradients = torch.autograd.grad(loss(lot, batch[lot]), parameters, allow_unused=True)
-        pairs = zip(gradients, parameters, strict=True)
-        return [torch.zeros_like(parameter) if each is None else each for each, parameter in pairs]
+    def _set_gradients(
+        self, parameters: list[nn.Parameter], batch: dict[int, Tensor], seed: int
+    ) -> None:
+        images = sum(map(len, batch.values()))
 
-    for parameter, gradient in zip(parameters, lots.total(per_lot, parameters), strict=True):
-        parameter.grad = gradient
+        def per_shard(shard: int) -> list[Tensor]:
+            rows = batch[shard]
+            if not len(rows):
+                return [torch.zeros_like(parameter) for parameter in parameters]
+            loss = self.loss(shard, rows, seed + shard) * (len(rows) / images)
+            return [
+                *torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+            ]
 
-
-def _feature_deviations(lots: Lots, targets: Mapping[int, Tensor], scale: float) -> Tensor:
-    """Return the deviation (d,) float64 of each feature of targets / scale, on COMPARED images."""
-
-    def per_lot(lot: int) -> list[Tensor]:
-        rows = targets[lot][: lots.size(lot, COMPARED)].flatten(0, -2).double() / scale
-        return [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0, :1], len(rows))]
-
-    features = next(iter(targets.values())).flatten(0, -2)[0].double()
-    total, squares, count = lots.total(per_lot, [features, features, features[:1]])
-    return (squares / count - (total / count).square()).clamp_min(0).sqrt()
-
-
-def state_of(module: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+        totals = self.shards.total(per_shard, parameters)
+        for parameter, gradient in zip(parameters, totals, strict=True):
+            parameter.grad = gradient

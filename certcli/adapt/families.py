@@ -175,25 +175,16 @@ def require_known_blocks(net: nn.Module, family: Family) -> None:
             raise ArchitectureError(f"{step.path}.mlp has a norm inside, which adapt does not know")
 
 
-def branch(block: Any, half: Half, u: Tensor) -> Tensor:
-    """Return the branch of a half for the normed stream `u`: attention or MLP, then LayerScale."""
-    scale = getattr(block, f"ls{half}", None)
-    if half == 2:
-        out = block.mlp(u)
-    else:
-        out = block._attn(u) if isinstance(block, SwinTransformerBlock) else block.attn(u)
-    return out if scale is None else scale(out)
-
-
-def join(block: Any, half: Half, x: Tensor, added: Tensor) -> Tensor:
-    """Return the stream after this half."""
-    residual = getattr(block, f"residual{half}", None)
-    return x + added if residual is None else residual(x, added)
-
-
 def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
-    norm = getattr(block, f"norm{half}")
-    return join(block, half, x, branch(block, half, norm(x)))
+    """Return the stream after norm, attention or MLP, LayerScale and residual of this half."""
+    rows = getattr(block, f"norm{half}")(x)
+    if half == 2:
+        added = block.mlp(rows)
+    else:
+        added = block._attn(rows) if isinstance(block, SwinTransformerBlock) else block.attn(rows)
+    added = getattr(block, f"ls{half}", nn.Identity())(added)
+    residual: Callable[[Tensor, Tensor], Tensor] = getattr(block, f"residual{half}", torch.add)
+    return residual(x, added)
 
 
 def attention_input(block: Any, x: Tensor) -> Tensor:

@@ -4,33 +4,57 @@ Parts that are linear in their parameters have a closed form; AdamW fits the res
 all calibration images, old and new, stay in memory; the streams inside a block do not.
 """
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.calibration_shards import Lots
-from certcli.adapt.descend import descend
-from certcli.adapt.ending import EndFitter
-from certcli.adapt.families import Family, Half, Section, attention_input, run_half
+from certcli.adapt.calibration_shards import Pairs, Shards, Stream
+from certcli.adapt.descend import COMPARED, Descent, mixed_precision
+from certcli.adapt.families import (
+    Family,
+    Half,
+    Section,
+    attention_input,
+    end,
+    part_at,
+    run_half,
+)
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs
-from certcli.adapt.streams import AdaptedPart, Stream, Streams, capture_input
-from certcli.adapt.weight_transfer import HalfScale, Scales, input_maps, output_map
+from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs, deviations
+from certcli.adapt.weight_transfer import Scales, heads, input_maps, output_map, start_norm
+from certcli.nn.heads import FlatHead
+from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.products import fast_products
 
-HALVES: tuple[Half, Half] = (1, 2)
 RIDGE = 1e-4
+_HEAD_RIDGE = 0.05
+FLOOR_QUANTILE = 0.05
+"""A default floor lies above the deviation of this share of the calibration tokens."""
 # rows for each unknown of a least-squares problem, and its least number of images
 _ROWS = 64
 _FEWEST = 128
 
+Map = Callable[[Tensor], Tensor]
 
-class Fitter(Streams):
-    """Fit the sections of both networks side by side; `position` counts the finished sections."""
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """An adapted part: its path, its description before and after, its relative output error."""
+
+    path: str
+    before: str
+    after: str
+    error: float
+
+
+class Fitter:
+    """Fit the sections of both networks side by side, then the end."""
 
     def __init__(
         self,
@@ -40,124 +64,95 @@ class Fitter(Streams):
         scales: Scales,
         settings: AdaptSettings,
         images: Stream,
-        lots: Lots,
+        shards: Shards,
     ) -> None:
-        super().__init__(teacher, student, family, settings, lots)
+        self.teacher = teacher
+        self.student = student
+        self.family = family
         self.scales = scales
+        self.settings = settings
         self.images = images
-        self.position = 0
+        self.shards = shards
+        self.old: Stream = {}
+        self.new: Stream = {}
 
-    @torch.no_grad()
-    def advance(self, done: int) -> None:
-        """Embed the images, and move both streams past the first `done` sections."""
-        self._embed(start_norms=done == 0)
-        steps = zip(
-            self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True
-        )
-        for old, new in list(steps)[:done]:
-            self.move(old.run, new.run)
-        self.position = done
-
-    def run(self) -> Iterator[list[AdaptedPart]]:
-        """Adapt the remaining sections, then the end of the network; yield the records of each."""
-        steps = list(
-            zip(self.family.body(self.teacher.net), self.family.body(self.student.net), strict=True)
-        )
-        for index, (old, new) in enumerate(steps):
-            if index < self.position:
-                continue
-            with fast_products(self.student.net):
-                record = self._adapt(index, old, new)
-            self.position = index + 1
-            if record is not None:
-                self.agree_on(new.module)
-                yield [record]
-        if self.position == len(steps):
+    def run(self, done: int) -> Iterator[tuple[int, list[AdaptedPart]]]:
+        """Adapt what follows the first `done` sections; yield the new `done` and the records."""
+        bodies = (self.family.body(model.net) for model in (self.teacher, self.student))
+        sections = list(zip(*bodies, strict=True))
+        with torch.no_grad(), fast_products(self.student.net):
+            self._embed(start_norms=done == 0)
+            for old, new in sections[:done]:
+                self._move(old.run, new.run)
+        for index in range(done, len(sections) + 1):
             with torch.no_grad(), fast_products(self.student.net):
-                records = list(EndFitter(self).run())
-            self.agree_on(self.student.net)
-            self.position += 1
-            yield records
-
-    @torch.no_grad()
-    def _adapt(self, index: int, old: Section, new: Section) -> AdaptedPart | None:
-        if new.kind == "tokens":
-            self.move(old.run, new.run)
-            return None
-        few = self._subset(self.old, new), self._subset(self.new, new)
-        if new.kind == "merge":
-            self._merge(old, new, *few)
-            self.move(old.run, new.run)
-            return AdaptedPart(new.path, _name(old.module), _name(new.module.norm), self.error(1.0))
-        for half in HALVES:
-            self._half(old.module, new.module, half, self.scales[(new.path, half)], *few)
-        self.move(old.run, None)
-        last = self.scales[(new.path, 2)].after
-        if self.settings.epochs > 0:
-            generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + index)
-            descend(
-                new.module,
-                new.module,
-                self.lots,
-                self.new,
-                self.old,
-                last,
-                self.settings,
-                generator,
-            )
-        self.move(None, new.run)
-        return AdaptedPart(new.path, _name(old.module), describe(new.module), self.error(last))
-
-    def _subset(self, stream: Stream, step: Section) -> Stream:
-        """Copy as many images as the widest least-squares problem of this section needs."""
-        widest = (
-            step.module.mlp.fc2.in_features
-            if step.kind == "block"
-            else step.module.reduction.in_features
-        )
-        some = next(iter(self.old.values()))[0]
-        count = max(_FEWEST, -(-_ROWS * widest // (some.numel() // some.shape[-1])))
-        return {lot: rows[: self.lots.size(lot, count)].clone() for lot, rows in stream.items()}
+                last = index == len(sections)
+                parts = self._fit_end() if last else self._fit_section(index, *sections[index])
+            yield index + 1, parts
 
     def _embed(self, start_norms: bool) -> None:
-        """Compute the streams before the first section, and start the new norms of the embedding."""
-        size = self.settings.batch_size
+        """Compute the streams before the first section; the embedding's new norms start on them."""
 
-        def embed(model: Any, part: Tensor) -> Tensor:
-            return self.family.embed(model.net, model.normalize(as_pixels(part)))
+        def embed(model: Any, pixels: Tensor) -> Tensor:
+            return self.family.embed(model.net, model.normalize(as_pixels(pixels)))
 
+        runs = partial(embed, self.teacher), partial(embed, self.student)
         for path in self.family.embed_norms if start_norms else ():
-            self.start_norm_at(
-                path, lambda model, part: embed(model, part), self.images, self.images
+            norms = part_at(self.teacher.net, path), part_at(self.student.net, path)
+            self._start_norm(*norms, self._input_pairs(*norms, runs, self.images, self.images))
+        for run, stream in zip(runs, (self.old, self.new), strict=True):
+            stream.update(
+                {shard: self._moved(run, images) for shard, images in self.images.items()}
             )
-        for model, stream in ((self.teacher, self.old), (self.student, self.new)):
-            for lot, images in self.images.items():
-                stream[lot] = torch.cat([embed(model, part) for part in images.split(size)])
 
-    def _half(self, old: Any, new: Any, half: Half, scale: HalfScale, x: Stream, y: Stream) -> None:
+    def _fit_section(self, index: int, old: Section, new: Section) -> list[AdaptedPart]:
+        if new.kind == "tokens":
+            self._move(old.run, new.run)
+            return []
+        x, y = self._subset(self.old, new), self._subset(self.new, new)
+        if new.kind == "merge":
+            self._fit_merge(old, new, x, y)
+            self._move(old.run, new.run)
+            return [
+                AdaptedPart(new.path, _name(old.module), _name(new.module.norm), self._error(1.0))
+            ]
+        half: Half
+        for half in (1, 2):
+            self._fit_half(old.module, new, half, x, y)
+        scale = self.scales[new.path, 2].after
+        self._move(old.run, None)
+        self._descend(new.module, new.run, scale, index)
+        self._move(None, new.run)
+        return [AdaptedPart(new.path, _name(old.module), _describe(new.module), self._error(scale))]
+
+    def _subset(self, stream: Stream, section: Section) -> Stream:
+        """Copy as many images as the widest least-squares problem of this section needs."""
+        is_block = section.kind == "block"
+        widest = section.module.mlp.fc2 if is_block else section.module.reduction
+        some = next(iter(self.old.values()))[0]
+        rows = some.numel() // some.shape[-1]
+        count = max(_FEWEST, -(-_ROWS * widest.in_features // rows))
+        return {
+            shard: rows[: self.shards.size(shard, count)].clone() for shard, rows in stream.items()
+        }
+
+    def _fit_half(self, old: Any, section: Section, half: Half, x: Stream, y: Stream) -> None:
         """Fit norm, input and output map of a residual branch, and move both streams past it."""
-        old_norm, new_norm = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
-
-        def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x[lot], y[lot]):
-                yield after.flatten(0, -2), old_norm(before).flatten(0, -2)
-
-        self.start_norm(new_norm, norm_pairs)
-        readers = input_maps(new, half)
-        if readers:
-            sums = self.accumulate(
-                partial(between_inputs, readers),
-                lambda lot: ((new_norm(rows), goal) for rows, goal in norm_pairs(lot)),
-            )
-            compose_inputs(readers, sums, RIDGE)
+        new = section.module
+        scale = self.scales[section.path, half]
+        runs = partial(run_half, old, half), partial(run_half, new, half)
+        norms = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
+        norm_pairs = self._input_pairs(*norms, runs, x, y)
+        self._start_norm(*norms, norm_pairs)
+        self._compose(input_maps(new, half), _outputs(*norms, norm_pairs), RIDGE)
         output = output_map(new, half)
 
-        def output_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x[lot], y[lot]):
-                goal = run_half(old, half, before)
+        def output_pairs(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self._chunks(x[shard], y[shard]):
+                goal = runs[0](before)
                 # the branch that is missing in the stream: (goal / s - keep y) / share
                 target = (goal / scale.after - scale.keep * after) / scale.share
-                features = capture_input(output, partial(run_half, new, half, after)).flatten(0, -2)
+                features = capture_input(output, partial(runs[1], after)).flatten(0, -2)
                 if half == 1:
                     inside = attention_input(new, torch.ones_like(target[..., :1])).flatten() > 0
                     target = attention_input(new, target).flatten(0, -2)[inside]
@@ -165,52 +160,228 @@ class Fitter(Streams):
                 yield features, target.flatten(0, -2)
                 before.copy_(goal)
 
-        fixed = (
-            type(new.attn) is type(old.attn)
-            if half == 1
-            else type(new.mlp.act) is type(old.mlp.act)
-        )
-        self.accumulate(partial(_least_squares_onto, output), output_pairs).solve_into(
-            output, RIDGE, keep=fixed
-        )
-        for lot in self.lots.own:
-            for (after,) in self.chunks(y[lot]):
-                after.copy_(run_half(new, half, after))
+        part = "attn" if half == 1 else "mlp.act"
+        fixed = type(new.get_submodule(part)) is type(old.get_submodule(part))
+        self._solve(output, output_pairs, RIDGE, fixed)
+        for rows in y.values():
+            for (after,) in self._chunks(rows):
+                after.copy_(runs[1](after))
 
-    def _merge(self, old: Section, new: Section, x: Stream, y: Stream) -> None:
+    def _fit_merge(self, old: Section, new: Section, x: Stream, y: Stream) -> None:
         """Fit patch merging: its norm, then its map by least squares."""
-        reduction: nn.Linear = new.module.reduction
+        norms = old.module.norm, new.module.norm
+        runs = old.run, new.run
+        self._start_norm(*norms, self._input_pairs(*norms, runs, x, y))
+        reduction = new.module.reduction
+        self._solve(reduction, self._output_pairs(reduction, runs, x, y), RIDGE, True)
 
-        def norm_pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x[lot], y[lot]):
-                inputs = capture_input(new.module.norm, partial(new.run, after))
-                reached = capture_input(old.module.norm, partial(old.run, before))
-                yield inputs.flatten(0, -2), old.module.norm(reached).flatten(0, -2)
+    def _fit_end(self) -> list[AdaptedPart]:
+        """Fit the final norms, then the head; both streams end as logits."""
+        parts = []
+        runs = partial(end, self.teacher.net), partial(end, self.student.net)
+        net = self.student.net
+        tokens = len(heads(net)) if getattr(net, "global_pool", "") == "token" else None
+        for path in self.family.end_norms:
+            norms = part_at(self.teacher.net, path), part_at(net, path)
+            if isinstance(norms[1], (CenterNorm, FloorNorm)):
+                pairs = self._input_pairs(*norms, runs, self.old, self.new, tokens)
+                self._start_norm(*norms, pairs)
+                error = self.shards.relative_error(_outputs(*norms, pairs))
+                parts.append(AdaptedPart(path, "LayerNorm", _name(norms[1]), error))
+        head, after = net.head, _name(net.head)
+        trained = isinstance(head, FlatHead) and len(head.hidden) > 0
+        if isinstance(head, FlatHead):
+            after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
+            if trained:
+                self._start_flat_head(head, runs)
+        else:
+            for old, new in zip(heads(self.teacher.net), heads(net), strict=True):
+                # only as many rows as images: the fewer rows a feature has, the larger the ridge
+                ridge = _HEAD_RIDGE * new.in_features / self.shards.count
+                self._compose([new], self._input_pairs(old, new, runs, self.old, self.new), ridge)
+        self._move(runs[0], None)
+        if trained:
+            self._descend(head, runs[1], 1.0, 9_999)
+        self._move(None, runs[1])
+        return [*parts, AdaptedPart("head", _name(self.teacher.net.head), after, self._error(1.0))]
 
-        def pairs(lot: int) -> Iterator[tuple[Tensor, Tensor]]:
-            for before, after in self.chunks(x[lot], y[lot]):
-                features = capture_input(reduction, partial(new.run, after))
-                yield features.flatten(0, -2), old.run(before).flatten(0, -2)
+    def _start_flat_head(self, head: Any, runs: tuple[Map, Map]) -> None:
+        """Start hidden layers orthogonal, and the last one by least squares on the old logits."""
+        generator = torch.Generator().manual_seed(self.settings.seed * 10_007 + 9_999)
+        for layer in head.hidden:
+            drawn = torch.empty_like(layer.weight, device="cpu")  # where the generator is
+            layer.weight.data.copy_(nn.init.orthogonal_(drawn, generator=generator))
+            nn.init.zeros_(layer.bias)
+        self._solve(head.out, self._output_pairs(head.out, runs, self.old, self.new), 1e-3, False)
 
-        self.start_norm(new.module.norm, norm_pairs)
-        self.accumulate(partial(_least_squares_onto, reduction), pairs).solve_into(
-            reduction, RIDGE, keep=True
+    def _input_pairs(
+        self,
+        old: nn.Module,
+        new: nn.Module,
+        runs: tuple[Map, Map],
+        x: Stream,
+        y: Stream,
+        tokens: int | None = None,
+    ) -> Pairs:
+        """Return pairs (rows that reach the new part, rows that reach the old part).
+
+        Args:
+            tokens: the number of leading tokens that count; None: all.
+        """
+
+        def pairs(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for chunk in self._chunks(x[shard], y[shard]):
+                before, after = (
+                    capture_input(part, partial(run, rows))
+                    for part, run, rows in zip((old, new), runs, chunk, strict=True)
+                )
+                if after.dim() == 3:
+                    before, after = before[:, :tokens], after[:, :tokens]
+                yield after.flatten(0, -2), before.flatten(0, -2)
+
+        return pairs
+
+    def _output_pairs(self, layer: nn.Linear, runs: tuple[Map, Map], x: Stream, y: Stream) -> Pairs:
+        """Return pairs (inputs of the layer in the new run, outputs of the old run)."""
+
+        def pairs(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
+            for before, after in self._chunks(x[shard], y[shard]):
+                features = capture_input(layer, partial(runs[1], after))
+                yield features.flatten(0, -2), runs[0](before).flatten(0, -2)
+
+        return pairs
+
+    def _start_norm(self, old: Any, new: Any, pairs: Pairs) -> None:
+        """Start a new norm by the deviations of the rows that reach it."""
+        is_floor = isinstance(new, FloorNorm)
+        if not is_floor and not isinstance(new, CenterNorm):
+            return
+
+        def per_shard(shard: int) -> list[Tensor]:
+            sizes = torch.cat([deviations(rows) for rows, _ in pairs(shard)]).sort().values
+            count = len(sizes)
+            floor = sizes[int(FLOOR_QUANTILE * (count - 1))]
+            return [
+                torch.stack([torch.full_like(floor, count), sizes.square().sum(), count * floor])
+            ]
+
+        like = torch.zeros(3, dtype=torch.float64)
+        count, squares, floors = self.shards.total(per_shard, [like])[0].tolist()
+        start_norm(old, new, max((floors if is_floor else (count * squares) ** 0.5) / count, 1e-6))
+
+    def _compose(self, readers: list[nn.Linear], pairs: Pairs, ridge: float) -> None:
+        if readers:
+            solver = self._accumulate(between_inputs(readers), pairs)
+            compose_inputs(readers, solver, ridge)
+
+    def _solve(self, layer: nn.Linear, pairs: Pairs, ridge: float, keep: bool) -> None:
+        self._accumulate(LeastSquares.onto(layer), pairs).solve_into(layer, ridge, keep)
+
+    def _accumulate(self, solver: LeastSquares, pairs: Pairs) -> LeastSquares:
+        """Return the solver with the sums over the pairs of all shards."""
+
+        def per_shard(shard: int) -> list[Tensor]:
+            part = solver.fresh()
+            for x, y in pairs(shard):
+                part.add(x, y)
+            return part.sums
+
+        for mine, total in zip(solver.sums, self.shards.total(per_shard, solver.sums), strict=True):
+            mine.copy_(total)
+        return solver
+
+    def _descend(self, module: nn.Module, run: Map, scale: float, number: int) -> None:
+        """Fit `run` of the new stream to the old stream / scale by AdamW.
+
+        Every feature is weighted by its own variance: a few features of pre-trained vision
+        transformers are a hundred times larger than the rest.
+        """
+        if self.settings.epochs <= 0:
+            return
+        deviation = self._feature_deviations() / scale
+        weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).float()
+
+        def loss(shard: int, rows: Tensor, _seed: int | None) -> Tensor:
+            inputs, goal = self.new[shard][rows], self.old[shard][rows] / scale
+            with mixed_precision(inputs):
+                output = run(inputs)
+            return ((output.float() - goal) * weight).square().mean()
+
+        seed = self.settings.seed * 10_007 + 100 * number
+        descent = Descent(
+            module,
+            self.shards,
+            loss,
+            self.settings.epochs,
+            self.settings.batch_size,
+            seed,
+            1 / scale,
+        )
+        for _ in descent.run(self.settings.lr):
+            pass
+
+    def _feature_deviations(self) -> Tensor:
+        """Return the deviation (d,) float64 of each feature of the old stream, on COMPARED images."""
+
+        def per_shard(shard: int) -> list[Tensor]:
+            rows = self.old[shard][: self.shards.size(shard, COMPARED)].flatten(0, -2).double()
+            return [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0, :1], len(rows))]
+
+        features = next(iter(self.old.values())).flatten(0, -2)[0].double()
+        total, squares, count = self.shards.total(per_shard, [features, features, features[:1]])
+        return (squares / count - (total / count).square()).clamp_min(0).sqrt()
+
+    def _chunks(self, *streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        size = self.settings.batch_size
+        yield from zip(*(stream.split(size) for stream in streams), strict=True)
+
+    def _move(self, old: Map | None, new: Map | None) -> None:
+        """Move both streams through one section, shard by shard."""
+        for run, stream in ((old, self.old), (new, self.new)):
+            if run is not None:
+                stream.update({shard: self._moved(run, rows) for shard, rows in stream.items()})
+
+    def _moved(self, run: Map, rows: Tensor) -> Tensor:
+        # the stream stays in float32; products are rounded only where AdamW rounds them as well
+        exact = self.settings.epochs == 0
+        with contextlib.nullcontext() if exact else mixed_precision(rows):
+            return torch.cat([run(part) for part in rows.split(self.settings.batch_size)]).float()
+
+    def _error(self, scale: float) -> float:
+        return self.shards.relative_error(
+            lambda shard: (
+                (new * scale, old) for old, new in self._chunks(self.old[shard], self.new[shard])
+            )
         )
 
 
-def _least_squares_onto(layer: nn.Linear) -> LeastSquares:
-    """Return the solver for pairs (inputs of the layer, its target outputs)."""
-    return LeastSquares(
-        layer.in_features, layer.out_features, layer.weight.device, layer.bias is not None
-    )
+class _Reached(Exception):
+    """A run has reached the module whose input was asked for."""
+
+
+def capture_input(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """Return the input of `module` during `run`, which ends there."""
+    captured: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        captured.append(inputs[0])
+        raise _Reached
+
+    with module.register_forward_pre_hook(stop), contextlib.suppress(_Reached):
+        run()
+    return captured[0]
+
+
+def _outputs(old: nn.Module, new: nn.Module, pairs: Pairs) -> Pairs:
+    """Return pairs (output of the new part, output of the old part) of pairs of their inputs."""
+    return lambda shard: ((new(rows), old(reached)) for rows, reached in pairs(shard))
 
 
 def _name(part: nn.Module) -> str:
     return type(part).__name__
 
 
-def describe(block: Any) -> str:
-    parts = [_name(block.attn), _name(block.norm1), _name(block.mlp.act)]
-    if hasattr(block, "residual1"):
-        parts.append(_name(block.residual1))
-    return ", ".join(parts)
+def _describe(block: Any) -> str:
+    parts = [block.attn, block.norm1, block.mlp.act]
+    parts += [block.residual1] if hasattr(block, "residual1") else []
+    return ", ".join(map(_name, parts))

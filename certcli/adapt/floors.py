@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.pixels import as_pixels
-from certcli.adapt.streams import AdaptedPart
+from certcli.adapt.start import deviations
 from certcli.images.labelled import at_once
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
@@ -25,10 +26,6 @@ BLANK = (0.0, 0.5, 1.0)
 
 ROOM = 0.7
 """A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
-
-
-FEW = 16
-"""Rows measured in float64, among which the least one is."""
 
 
 @torch.no_grad()
@@ -49,8 +46,8 @@ def least_floors(
     for path, new in student.net.named_modules():
         if isinstance(new, FloorNorm):
             pairs.append((path, teacher.net.get_submodule(path), new))
-    deviations = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
-    for (path, old, new), floor in zip(pairs, deviations, strict=True):
+    smallest = least_deviations(teacher, [old for _, old, _ in pairs], images, batch_size, team)
+    for (path, old, new), floor in zip(pairs, smallest, strict=True):
         # a norm that is never called
         floor = max(ROOM * floor, 1e-6) if math.isfinite(floor) else 1.0
         new.floor.fill_(floor)
@@ -69,7 +66,7 @@ def least_deviations(
     smallest = [float("inf")] * len(norms)
 
     def note(index: int, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        smallest[index] = min(smallest[index], least_deviation(inputs[0]))
+        smallest[index] = min(smallest[index], float(deviations(inputs[0]).min()))
 
     with ExitStack() as hooks:
         hooks.enter_context(fast_products(teacher))
@@ -81,15 +78,4 @@ def least_deviations(
         count = at_once(batch_size, images.shape[1:], images.device)
         for part in images.split(count)[team.rank :: team.size]:
             teacher(as_pixels(part))
-    return [min(deviations) for deviations in zip(*team.everyone(smallest), strict=True)]
-
-
-def least_deviation(values: Tensor) -> float:
-    """Return the least standard deviation of the rows (..., d), in float64.
-
-    LayerNorm's own kernel, whose reciprocals have the rows' precision, picks FEW rows for float64.
-    """
-    rows = values.flatten(0, -2)
-    reciprocals = torch.native_layer_norm(rows, rows.shape[-1:], None, None, 1e-30)[2]
-    nearest = rows[reciprocals.flatten().topk(min(FEW, len(rows))).indices]
-    return float(nearest.double().var(dim=-1, correction=0).min().sqrt())
+    return [min(column) for column in zip(*team.everyone(smallest), strict=True)]

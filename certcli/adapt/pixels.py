@@ -1,10 +1,13 @@
 """Calibration pixels: stored in 8 bits where that is exact, augmented for distillation."""
 
+import certcli.system.compat  # noqa: F401 (before torchvision)
+
+# isort: split
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+from torchvision.transforms import v2
 
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
 
@@ -30,40 +33,16 @@ def photograph_sized(images: Tensor) -> bool:
     return min(images.shape[-2:]) >= _PHOTOGRAPH
 
 
-def draw_augmentation(count: int, generator: torch.Generator) -> Tensor:
-    """Draw (5, count) numbers in [0, 1), which `augment` uses for `count` images."""
-    return torch.rand(5, count, generator=generator)
-
-
-def augment(images: Tensor, draws: Tensor) -> Tensor:
+def augment(images: Tensor, seed: int) -> Tensor:
     """Crop photographs to 35 to 100 % of their area and mirror them; mirror small colour images.
 
     Grey images stay: on 8 x 8 digits, shifts by up to one pixel made distillation worse.
     """
-    count, channels = images.shape[:2]
-    if channels != 3:
+    if images.shape[1] != 3:
         return images
-    mirrored = draws[0] < 0.5
-    if not photograph_sized(images):
-        return torch.where(mirrored.to(images.device).view(-1, 1, 1, 1), images.flip(-1), images)
-
-    def between(low: float, high: float, drawn: Tensor) -> Tensor:
-        return low + (high - low) * drawn
-
-    area = between(0.35, 1.0, draws[1])
-    ratio = between(-0.29, 0.29, draws[2]).exp()
-    across = (area * ratio).sqrt().clamp_max(1)
-    down = (area / ratio).sqrt().clamp_max(1)
-    move_x = between(-1, 1, draws[3]) * (1 - across)
-    move_y = between(-1, 1, draws[4]) * (1 - down)
-    zero = torch.zeros(count)
-    rows = [
-        torch.stack([torch.where(mirrored, -across, across), zero, move_x], dim=1),
-        torch.stack([zero, down, move_y], dim=1),
-    ]
-    grid = functional.affine_grid(
-        torch.stack(rows, dim=1).to(images), list(images.shape), align_corners=False
-    )
-    return functional.grid_sample(
-        images, grid, mode="bilinear", padding_mode="reflection", align_corners=False
-    )
+    steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()]
+    if photograph_sized(images):
+        steps.append(v2.RandomResizedCrop(images.shape[-2:], scale=(0.35, 1.0)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.stack([v2.Compose(steps)(image) for image in images])

@@ -7,20 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.bound_tradeoff import Trade
-from certcli.adapt.calibration_shards import FEW, LOTS, Lots
-from certcli.adapt.distil import Distiller
+from certcli.adapt.calibration_shards import FEW, SHARDS, Shards
+from certcli.adapt.distil import distil
 from certcli.adapt.families import Half, family_of, token_counts
-from certcli.adapt.fit import Fitter
+from certcli.adapt.fit import AdaptedPart, Fitter
 from certcli.adapt.pixels import photograph_sized
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState, identity
-from certcli.adapt.streams import AdaptedPart
+from certcli.adapt.trials import Trade
 from certcli.adapt.weight_transfer import Scales, carry_over, input_maps, reads_linearly
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import Record, Replacement
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import CenterNorm
@@ -28,17 +27,18 @@ from certcli.system.errors import CheckpointError, one_line
 from certcli.system.processes import ALONE, Team
 from certcli.system.seeds import seed_all
 
+NETWORK = "(network)"
+"""The path of the record of distillation."""
 
-class Adapter:
-    """Own the original network (teacher) and the new one (student); `run` fits it.
 
-    Several processes share the images by lots (`calibration_shards.py`) and end with the same networks.
+class Adaptation:
+    """Own the original network (teacher) and, in a subclass, the new one (student).
 
     Args:
         images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
     """
 
-    trade = Trade()
+    student: PixelModel
 
     def __init__(
         self,
@@ -50,74 +50,100 @@ class Adapter:
     ) -> None:
         self.checkpoint = checkpoint
         self.settings = settings
+        self.team = team
         # datasets are sorted by class, and closed forms and comparisons use the first images only
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
-        # many small passes are slow on a GPU, where equal bytes are not promised anyway
-        lots = 1 if device.type == "cuda" else LOTS if photograph_sized(images) else FEW
-        self.lots = Lots(len(images), team, lots)
-        self.images = {
-            lot: images[order[self.lots.images(lot)]].to(device) for lot in self.lots.own
-        }
+        self.images = images[order].to(device)
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         # the student has no digits beyond float32
         self.teacher = build.load(checkpoint, device, torch.float32)
-        self.student, scales = perform_surgery(self.record, settings, self.teacher)
-        family = family_of(self.teacher.net)
-        self.fitter = Fitter(
-            self.teacher, self.student, family, scales, settings, self.images, self.lots
-        )
         self.identity = identity(checkpoint.digest, settings, images)
         self.records: list[AdaptedPart] = []
-        self.distiller: Distiller | None = None
-        self._resumed: AdaptState | None = None
+        self.trade = Trade()
+
+    def derive(self, surgery: tuple[Replacement, ...], **parameters: Any) -> Checkpoint:
+        """Return the checkpoint of the student, with these parameters of lineage beside the settings."""
+        parameters = {
+            **self.settings.parameters(),
+            "calibration_images": len(self.images),
+            **parameters,
+        }
+        tensors = build.tensors_of(self.student)
+        return self.checkpoint.derive(
+            tensors, "adapt", parameters, self.settings.seed, surgery=surgery
+        )
+
+
+class Adapter(Adaptation):
+    """Fit a new network to the original one.
+
+    Several processes share the images by shards (`calibration_shards.py`) and end with the same
+    networks.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: AdaptSettings,
+        images: Tensor,
+        device: torch.device,
+        team: Team = ALONE,
+    ) -> None:
+        super().__init__(checkpoint, settings, images, device, team)
+        # many small passes are slow on a GPU, where equal bytes are not promised anyway
+        number = 1 if device.type == "cuda" else SHARDS if photograph_sized(images) else FEW
+        shards = Shards(len(images), team, number)
+        self.student, scales = perform_surgery(self.record, settings, self.teacher)
+        family = family_of(self.teacher.net)
+        self.sections = len(family.body(self.student.net)) + 1  # and the end
+        parts = {shard: self.images[shards.images(shard)] for shard in shards.own}
+        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, parts, shards)
+        self.done = 0
+        self.rate = settings.lr
 
     @property
     def steps(self) -> int:
         """Return about how many records a run has: sections, the end, epochs of distillation."""
-        return self._fitting_steps + self.settings.distill
-
-    @property
-    def _fitting_steps(self) -> int:
-        return len(self.fitter.family.body(self.student.net)) + 1
-
-    @property
-    def steps_done(self) -> int:
-        return self.fitter.position + (0 if self._resumed is None else self._resumed.epoch)
+        return self.sections + self.settings.distill
 
     def run(self) -> Iterator[AdaptedPart]:
         """Fit closed forms, then blocks, then distil; continue from a restored state."""
-        state = self._resumed
         if self.settings.epochs < 0:
             return
-        self.fitter.agree_on(self.student.net)
-        if state is None or state.done < self._fitting_steps:
-            self.fitter.advance(0 if state is None else state.done)
-            for records in self.fitter.run():
+        self._copy_from_leader()
+        if self.done < self.sections:
+            for done, records in self.fitter.run(self.done):
+                self._copy_from_leader()
+                self.done = done
                 self.records += records
                 yield from records
-        self.fitter.forget()
+        self.fitter.old, self.fitter.new = {}, {}
         if self.settings.distill > 0:
-            self.distiller = Distiller(
-                self.teacher, self.student, self.settings, self.images, self.lots
-            )
-            if state is not None and state.epoch > 0:
-                self.distiller.restore(dict(state.distiller), state.epoch)
-            for error in self.distiller.run():
-                after = f"distilled, epoch {self.distiller.epoch}"
-                self.records = [record for record in self.records if record.path != "(network)"]
-                self.records.append(AdaptedPart("(network)", "logits", after, error))
-                yield self.records[-1]
+            yield from self._distil()
+
+    def _distil(self) -> Iterator[AdaptedPart]:
+        images, shards = self.fitter.images, self.fitter.shards
+        epochs = self.done - self.sections
+        for rate, error in distil(
+            self.teacher, self.student, self.settings, images, shards, epochs, self.rate
+        ):
+            self.rate = rate
+            self.done += 1
+            self._copy_from_leader()
+            after = f"distilled, epoch {self.done - self.sections}"
+            self.records = [record for record in self.records if record.path != NETWORK]
+            self.records.append(AdaptedPart(NETWORK, "logits", after, error))
+            yield self.records[-1]
+
+    def _copy_from_leader(self) -> None:
+        """Copy the leader's weights to all processes: different processors drift apart."""
+        self.team.copy_from_leader(list(self.student.net.state_dict().values()))
 
     def state(self) -> AdaptState:
         """Return the state between two records: everything that the next step depends on."""
-        return AdaptState(
-            identity=self.identity,
-            done=self.fitter.position if self.distiller is None else self._fitting_steps,
-            epoch=0 if self.distiller is None else self.distiller.epoch,
-            records=[asdict(record) for record in self.records],
-            net=build.tensors_of(self.student),
-            distiller={} if self.distiller is None else self.distiller.state(),
-        )
+        records = [asdict(record) for record in self.records]
+        tensors = build.tensors_of(self.student)
+        return AdaptState(self.identity, self.done, self.rate, records, tensors)
 
     def restore(self, state: AdaptState) -> None:
         """Continue after `state`, to the same bytes on a CPU."""
@@ -130,23 +156,17 @@ class Adapter:
             raise CheckpointError(
                 f"the state does not fit this network ({one_line(failure)})", "drop --resume"
             ) from failure
-        self._resumed = state
-        self.fitter.position = state.done
+        self.done = state.done
+        self.rate = state.rate
 
     def result(self) -> Checkpoint:
         """Return the adapted checkpoint; --norm fold folds centre norms into the next maps."""
-        surgery = self.record.surgery
-        if self.settings.norm == "fold":
-            folded = _fold_norms(self.student.net)
-            surgery = tuple(
-                replace(item, kind="identity") if item.path in folded else item for item in surgery
+        folded = _fold_norms(self.student.net) if self.settings.norm == "fold" else []
+        return self.derive(
+            tuple(
+                replace(item, kind="identity") if item.path in folded else item
+                for item in self.record.surgery
             )
-        parameters: dict[str, Any] = {
-            **self.settings.parameters(),
-            "calibration_images": self.lots.count,
-        }
-        return self.checkpoint.derive(
-            build.tensors_of(self.student), "adapt", parameters, self.settings.seed, surgery=surgery
         )
 
 
@@ -161,7 +181,7 @@ def perform_surgery(
         student = PixelModel(record.input, net).eval().to(device)
         family = family_of(teacher.net)
         tokens = token_counts(teacher, record.input.size)
-        scales = carry_over(teacher.net, net, family, tokens, settings.norm_floor)
+        scales = carry_over(teacher.net, net, family, tokens)
     return student, scales
 
 

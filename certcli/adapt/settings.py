@@ -92,9 +92,6 @@ class AdaptSettings:
         "center, floor (LayerNorm above a floor), fold (center, multiplied into the next "
         "map), keep.",
     )
-    norm_floor: float | None = option(
-        None, "Floor of --norm floor. Default: each layer's 5 % quantile on the images."
-    )
     residual: str = option(None, "convex: (1-t)x + t f; weighted: x + a f; or keep.")
     activation: str = option(
         "keep", "keep, or a function of slope 1: relu, maxmin (preserves the gradient norm)."
@@ -126,12 +123,7 @@ class AdaptSettings:
         attention, norm, residual = GOALS[self.goal]
         self._default(attention=attention, norm=norm, residual=residual)
         others = self.residual == self.activation == "keep" and self.widths is None
-        floors_alone = (
-            others
-            and self.attention in ("keep", "dp")
-            and self.norm == "floor"
-            and self.norm_floor is None
-        )
+        floors_alone = others and self.attention in ("keep", "dp") and self.norm == "floor"
         self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
         self._default(epochs=EPOCHS if self.refit else 0)
         self._default(distill=DISTILL if self.epochs > 0 else 0)
@@ -151,13 +143,6 @@ class AdaptSettings:
             raise UsageError(
                 "--distill trains new parts, and --goal keep alone fits none",
                 "--epochs 3 --distill 5",
-            )
-        if self.norm_floor is not None and not (
-            self.norm == "floor" and 0 < self.norm_floor < float("inf")
-        ):
-            raise UsageError(
-                "--norm-floor needs --norm floor and a positive number",
-                "--norm floor --norm-floor 0.5",
             )
         if self.keep is not None:
             from certcli.evaluation.fidelity import check_keep  # which imports torch
@@ -183,7 +168,6 @@ class AdaptSettings:
     def parameters(self) -> dict[str, Any]:
         """Return what the lineage records, and what a resumed run must share."""
         left_out = {"seed", "goal", "keep"}
-        left_out |= {"norm_floor"} if self.norm_floor is None else set()
         left_out |= {"refit"} if self.refit else set()
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {**values, "head": None if self.widths is None else list(self.widths)}

@@ -20,14 +20,15 @@ KEY = "certvit-adapt-state"
 
 @dataclass(frozen=True)
 class AdaptState:
-    """Adapted sections (`done`), epochs of distillation, records reported so far, and tensors."""
+    """Adapted sections and epochs of distillation (`done`), the rate of the next epoch, records
+    reported so far, and the new network's tensors.
+    """
 
     identity: str
     done: int
-    epoch: int
+    rate: float
     records: list[dict[str, Any]]
     net: Mapping[str, Tensor]
-    distiller: Mapping[str, Tensor]
 
 
 def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
@@ -42,23 +43,12 @@ def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str
 
 
 def save_state(path: Path, state: AdaptState) -> None:
-    tensors = {f"net.{name}": value for name, value in state.net.items()}
-    tensors |= {f"distiller.{name}": value for name, value in state.distiller.items()}
-    about = {name: getattr(state, name) for name in ("identity", "done", "epoch", "records")}
-    write_state(path, KEY, about, tensors, (tensors[name] for name in in_file_order(tensors)))
+    about = {name: getattr(state, name) for name in ("identity", "done", "rate", "records")}
+    write_state(path, KEY, about, state.net, (state.net[name] for name in in_file_order(state.net)))
 
 
 def load_state(path: Path, expected: str) -> AdaptState:
     """Return the state at `path`, as `read_state` reads it."""
     about, tensors = read_state(path, KEY, AdaptFields, "an adaptation", expected)
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {
-            name.removeprefix(prefix): v.clone()
-            for name, v in tensors.items()
-            if name.startswith(prefix)
-        }
-
-    return AdaptState(
-        about.identity, about.done, about.epoch, about.records, part("net."), part("distiller.")
-    )
+    net = {name: value.clone() for name, value in tensors.items()}
+    return AdaptState(about.identity, about.done, about.rate, about.records, net)

@@ -1,290 +1,232 @@
-"""Try each candidate change of each part alone, and measure the network's logits.
+"""`--goal keep` with a dataset: raise floors as far as enough top-1 predictions stay.
 
-A candidate raises a norm's floor to a quantile of its deviations, or replaces dot-product attention
-by a fitted attention of smaller constant. The segments before the changed part are not computed
-again.
+Each floor is raised alone to quantiles of the deviations that reach its norm; the squared logit
+errors of single changes nearly add up.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.candidates import (
-    QUANTILES,
-    TRIAL_ATTENTIONS,
-    Candidate,
-    PartInputs,
-    fit_attention,
-    floor_candidates,
-    new_attention,
-    record_inputs,
-    replacement,
-)
 from certcli.adapt.pixels import as_pixels
-from certcli.adapt.segments import replaceable_attentions, segments_of
-from certcli.evaluation.records import packed, unpacked
+from certcli.adapt.start import deviations
+from certcli.evaluation.evidence_schema import Rung
+from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, keeps_enough
 from certcli.lipschitz.network import trial_upper
+from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 
+QUANTILES = (0.1, 0.3)
+"""Floors are tried at these quantiles of the deviations."""
+
 COMPARED_IMAGES = 12
 FITTING_IMAGES = 48
-"""Number of images whose logits are compared, and of images that give quantiles and closed forms."""
+"""Numbers of images whose logits are compared (the last), and that give the quantiles (the first)."""
+
+ROUNDS = 4
+"""Most rungs measured in search of the best one."""
+
+FIRST_ERROR = 0.05
+"""Relative logit error expected at the first rung."""
 
 
 @dataclass(frozen=True)
-class Move:
-    """The step of a part to its next candidate: digits gained and squared logit error added."""
+class RaisedFloor:
+    """A floor tried in place of the present one of the norm at `path`.
 
-    candidate: Candidate
+    Args:
+        digits: log10 of the factor by which the norm's Lipschitz constant falls.
+        error: |z - z0|_F / |z0|_F of the logits z with this change alone.
+    """
+
+    path: str
+    floor: float
     digits: float
-    cost: float
+    error: float = 0.0
 
+    @property
+    def change(self) -> str:
+        return f"floor {self.floor:.3g}"
 
-Piece = tuple[int, str, str]
-"""One unit of work: index of the segment, path of the part, name of the attention ("" for the floors of a norm)."""
-Order = tuple[int, int, int]
-"""The place of a candidate among all: segment, part in the order of calls, candidate of the part."""
-
-
-class SegmentRunner:
-    """Run the network segment by segment; each segment runs once, when its first part is needed."""
-
-    def __init__(self, trials: "Trials", parts: Mapping[str, nn.Module]) -> None:
-        self.segments = segments_of(trials.student)
-        self.parts = parts
-        self.batch_size = trials.batch_size
-        self.rows = self.after = trials.fitting
-        self.compared = trials.compared
-        self.number, self.inputs = -1, dict[str, PartInputs]()
-        self.reference = trials.student(as_pixels(trials.compared))
-
-    def inputs_at(self, number: int) -> dict[str, PartInputs]:
-        """Return the inputs of the parts in this segment, no earlier one than last time."""
-        while self.number < number:
-            if self.number >= 0:
-                self.rows, self.compared = self.after, self.segments[self.number].run(self.compared)
-            self.number += 1
-            segment = self.segments[self.number]
-            inside = {path: part for path, part in self.parts.items() if segment.holds(path)}
-            self.after, self.inputs = record_inputs(segment.run, self.rows, inside, self.batch_size)
-        return self.inputs
-
-    def error(self) -> float:
-        """Return the relative error of the compared logits, with this segment as it is now."""
-        stream = self.compared
-        for segment in self.segments[self.number :]:
-            stream = segment.run(stream)
-        return float((stream - self.reference).norm() / self.reference.norm().clamp_min(1e-30))
+    def to_json(self, placed: Mapping[str, "RaisedFloor"]) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "change": self.change,
+            "digits": self.digits,
+            "logits_error": self.error,
+            "taken": placed.get(self.path) is self,
+        }
 
 
 @dataclass(frozen=True)
-class Trial:
-    """A measured candidate, its place, the attention's name ("": a floor), and its process."""
+class Trade:
+    """The floors tried, those placed, and the rungs measured on the choosing images."""
 
-    order: Order
-    candidate: Candidate
-    name: str
-    rank: int
-
-    def to_json(self) -> list[Any]:
-        """Return values that JSON can hold: all but the call that places the candidate."""
-        return [
-            list(self.order),
-            [getattr(self.candidate, name) for name in _PLAIN_FIELDS],
-            self.name,
-            self.rank,
-        ]
-
-    @staticmethod
-    def from_json(plain: list[Any]) -> "Trial":
-        """Return the trial of these values; its candidate cannot be placed."""
-        order, values, name, rank = plain
-        candidate = Candidate(**dict(zip(_PLAIN_FIELDS, values, strict=True)), place=lambda: None)
-        return Trial(tuple(order), candidate, name, rank)
-
-
-_PLAIN_FIELDS = ("path", "kind", "change", "digits", "error", "family", "floor")
+    candidates: tuple[RaisedFloor, ...] = ()
+    placed: Mapping[str, RaisedFloor] = field(default_factory=dict)
+    rungs: tuple[Rung, ...] = ()
 
 
 class Trials:
-    """Try all candidates of all parts of `student`, floors below all deviations seen.
+    """Try floors of all norms of `student`, whose floors lie below all deviations seen.
 
-    Several processes share the candidates, and all get every result: the same errors, the same
-    attentions to the bit.
+    Several processes share the candidates, and all get every error.
     """
 
-    def __init__(self, student: Any, images: Tensor, batch_size: int, team: Team = ALONE) -> None:
+    def __init__(
+        self, student: PixelModel, images: Tensor, batch_size: int, team: Team = ALONE
+    ) -> None:
         self.student = student
+        self.images = images
         self.batch_size = batch_size
         self.team = team
-        self.fitting = images[:FITTING_IMAGES]
-        self.compared = images[-COMPARED_IMAGES:]
         self.norms = {
             path: part for path, part in student.net.named_modules() if isinstance(part, FloorNorm)
         }
-        self.attentions = replaceable_attentions(student.net)
-        self.candidates: list[Candidate] = []
-        self.undo: dict[str, Callable[[], Any]] = {}
-
-    @property
-    def most_candidates(self) -> int:
-        """Return an upper limit of the number of candidates."""
-        return len(self.norms) * len(QUANTILES) + len(self.attentions) * len(TRIAL_ATTENTIONS)
+        self.first_floors: dict[str, float] = {}
+        self.candidates: list[RaisedFloor] = []
 
     @torch.no_grad()
-    def run(self) -> Iterator[Candidate]:
-        """Try every candidate alone, from the first part to the last; the leader yields each."""
-        self.undo = {
-            path: partial(norm.floor.fill_, float(norm.floor)) for path, norm in self.norms.items()
-        }
-        self.undo |= {path: partial(self._put, path, old) for path, old in self.attentions.items()}
-        parts = {**self.norms, **self.attentions}
-        fitted = dict[tuple[str, str], nn.Module]()
-        runner, trials = SegmentRunner(self, parts), list[Trial]()
-        pieces = [
-            (number, path, name)
-            for number, segment in enumerate(runner.segments)
-            for path in parts
-            if segment.holds(path)
-            for name in (("",) if path in self.norms else TRIAL_ATTENTIONS)
-        ]
+    def run(self) -> Iterator[RaisedFloor]:
+        """Try each candidate alone; the leader yields them with their errors."""
+        self.first_floors = {path: float(norm.floor) for path, norm in self.norms.items()}
+        candidates = self.team.agree(lambda: [asdict(each) for each in self._raised_floors()])
+        candidates = [RaisedFloor(**fields) for fields in candidates]
+        compared = as_pixels(self.images[-COMPARED_IMAGES:])
+        reference = self.student(compared)
 
-        def tried(piece: Piece) -> list[Trial]:
+        def logit_error(candidate: RaisedFloor) -> float:
+            self._place([candidate])
             with fast_products(self.student):
-                return list(self._try(runner, piece, fitted))
+                difference = self.student(compared) - reference
+            self._place([])
+            return float(difference.norm() / reference.norm().clamp_min(1e-30))
 
-        unpack = partial(unpacked, Trial)
-        work = self.team.deal(pieces, tried, pack=packed, unpack=unpack)
-        for _, some in work:
-            trials += some
-            yield from (trial.candidate for trial in some)
-        trials.sort(key=lambda trial: trial.order)
-        if self.team.several:
-            agreed = unpack(self.team.agree(lambda: packed(trials)))
-            trials = [replace(trial, candidate=self._placeable(trial, fitted)) for trial in agreed]
-        self.candidates = [trial.candidate for trial in trials]
-
-    def _try(
-        self, runner: SegmentRunner, piece: Piece, fitted: dict[tuple[str, str], nn.Module]
-    ) -> Iterator[Trial]:
-        """Try the candidates of one piece; an attention fitted in this process goes to `fitted`."""
-        number, path, name = piece
-        inputs = runner.inputs_at(number)
-        if path not in inputs:
-            return
-        if name:
-            new = fitted[path, name] = fit_attention(name, self.attentions[path], inputs[path])
-            place = partial(self._put, path, new)
-            kind = replacement(name)
-            change = type(new).__name__
-            candidates = [Candidate(path, kind, change, 1.0, place, family=f"{name} attention")]
-        else:
-            candidates = list(floor_candidates(path, self.norms[path], inputs[path]))
-        for index, candidate in enumerate(candidates):
-            candidate.place()
-            measured = replace(candidate, error=runner.error())
-            self.undo[path]()
-            order = (
-                number,
-                list(inputs).index(path),
-                TRIAL_ATTENTIONS.index(name) if name else index,
-            )
-            yield Trial(order, measured, name, self.team.rank)
-
-    def _placeable(self, trial: Trial, fitted: Mapping[tuple[str, str], nn.Module]) -> Candidate:
-        """Return the candidate with a call that places it here, its weights from its process."""
-        path = trial.candidate.path
-        name = trial.name
-        if not name:
-            return replace(
-                trial.candidate, place=partial(self.norms[path].floor.fill_, trial.candidate.floor)
-            )
-        new = (
-            fitted[path, name]
-            if (path, name) in fitted
-            else new_attention(name, self.attentions[path])
-        )
-        for tensor in (*new.parameters(), *new.buffers()):
-            self.team.spread(tensor, trial.rank)
-        return replace(trial.candidate, place=partial(self._put, path, new))
-
-    def _put(self, path: str, attention: nn.Module) -> None:
-        parent, _, name = path.rpartition(".")
-        setattr(self.student.net.get_submodule(parent), name, attention)
-
-    def moves(self) -> list[Move]:
-        """Return the moves, the cheapest digit first; a kind's gain is measured all at once."""
-        gains = self._gains()
+        errors: list[float] = []
+        for _, error in self.team.deal(candidates, logit_error):
+            yield replace(candidates[len(errors)], error=error)
+            errors.append(error)
+        errors = self.team.agree(lambda: errors)
         self.candidates = [
-            replace(each, digits=each.digits * gains[each.kind]) for each in self.candidates
+            replace(each, error=error) for each, error in zip(candidates, errors, strict=True)
         ]
-        moves: list[Move] = []
-        for path in dict.fromkeys(candidate.path for candidate in self.candidates):
-            moves += hull([candidate for candidate in self.candidates if candidate.path == path])
-        return sorted(moves, key=lambda move: move.cost / move.digits)
 
-    def _gains(self) -> dict[str, float]:
-        """Return, by kind, the digits gained a digit claimed, all its candidates placed; >= 0."""
-        kinds = list(dict.fromkeys(candidate.kind for candidate in self.candidates))
-        chosen = {
-            kind: {each.path: each for each in self.candidates if each.kind == kind}
-            for kind in kinds
-        }
+    def _raised_floors(self) -> Iterator[RaisedFloor]:
+        """Yield floors at quantiles of the deviations that lie above the present floor."""
+        rows: dict[str, list[Tensor]] = {path: [] for path in self.norms}
 
-        def log10_with(kind: str) -> float:
-            for candidate in chosen.get(kind, {}).values():
-                candidate.place()
-            after = self.log10_upper()
-            for path in chosen.get(kind, {}):
-                self.undo[path]()
-            return after
+        def note(path: str, _: nn.Module, args: tuple[Tensor, ...]) -> None:
+            rows[path].append(deviations(args[0]))
 
-        # "": the network as it is
-        uppers = [upper for _, upper in self.team.deal(["", *kinds], log10_with)]
-        before, *after = self.team.agree(lambda: uppers)
-        claimed = [sum(candidate.digits for candidate in some.values()) for some in chosen.values()]
-        return {
-            kind: max(0.0, before - upper) / digits if digits > 0 and before < float("inf") else 0.0
-            for kind, upper, digits in zip(kinds, after, claimed, strict=True)
-        }
+        with ExitStack() as hooks:
+            for path, norm in self.norms.items():
+                hooks.enter_context(norm.register_forward_pre_hook(partial(note, path)))
+            for pixels in self.images[:FITTING_IMAGES].split(self.batch_size):
+                self.student(as_pixels(pixels))
+        for path, parts in rows.items():
+            order = torch.cat(parts).sort().values if parts else torch.zeros(1)
+            for share in QUANTILES:
+                floor = float(order[int(share * (len(order) - 1))])
+                if floor > self.first_floors[path]:
+                    digits = math.log10(floor / self.first_floors[path])
+                    yield RaisedFloor(path, floor, digits)
+
+    def _place(self, raised: Sequence[RaisedFloor]) -> None:
+        """Raise exactly these floors; all others are the first ones."""
+        floors = {**self.first_floors, **{each.path: each.floor for each in raised}}
+        for path, norm in self.norms.items():
+            norm.floor.fill_(floors[path])
+
+    def changes(self) -> list[RaisedFloor]:
+        """Return candidates in the order in which they are placed, one replacing its path's last.
+
+        The next one costs least squared logit error for each further digit.
+        """
+        changes: list[RaisedFloor] = []
+        reached = dict.fromkeys(self.norms, (0.0, 0.0))
+
+        def price(candidate: RaisedFloor) -> float:
+            digits, square = reached[candidate.path]
+            return max(0.0, candidate.error**2 - square) / (candidate.digits - digits)
+
+        while further := [each for each in self.candidates if each.digits > reached[each.path][0]]:
+            changes.append(min(further, key=price))
+            reached[changes[-1].path] = changes[-1].digits, changes[-1].error ** 2
+        return changes
+
+    def choose(self, reference: ReferenceLogits | None, keep: float) -> Trade:
+        """Make as many changes, in order, as preserve the share `keep` of top-1 predictions.
+
+        With several processes the leader compares logits while the last process proves the bound.
+        Without a bound nothing can be gained, and no floor is raised.
+
+        Args:
+            reference: the original logits of the choosing images; None except in the leader.
+        """
+        rungs: dict[int, Rung] = {}
+        changes = self.changes()
+        steps = [{each.path: each for each in changes[:count]} for count in range(len(changes) + 1)]
+        expected = [sum(each.error**2 for each in step.values()) ** 0.5 for step in steps]
+
+        def preserves_enough(count: int) -> bool:
+            rungs[count], enough = self._measure(steps[count], count, reference, keep)
+            return enough
+
+        preserves_enough(0)
+        best, refused, aim = 0, len(steps) if rungs[0].log10_upper is not None else 1, FIRST_ERROR
+        for _ in range(ROUNDS):
+            within = sum(error <= aim for error in expected) - 1
+            count = min(max(within, best + 1), refused - 1)
+            if count <= best:
+                break
+            best, refused = (count, refused) if preserves_enough(count) else (best, count)
+            aim = 2 * expected[best]
+            if refused < len(steps):
+                aim = (expected[best] + expected[refused]) / 2
+        rungs[best] = msgspec.structs.replace(rungs[best], taken=True)
+        self._place([*steps[best].values()])
+        ordered = tuple(rung for _, rung in sorted(rungs.items()))
+        return Trade(tuple(self.candidates), steps[best], ordered)
+
+    def _measure(
+        self,
+        raised: Mapping[str, RaisedFloor],
+        count: int,
+        reference: ReferenceLogits | None,
+        keep: float,
+    ) -> tuple[Rung, bool]:
+        """Return the rung of these floors (its bound of a trace, not replayed), and whether enough
+        predictions stay.
+        """
+        self._place([*raised.values()])
+        upper = self.log10_upper() if self.team.rank == self.team.size - 1 else None
+        judged = None
+        if reference is not None:
+            judged = asdict(reference.compare(reference.logits(self.student)))
+        everyone = self.team.everyone([judged, upper])
+        fidelity, upper = Fidelity(**everyone[0][0]), everyone[-1][1]
+        right = fidelity.right_after
+        rung = Rung(
+            changes=count,
+            floors=len(raised),
+            attentions=0,
+            log10_upper=upper if math.isfinite(upper) else None,
+            agreement=fidelity.agreement,
+            agreement_at_least=fidelity.agreement_at_least,
+            error=fidelity.error,
+            accuracy=None if right is None else right / fidelity.images,
+            taken=False,
+        )
+        return rung, keeps_enough(fidelity, keep)
 
     def log10_upper(self) -> float:
         return trial_upper(self.student, self.student.input_size).log10()
-
-    def place(self, moves: Sequence[Move]) -> dict[str, Candidate]:
-        """Place exactly these moves, and return the candidate that each changed path then has."""
-        for undo in self.undo.values():
-            undo()
-        placed = {move.candidate.path: move.candidate for move in moves}
-        for candidate in placed.values():
-            candidate.place()
-        return placed
-
-
-def hull(candidates: Sequence[Candidate]) -> list[Move]:
-    """Return one part's moves at rising cost per digit: the lower convex hull of (digits, error^2)."""
-
-    def slope(old: tuple[float, float, int], new: tuple[float, float, int]) -> float:
-        return (new[1] - old[1]) / (new[0] - old[0])
-
-    points = sorted(
-        (each.digits, each.error**2, n) for n, each in enumerate(candidates) if each.digits > 0
-    )
-    corners: list[tuple[float, float, int]] = [(0.0, 0.0, -1)]
-    for point in points:
-        if point[0] <= corners[-1][0]:
-            continue
-        while len(corners) > 1 and slope(corners[-2], corners[-1]) >= slope(corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    return [
-        Move(candidates[new[2]], new[0] - old[0], max(0.0, new[1] - old[1]))
-        for old, new in pairwise(corners)
-    ]

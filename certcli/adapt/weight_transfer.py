@@ -37,20 +37,17 @@ _LINEAR_READERS = (
 
 @dataclass(frozen=True)
 class HalfScale:
-    """A residual half: y -> keep y + share f(y), from a stream of scale 1/before to 1/after."""
+    """A residual half: y -> keep y + share f(y), to a stream of scale 1/after."""
 
     keep: float
     share: float
-    before: float
     after: float
 
 
 Scales = dict[tuple[str, Half], HalfScale]
 
 
-def carry_over(
-    old_net: Any, new_net: Any, family: Family, tokens: dict[str, int], floor: float | None
-) -> Scales:
+def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int]) -> Scales:
     """Start every new part from the weights of the old part, and return the scale of each half.
 
     Parts that both networks have keep their weights.
@@ -66,19 +63,19 @@ def carry_over(
     scale = 1.0
     halves = 2 * sum(step.kind == "block" for step in family.body(new_net))
     for name in family.embed_norms:
-        start_norm(part_at(new_net, name), part_at(old_net, name), 1.0, floor)
+        start_norm(part_at(old_net, name), part_at(new_net, name), 1.0)
     for old, new in zip(family.body(old_net), family.body(new_net), strict=True):
         if old.kind == "merge":
-            start_norm(new.module.norm, old.module.norm, scale, floor)
+            start_norm(old.module.norm, new.module.norm, 1 / scale)
             scale = 1.0
         elif old.kind == "tokens":
             new_net.cls_token.data.div_(scale)
         else:
-            scale = _carry_block(old, new, scale, scales, halves, tokens[old.path], floor)
+            scale = _carry_block(old, new, scale, scales, halves, tokens[old.path])
     divided = False
     for name in family.end_norms:
         norm = part_at(new_net, name)
-        start_norm(norm, part_at(old_net, name), 1.0 if divided else scale, floor)
+        start_norm(part_at(old_net, name), norm, 1.0 if divided else 1 / scale)
         divided = divided or (norm is not None and not isinstance(norm, nn.Identity))
     if not divided and scale != 1.0:
         for layer in heads(new_net):
@@ -95,15 +92,15 @@ def heads(net: Any) -> list[nn.Linear]:
     return [layer for layer in layers if isinstance(layer, nn.Linear)]
 
 
-def start_norm(new: Any, old: Any, scale: float, floor: float | None) -> None:
-    """Copy LayerNorm's gain and offset for inputs of scale 1/scale; unknown deviations are 1."""
+def start_norm(old: Any, new: Any, deviation: float) -> None:
+    """Copy LayerNorm's gain and offset for rows of about this deviation, which becomes a floor."""
     if not isinstance(new, (CenterNorm, FloorNorm)):
         return
     gain = torch.ones_like(new.weight) if old.weight is None else old.weight.detach()
     if isinstance(new, FloorNorm):
-        new.floor.fill_((1.0 if floor is None else floor) / scale)
+        new.floor.fill_(deviation)
     else:
-        gain = gain * (scale * (new.width - 1) / new.width)
+        gain = gain * ((new.width - 1) / (new.width * deviation))
     new.weight.data.copy_(gain)
     new.bias.data.zero_() if old.bias is None else new.bias.data.copy_(old.bias.detach())
 
@@ -115,7 +112,6 @@ def _carry_block(
     scales: Scales,
     halves: int,
     tokens: int,
-    floor: float | None,
 ) -> float:
     attention = new.module.attn
     if hasattr(attention, "start"):
@@ -123,7 +119,7 @@ def _carry_block(
     half: Half
     for half in (1, 2):
         norm = getattr(new.module, f"norm{half}")
-        start_norm(norm, getattr(old.module, f"norm{half}"), scale, floor)
+        start_norm(getattr(old.module, f"norm{half}"), norm, 1 / scale)
         residual = getattr(new.module, f"residual{half}", None)
         keep = share = 1.0
         if isinstance(residual, ConvexResidual):
@@ -141,7 +137,7 @@ def _carry_block(
         if gamma is not None:
             fold_gain(output, gamma.detach())
         fold_gain(output, keep / (share * scale))
-        scales[(new.path, half)] = HalfScale(keep, share, scale, scale / keep)
+        scales[(new.path, half)] = HalfScale(keep, share, scale / keep)
         scale = scale / keep
     return scale
 

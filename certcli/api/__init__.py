@@ -3,23 +3,40 @@
 A network is an `nn.Module`, a path, a timm or `hf-hub:` name, or what `load` returned. Images are a
 tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches of both (a list,
 `DataLoader`, `Dataset` or generator), the name of a dataset, or what `images` returned. Radii are
-pixel l2, as a number or "8/255". Errors are CertvitError.
+in pixel units, a number or "8/255". Errors are CertvitError.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from certcli.api import arguments
-from certcli.api.data import images_of
+from certcli.api.data import dataset_images, images_of
 from certcli.api.door import speaks_python
 from certcli.api.errors import in_python, require_known
-from certcli.api.results import AttackCurve, AuditReport, Certificates, ProvenBound
+from certcli.api.options import (
+    AttackOptions,
+    AuditOptions,
+    CertifyOptions,
+    PatchOptions,
+    Radii,
+    Radius,
+    Words,
+)
+from certcli.api.results import (
+    AsTyped,
+    AttackCurve,
+    AttackedAccuracy,
+    AuditReport,
+    Certificates,
+    ProvenBound,
+)
 from certcli.attack.examples import collect
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
@@ -29,20 +46,21 @@ from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.document_builder import compose
 from certcli.audit.gates import parse
-from certcli.audit.plan import AuditPlan, Typed
+from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
-from certcli.certify.logit_bounds import LogitBounds, Neighbourhood, logit_bounds
+from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
+from certcli.certify.methods import Method, options_of, prepare
 from certcli.certify.methods import certify as run_certifier
-from certcli.certify.methods import options_of, prepare
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
+from certcli.evaluation.choices import Defence
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Patch, Threat
-from certcli.images import datasets
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
@@ -51,14 +69,10 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint
 from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
-from certcli.models.open import (
-    open_checkpoint,
-    perturbed_at,
-    require_classifier,
-    require_features,
-)
+from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
+from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import UsageError, plain
 
 FUNCTIONS = (
@@ -67,7 +81,7 @@ FUNCTIONS = (
 )  # fmt: skip
 """The public functions, all of them documented."""
 
-Network = nn.Module | str | Path | Checkpoint
+Network = nn.Module | ExportedProgram | str | Path | Checkpoint
 Data = Any
 """A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
 Labels = Any
@@ -118,6 +132,8 @@ def load(
             arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
         return perturbed_at(build.with_network(source), image_size)
+    if isinstance(source, ExportedProgram):
+        source = source.module()
     if isinstance(source, nn.Module):
         require_known(arguments.names_with_values(about_files), about_modules, "load of a module")
         opened = open_module(source, mean, std, input_size, features=features)
@@ -178,12 +194,8 @@ def images(
     data_dir: str | Path | None = None,
 ) -> Images:
     """Return images of a dataset in the network's input size, labelled where they can be."""
-    record = load(source).record
     folder = None if data_dir is None else Path(data_dir)
-    split_images = datasets.load(dataset, record.input, split, folder)
-    if record.classes:
-        split_images = datasets.require_classes(split_images, record.classes, record.class_names)
-    return split_images.limit(limit, seed)
+    return dataset_images(load(source).record, dataset, split, folder).limit(limit, seed)
 
 
 @speaks_python
@@ -194,98 +206,128 @@ def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
 
 @speaks_python
 def slope(
-    source: Network, data: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
+    source: Network, images: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    batches = _images(checkpoint, data, None, labelled=False).batches(batch_size)
+    batches = _judged(checkpoint, images, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
     estimates = list(measure(network(checkpoint), pixels, iterations, seed))
     return estimates[-1]
 
 
-@speaks_python
+@overload
 def bounds(
     source: Network,
-    data: Data,
-    eps: float | str,
+    images: Data,
+    radii: Radius,
     labels: Labels = None,
     *,
     norm: Norm = "l2",
-    method: str = "best",
+    method: Bounding = "best",
     device: str = "cpu",
-) -> LogitBounds:
-    """Prove bounds of logits and margins at all images of [0, 1] within `eps`, as tensors.
+) -> LogitBounds: ...
+@overload
+def bounds(
+    source: Network, images: Data, *, around: Radius, norm: Norm = "l2", device: str = "cpu"
+) -> LocalBounds: ...
+@speaks_python
+def bounds(
+    source: Network,
+    images: Data,
+    radii: Radius | None = None,
+    labels: Labels = None,
+    *,
+    around: Radius | None = None,
+    norm: Norm = "l2",
+    method: Bounding = "best",
+    device: str = "cpu",
+) -> LogitBounds | LocalBounds:
+    """Prove bounds of logits and margins at all images of [0, 1] within a radius, as tensors.
 
     Args:
+        radii: One radius.
         labels: Classes i of the margins z_i - z_j; the predicted ones where None.
-        norm: Of eps, l2 or linf.
+        around: In place of radii: the radius within which the slopes of margins and logits are
+            bounded, |m(y) - m(z)| <= upper |y - z| for all y and z there.
+        norm: Of the radius, l2 or linf.
         method: "local" (zonotopes around each image), "lipschitz" (the global bound), or "best":
             the tighter of both, entry by entry.
     """
+    if (radii is None) is (around is None):
+        raise UsageError("bounds of logits within radii, or of slopes with around: one of them")
     checkpoint = _classifier(source)
-    pixels, answers = _images(checkpoint, data, labels, labelled=False).tensors()
+    pixels, answers = _judged(checkpoint, images, labels, labelled=False).tensors()
+    if around is not None:
+        if labels is not None or method != "best":
+            raise UsageError("around bounds the predictions' margins: without labels and method")
+        return local_bounds(checkpoint, pixels, Around(around, norm), torch.device(device))  # type: ignore[arg-type]
     classes = None if labels is None else answers
-    near = Neighbourhood(float(eps), norm, method)
+    near = Neighbourhood(0.0 if radii is None else arguments.one_radius(radii), norm, method)
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
 
 
 @speaks_python
 def certify(
     source: Network,
-    data: Data,
+    images: Data,
     labels: Labels = None,
     *,
-    method: str = "lipschitz",
+    method: Method = "lipschitz",
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: Any,
+    **options: Unpack[CertifyOptions],
 ) -> Certificates:
     """Return one certificate an image.
 
     Args:
-        method: lipschitz, local, local-lip, bcp, smoothing (options: sigma, samples, ...), patch
-            (patches, ...).
         denoiser: Of smoothing, before the network: a module from noisy pixels (b, c, h, w) to
             pixels, told the noise where its forward has a parameter `sigma`; diffusers'
             (unet, scheduler) or a pipeline with both; or a path as `--denoiser` takes it.
-        options: Fields of the method's options.
+        options: Of the method.
     """
     checkpoint = _classifier(source)
     kind = type(options_of(method, {}))
-    if "batch_size" in arguments.names_of(kind):
-        options = options | {"batch_size": batch_size}
-    chosen = arguments.options_of(kind, options, method)
+    chosen = kind.of(arguments.options(kind, CertifyOptions, options, method))
+    if isinstance(chosen, Smoothing):
+        chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
         if not isinstance(chosen, Smoothing):
             raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
     certifier = prepare(method, checkpoint, torch.device(device), chosen)
-    batches = run_certifier(certifier, _images(checkpoint, data, labels), batch_size)
+    batches = run_certifier(certifier, _judged(checkpoint, images, labels), batch_size)
     return Certificates(row for rows in batches for row in rows)
 
 
 @speaks_python
 def shares(
-    certificates: Sequence[Certificate], sizes: Sequence[float | Patch | Threat]
+    certificates: Sequence[Certificate],
+    radii: Radius | Patch | Threat | Sequence[Radius | Patch | Threat],
 ) -> CertifiedAccuracy:
     """Return certified accuracy and 95 % interval at each radius (l2), `Threat` or `Patch`."""
-    certificates = arguments.certificates(certificates)
-    return certified_accuracy(certificates, [Threat.of(size) for size in sizes])
+    threats = arguments.threats(radii)
+    summary = certified_accuracy(arguments.certificates(certificates), list(threats.values()))
+    names = {threat.key: name for name, threat in threats.items()}
+    return replace(
+        summary,
+        certified=AsTyped(summary.certified.items(), names),
+        intervals=AsTyped(summary.intervals.items(), names),
+    )
 
 
 @speaks_python
 def predict(
     source: Network,
-    pixels: Data,
+    images: Data,
     *,
-    defence: str = "none",
+    defence: Defence = "none",
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
-    **options: Any,
+    **options: Unpack[PatchOptions],
 ) -> list[Prediction]:
     """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
@@ -295,9 +337,9 @@ def predict(
         top: The number of most likely classes; a defence lists none.
     """
     checkpoint = _classifier(source)
-    patches = arguments.options_of(Patches, options, "predict")
+    patches = Patches(**arguments.options(Patches, PatchOptions, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
-    chosen = _images(checkpoint, pixels, None, labelled=False)
+    chosen = _judged(checkpoint, images, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
     ]
@@ -306,55 +348,58 @@ def predict(
 @speaks_python
 def attack(
     source: Network,
-    data: Data,
+    images: Data,
     labels: Labels = None,
     *,
-    radii: Sequence[float] = (0.5,),
-    attacks: Sequence[str] = ("pgd",),
-    norm: str = "l2",
+    radii: Radii = (0.5,),
+    attacks: Words = ("pgd",),
+    norm: Norm = "l2",
     device: str = "cpu",
     batch_size: int = 128,
     return_examples: bool = False,
-    **settings: Any,
+    **settings: Unpack[AttackOptions],
 ) -> AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending.
 
     Args:
-        return_examples: The result has `examples`: images that fell, at their smallest radius.
-        settings: Fields of `AttackSettings`.
+        return_examples: Each result has `examples`: images that fell, at their smallest radius.
+        settings: Of the attacks.
     """
     checkpoint = _classifier(source)
-    chosen = AttackSettings(**arguments.options(AttackSettings, settings, "attack"))
-    (stage,) = stages_of(attacks, None, norm, radii, chosen)
+    chosen = AttackSettings(**arguments.options(AttackSettings, AttackOptions, settings, "attack"))
+    (stage,) = stages_of(attacks, None, norm, arguments.radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
-        for i, pixels, y in _images(checkpoint, data, labels).batches(batch_size)
+        for i, pixels, y in _judged(checkpoint, images, labels).batches(batch_size)
     )
     regions = growing(stage.norm, stage.radii)
     records = list(
         attack_images(model, batches, stage.plan, regions, chosen, keep_images=return_examples)
     )
-    result = AttackCurve(curve(records))
-    if return_examples:
-        result.examples = collect(
-            (record for record in records if record.fell), checkpoint.record.input.size
-        )
-    return result
+    size = checkpoint.record.input.size
+
+    def examples(radius: float) -> dict[str, Tensor] | None:
+        fallen = (record for record in records if record.fell and record.epsilon <= radius)
+        return collect(fallen, size) if return_examples else None
+
+    return AttackCurve(
+        AttackedAccuracy(**vars(one), examples=examples(one.epsilon)) for one in curve(records)
+    )
 
 
 @speaks_python
 def audit(
     source: Network,
-    data: Data | None = None,
+    images: Data | None = None,
     labels: Labels = None,
     *,
     seconds: float = 120.0,
-    fail_on: Sequence[str] = (),
+    fail_on: Words = (),
     device: str = "cpu",
-    **settings: Any,
+    **settings: Unpack[AuditOptions],
 ) -> AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
@@ -363,19 +408,15 @@ def audit(
 
     Args:
         fail_on: Gates, such as "certified@0.25<0.4".
-        settings: Fields of `audit.plan.AuditPlan`: radii, attacks, methods, sigma, patches, limit, seed,
-            batch_size, ...
+        settings: Of the audit.
     """
     checkpoint = _classifier(source)
-    written = {"gates": "fail_on", "budget": "seconds"}
-    option_names = arguments.names_of(AuditPlan) - written.keys() | set(written.values())
-    require_known(settings, option_names, "audit", written)
     plan = AuditPlan(
         gates=tuple(parse(text) for text in fail_on),
         budget=seconds,
-        **arguments.options(AuditPlan, settings, "audit"),
+        **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
     )
-    judged = None if data is None else _images(checkpoint, data, labels)
+    judged = None if images is None else _judged(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
     clock = Clock(plan.budget)
     where = torch.device(device)
@@ -385,9 +426,12 @@ def audit(
 
     with torch.set_grad_enabled(torch.is_grad_enabled()):  # a stage may end within a no_grad
         findings = audit_run.run(checkpoint, judged, calibration, plan, where, clock)
-    name = str(source) if isinstance(source, str | Path) else "checkpoint"
-    typed = Typed(name, dataset=data if isinstance(data, str) else None)
+    # what is in memory has no name that a command could take: its reader fills it in
+    name = unmistakable(str(source)) if isinstance(source, str | Path) else "FILE"
+    named = images if isinstance(images, str) else None if images is None else "FOLDER"
+    typed = Typed(name, dataset=named)
     report = compose(checkpoint, findings, plan, clock, typed, where)
+    report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
@@ -398,10 +442,11 @@ def _classifier(source: Network) -> OpenCheckpoint:
     return checkpoint
 
 
-def _images(checkpoint: Checkpoint, data: Data, labels: Labels, *, labelled: bool = True) -> Images:
-    """Arrays, loaders, a name, or Images, as Images. DataError when they do not fit the network."""
-    if isinstance(data, (Images, str)):
-        if labels is not None:
-            raise UsageError("these images have labels of their own", "leave out labels")
-        return images(checkpoint, data) if isinstance(data, str) else data
-    return images_of(checkpoint.record, data, labels, labelled=labelled)
+def _judged(
+    checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
+) -> Images:
+    """Return the images; warn where the file's own program answers otherwise on them."""
+    chosen = images_of(checkpoint.record, images, labels, labelled=labelled)
+    for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
+        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+    return chosen

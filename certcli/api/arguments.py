@@ -4,25 +4,28 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import torch
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from certcli.api.errors import require_known
 from certcli.certify.certificate import Certificate
-from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.radii import parse_radius
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import UsageError
+from certcli.system.options import choices
+from certcli.system.registry import one_of
 
-_Kind = TypeVar("_Kind")
-_Options = TypeVar("_Options", bound=CertifierOptions)
-_RADII = frozenset(("radii", "at", "sigma"))
+_RADII = frozenset(("radii", "sigma", "enough", "step_size"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
+_AUTO = "auto"
+_FIELDS = {"radii": "at"}
+"""Names of Python for fields of options that are called otherwise."""
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit into no seed, and into no count of images."""
 _SHOWN = 40
@@ -116,9 +119,17 @@ def answer(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def share(name: str, value: Any) -> float:
+    """Return a share of images."""
+    number = plain_value(value)
+    if not isinstance(number, (int, float)) or not 0 <= number <= 1:
+        raise UsageError(f"{name} {shown(value)} is no share", "0.4 means 40 %")
+    return float(number)
+
+
 def source(name: str, value: Any) -> Any:
     """Return a network as `load` takes it."""
-    if not isinstance(value, (nn.Module, str, os.PathLike, Checkpoint)):
+    if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, Checkpoint)):
         message = f"{shown(value)} is no network"
         raise UsageError(
             message, "an nn.Module, a path, a timm or hf-hub: name, or a result of load"
@@ -160,11 +171,31 @@ def mapping(name: str, value: Any) -> Mapping[str, Any]:
     return value
 
 
-def sizes(name: str, value: Any) -> tuple[Any, ...]:
-    """Return radii, patches and threats: one, or several of them."""
+def threats(value: Any) -> dict[str, Threat]:
+    """Return radii, patches and threats by their names, a quotient as it was typed."""
     single = isinstance(value, (str, int, float, Patch, Threat))
-    several = [value] if single else _listed(name, plain_value(value), "radii or patches")
-    return tuple(one if isinstance(one, (Patch, Threat)) else radius(name, one) for one in several)
+    several = [value] if single else _listed("radii", plain_value(value), "radii or patches")
+    named = {}
+    for one in several:
+        is_size = isinstance(one, (Patch, Threat))
+        threat = Threat.of(one if is_size else radius("radii", one))
+        named[one if isinstance(one, str) else threat.key] = threat
+    return named
+
+
+def one_radius(value: Any) -> float:
+    """Return the only one of radii; UsageError for several."""
+    several = radii("radii", value)
+    if len(several) != 1:
+        raise UsageError(f"radii={shown(value)}: one radius is taken here", "call it for each")
+    return several[0]
+
+
+def choice(name: str, value: Any, names: Sequence[str]) -> str:
+    """Return one of these names; UsageError says the nearest."""
+    if word(name, value) not in names:
+        raise UsageError(f"unknown {name} {shown(value)}", one_of(value, names))
+    return str(value)
 
 
 def certificates(value: Any) -> list[Certificate]:
@@ -214,52 +245,55 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "limit": lambda name, value: whole_number(name, value, 1),
     "seed": lambda name, value: whole_number(name, value, 0),
     "data_dir": path,
-    "data": as_given,
+    "images": as_given,
     "labels": as_given,
-    "pixels": as_given,
     "iterations": lambda name, value: whole_number(name, value, 1),
     "batch_size": lambda name, value: whole_number(name, value, 1),
-    "method": word,
     "denoiser": denoiser,
     "certificates": as_given,
-    "sizes": sizes,
-    "defence": word,
     "prove": answer,
     "top": lambda name, value: whole_number(name, value, 1),
-    "radii": radii,
-    "eps": radius,
+    "radii": as_given,
+    "around": lambda name, value: None if value is None else radius(name, value),
     "attacks": words,
-    "norm": word,
     "return_examples": answer,
     "seconds": seconds,
     "fail_on": words,
+    "at_least": share,
+    "at_most": as_given,
 }
-"""Parameter of a public function -> how its value is read. None stands for the default where that is None."""
+"""Parameter of a public function -> how its value is read. None stands for the default where that is None; a
+parameter whose type names its values is read by `choice`."""
 
 
-def options(kind: type[_Kind], values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def fields_of(kind: Any, offered: Any) -> dict[str, str]:
+    """Return those keyword arguments of a TypedDict that an options class has, and their fields."""
+    names = {item.name for item in fields(kind)}
+    offers = offered.__annotations__
+    pairs = {name: name if name in names else _FIELDS.get(name, name) for name in offers}
+    return {name: field for name, field in pairs.items() if field in names}
+
+
+def options(kind: Any, offered: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return values for fields of an options class, in the types that its annotations name.
 
+    Args:
+        offered: the TypedDict of the keyword arguments.
+
     Raises:
-        UsageError: a name is no field, or a value has another type.
+        UsageError: a name is not offered or no field, or a value has another type.
     """
-    require_known(values, names_of(kind), where)
+    chosen = fields_of(kind, offered)
+    require_known(values, chosen, where)
     hints = get_type_hints(kind)
-    return {name: _typed(name, value, hints[name]) for name, value in values.items()}
-
-
-def options_of(kind: type[_Options], values: Mapping[str, Any], where: str) -> _Options:
-    """Return a method's options; UsageError for an unknown name or a value of another type."""
-    return kind.of(options(kind, values, where))
+    return {
+        chosen[name]: _typed(name, value, hints[chosen[name]]) for name, value in values.items()
+    }
 
 
 def names_with_values(values: Mapping[str, Any]) -> list[str]:
     """Return the names of what is not None."""
     return [name for name, value in values.items() if value is not None]
-
-
-def names_of(kind: Any) -> set[str]:
-    return {item.name for item in fields(kind)}
 
 
 def _typed(name: str, value: Any, hint: Any) -> Any:
@@ -270,8 +304,10 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return path(name, value)
     if name in _RADII and plain is not None:
         plain = _read_quotients(name, plain)
-    if isinstance(plain, str) and "tuple" in str(hint):
+    if isinstance(plain, str) and ("tuple" in str(hint) or "list" in str(hint)):
         plain = [plain]
+    if isinstance(plain, str) and (names := choices(hint)):
+        return choice(name, plain, names)
     try:
         return msgspec.convert(plain, hint)
     except (msgspec.ValidationError, TypeError) as failure:
@@ -281,11 +317,11 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
 
 
 def _read_quotients(name: str, value: Any) -> Any:
-    if isinstance(value, str):
-        return radius(name, value)
+    if isinstance(value, str) and value != _AUTO:
+        value = radius(name, value)
     if isinstance(value, (list, tuple)):
         return [radius(name, one) if isinstance(one, str) else plain_value(one) for one in value]
-    return [value] if name != "sigma" and isinstance(value, (int, float)) else value
+    return [value] if name == "radii" and isinstance(value, (int, float)) else value
 
 
 def _listed(name: str, value: Any, what: str) -> Sequence[Any]:

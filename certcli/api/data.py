@@ -1,6 +1,7 @@
 """Arrays, tensors, loaders, data sets and generators become `Images`."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from certcli.api.arguments import shown
 from certcli.checkpoint.record import Record
+from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, one_line
+from certcli.system.errors import DataError, UsageError, one_line
 from certcli.system.memory import free_bytes
 
 _MEMORY = 0.5
@@ -20,18 +22,33 @@ _LABEL_KEYS = ("labels", "label", "target", "targets")
 _KNOWN = "an array or tensor (n, c, h, w), batches of (images, labels), or the name of a dataset"
 
 
+def dataset_images(
+    record: Record, dataset: str, split: str | None = None, folder: Path | None = None
+) -> Images:
+    """Return images of a dataset by name, or in a folder, that fit the record's network."""
+    images = datasets.load(dataset, record.input, split, folder)
+    if not record.classes:
+        return images
+    return datasets.require_classes(images, record.classes, record.class_names)
+
+
 def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
     """Return images that fit the record's network, with labels; zeros where none are needed.
 
     Args:
-        data: An array or tensor (n, c, h, w), one image (c, h, w), a pair (images, labels), or an
-            iterable of
-            images, batches, or pairs of them with labels: a list, DataLoader, Dataset or generator.
+        data: `Images`, the name of a dataset, an array or tensor (n, c, h, w), one image (c, h, w),
+            a pair (images, labels), or an iterable of images, batches, or pairs of them with
+            labels: a list, DataLoader, Dataset or generator.
         labels: (n,), beside images that do not bring their own.
 
     Raises:
         DataError: images or labels do not fit the network, or are no images.
+        UsageError: there are labels beside images that have their own.
     """
+    if isinstance(data, (Images, str)):
+        if labels is not None:
+            raise UsageError("these images have labels of their own", "leave out labels")
+        return dataset_images(record, data) if isinstance(data, str) else data
     pixels, labels = _collected(data, labels)
     pixels = _fitting(pixels, tuple(record.input.size))
     if labels is None and labelled:
@@ -55,10 +72,8 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
     """Return one tensor of images, and the labels beside them or among them."""
     if _is_array(data):
         return _array(data, "images"), labels
-    if _is_pair(data) and labels is None and _dimensions(data[0]) == 4:
-        return _array(data[0], "images"), data[1]
-    data = [data] if isinstance(data, Mapping) else data
-    if isinstance(data, (str, bytes)) or not _iterable(data):
+    data = [data] if _is_item(data) else data
+    if isinstance(data, bytes) or not _iterable(data):
         raise DataError(f"{shown(data)} holds no images", _KNOWN)
     batches: list[Tensor] = []
     answers: list[Tensor] = []
@@ -113,17 +128,15 @@ def _image_and_label(item: Any) -> tuple[Any, Any]:
                 "pass pairs: ((batch['pixel_values'], batch['labels']) for batch in loader)",
             )
         return item[images[0]], item[labels[0]] if labels else None
-    first = item[0] if isinstance(item, (tuple, list)) and item else None
-    is_image = (_dimensions(first) or 0) >= 3 or type(first).__module__.startswith("PIL.")
-    if not is_image or (len(item) == 1 and _dimensions(first) is None):
-        is_pair = _is_pair(item) and _dimensions(first) is not None
+    if not isinstance(item, (tuple, list)) or not item or not _is_image(item[0]):
+        is_pair = _is_pair(item) and _dimensions(item[0]) is not None
         return (item[0], item[1]) if is_pair else (item, None)
     if len(item) > 2:
         raise DataError(
             f"an item of {len(item)} parts is no pair of images and labels",
             "pass pairs: ((item[0], item[1]) for item in loader), if these are images and labels",
         )
-    return first, item[1] if len(item) == 2 else None
+    return item[0], item[1] if len(item) == 2 else None
 
 
 def _items(data: Any) -> Iterator[Any]:
@@ -137,6 +150,21 @@ def _items(data: Any) -> Iterator[Any]:
 
 def _iterable(data: Any) -> bool:
     return hasattr(data, "__iter__") or (hasattr(data, "__len__") and hasattr(data, "__getitem__"))
+
+
+def _is_item(data: Any) -> bool:
+    """Whether this is one item of a loader: a dictionary, an image of PIL, images and their labels."""
+    if isinstance(data, (tuple, list)):
+        return len(data) > 1 and _is_image(data[0]) and not _is_image(data[1])
+    return isinstance(data, Mapping) or _of_pil(data)
+
+
+def _is_image(value: Any) -> bool:
+    return (_dimensions(value) or 0) >= 3 or _of_pil(value)
+
+
+def _of_pil(value: Any) -> bool:
+    return type(value).__module__.startswith("PIL.")
 
 
 def _is_array(value: Any) -> bool:
@@ -155,8 +183,13 @@ def _array(value: Any, what: str) -> Tensor:
     """Return a tensor on the CPU of what holds numbers."""
     if isinstance(value, Tensor):
         return value.detach().cpu()
-    if isinstance(value, (str, bytes, Mapping)) or type(value).__module__.startswith("PIL."):
-        hint = "transform=torchvision.transforms.ToTensor()" if what == "images" else "integers"
+    if isinstance(value, (list, tuple)) and value and _of_pil(value[0]):
+        value = value[0]
+    if isinstance(value, (str, bytes, Mapping)) or _of_pil(value):
+        to_tensor = (
+            "transform=torchvision.transforms.ToTensor() in the data set, or ToTensor()(image)"
+        )
+        hint = to_tensor if what == "images" else "integers"
         raise DataError(f"{what} are a tensor or an array, not {shown(value)}", hint)
     try:
         array = np.ascontiguousarray(value)

@@ -1,16 +1,17 @@
 """Errors of the core in Python's words: keyword arguments for options, hints as exception notes."""
 
 import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
+from collections.abc import Iterable
 
 from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 _WORDS = re.compile(
     r"(?P<features>certvit lipschitz --features)"
+    r"|(?P<quoted>(?<![\w=])'[^']*'(?!\w))"
     r"|(?P<command>certvit [a-z]+\b[^,;()]*)"
     r"|--arch-arg (?P<key>\w+)=(?P<item>[^\s,;()]+)"
-    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>[A-Z0-9.\"'][^\s,;()]*))?"
+    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>'[^']*'(?!\w)|\"[^\"]*\"|[A-Z0-9.][^\s,;()]*))?"
     r"|(?<![\w-])-(?P<letter>[aeo])\b"
 )
 _FLAGS = frozenset(("as_stated", "features", "force"))
@@ -21,6 +22,8 @@ _NAMES = {
     "patch": "patches",
     "min_certified": "at_least",
     "time_budget": "seconds",
+    "budget": "seconds",
+    "gates": "fail_on",
 }
 _LISTS = frozenset(("attacks", "patches", "fail_on"))
 _LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
@@ -32,8 +35,8 @@ def in_python(text: str) -> str:
     def argument(match: re.Match[str]) -> str:
         if match["features"]:
             return "load(..., features=True)"
-        if match["command"]:
-            return match["command"]
+        if match["command"] or match["quoted"]:
+            return match[0]
         if match["key"]:
             return f"arch_args={{'{match['key']}': {match['item']}}}"
         if match["letter"]:
@@ -50,16 +53,10 @@ def in_python(text: str) -> str:
     return _WORDS.sub(argument, text)
 
 
-def require_known(
-    names_given: Iterable[str],
-    allowed: Iterable[str],
-    where: str,
-    written: Mapping[str, str] | None = None,
-) -> None:
-    """Raise UsageError for a keyword argument that `where` lacks. written: other names -> ours."""
+def require_known(passed: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise UsageError for a keyword argument that `where` lacks; it says the nearest name."""
     names = sorted(allowed)
-    for name in sorted(set(names_given) - set(names)):
-        near = [written[name]] if written and name in written else get_close_matches(name, names, 1)
-        options = f"one of: {', '.join(names)}" if names else "it takes none"
-        hint = f"did you mean '{near[0]}'? {options}" if near else options
-        raise UsageError(f"{where} has no option '{name}'", hint)
+    for name in sorted(set(passed) - set(names)):
+        ours = _NAMES.get(name)
+        hint = f"did you mean '{ours}'?" if ours in names else one_of(name, names)
+        raise UsageError(f"{where} has no option '{name}'", hint if names else "it takes none")

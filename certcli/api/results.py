@@ -1,7 +1,10 @@
 """Results as Python shows them: one line in a shell, a small table in a notebook."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
+from types import MappingProxyType
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -17,6 +20,8 @@ from certcli.evaluation.radii import (
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import NetworkBound
 from certcli.report.document import Audit
+
+V = TypeVar("V")
 
 
 class Shown:
@@ -90,15 +95,40 @@ class Certificates(Shown, list[Certificate]):
         return _table(("image", "label", "prediction", "certified"), cells)
 
 
-class AttackCurve(Shown, tuple[RobustAccuracy, ...]):
-    """The accuracy that the attacks leave, one entry a radius, ascending.
+class AsTyped(dict[str, V]):
+    """Values by radius as it was typed, "8/255"; the key of the records is answered as well."""
+
+    def __init__(
+        self, values: Iterable[tuple[str, V]], names: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        super().__init__((names.get(key, key), value) for key, value in values)
+        self._names = names
+
+    def __missing__(self, key: str) -> V:
+        if key not in self._names:
+            raise KeyError(key)
+        return self[self._names[key]]
+
+
+@dataclass(frozen=True)
+class AttackedAccuracy(RobustAccuracy):
+    """The accuracy that the attacks leave at one radius.
 
     Attributes:
-        examples: tensors by name (`attack.examples.collect`), a row for each image that fell; None
-            unless asked for.
+        examples: tensors by name (`attack.examples.collect`), a row for each image that fell at
+            this radius or a smaller one; None unless asked for.
     """
 
-    examples: dict[str, Tensor] | None = None
+    examples: dict[str, Tensor] | None = field(default=None, repr=False, compare=False)
+
+
+class AttackCurve(Shown, tuple[AttackedAccuracy, ...]):
+    """The accuracy that the attacks leave, one entry a radius, ascending."""
+
+    @property
+    def examples(self) -> dict[str, Tensor] | None:
+        """Return the examples of all radii, which are those of the largest."""
+        return self[-1].examples
 
     @property
     def headline(self) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.perturbation import Region, along, image_norms, per_image
+from certcli.evaluation.perturbation import Region, along, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from certcli.system.products import plain_products
 
@@ -129,58 +129,4 @@ def judge(
         prediction=prediction,
         adversarial_prediction=torch.where(success, adversarial_prediction, prediction),
         norm=torch.where(correct, norm, 0.0),
-    )
-
-
-@torch.no_grad()
-def refine(
-    model: nn.Module,
-    images: Tensor,
-    labels: Tensor,
-    verdict: Judgement,
-    region: Region,
-    steps: int = 12,
-    samples: int = 1,
-) -> Judgement:
-    """Bisection from image to adversarial point: the smaller norm at which the label flips.
-
-    Each of the `steps` halves the interval (12: a 4,096th of the segment). Every point kept was
-    judged itself, so the result is a success wherever `verdict` was, and no norm grows.
-    """
-    rows = verdict.success.nonzero().flatten()
-    if not len(rows):
-        return verdict
-    clean = images[rows]
-    truth = labels.to(images.device)[rows]
-    best = verdict.adversarial[rows]
-    norm = verdict.norm[rows]
-    prediction = verdict.adversarial_prediction[rows]
-    region = region.of(rows)
-    delta = best - clean
-    low = torch.zeros_like(norm)
-    high = torch.ones_like(norm)
-    for _ in range(steps):
-        middle = (low + high) / 2
-        trial = judge(
-            model,
-            clean,
-            truth,
-            clean + delta * per_image(middle, clean),
-            region,
-            prediction=verdict.prediction[rows],
-            samples=samples,
-        )
-        high = torch.where(trial.success, middle, high)
-        low = torch.where(trial.success, low, middle)
-        better = trial.success & (trial.norm < norm)
-        best = torch.where(along(better, clean), trial.adversarial, best)
-        norm = torch.where(better, trial.norm, norm)
-        prediction = torch.where(better, trial.adversarial_prediction, prediction)
-    return Judgement(
-        verdict.success,
-        verdict.robust,
-        verdict.adversarial.index_copy(0, rows, best),
-        verdict.prediction,
-        verdict.adversarial_prediction.index_copy(0, rows, prediction),
-        verdict.norm.index_copy(0, rows, norm),
     )

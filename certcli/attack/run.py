@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.eight_bit import nearest_within, rounded
-from certcli.attack.judge import Judgement, judge, predict, refine
+from certcli.attack.judge import Judgement, judge, predict
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watched_model import seeded
 from certcli.evaluation.perturbation import Norm, Region, image_norms
@@ -103,7 +103,6 @@ def attack_images(
     settings: AttackSettings,
     *,
     independent: bool = False,
-    refine_steps: int = 0,
     source: nn.Module | None = None,
     keep_images: bool = False,
 ) -> Iterator[AttackRecord]:
@@ -111,9 +110,8 @@ def attack_images(
     - x| <= radius?
 
     Misclassified images are not attacked; an image that one attack breaks is not shown to the next,
-    unless `independent` asks for the share of each attack alone. `refine_steps` bisects each
-    success towards its image. `source` crafts the images that `model` is tested on (transfer). A
-    name may carry steps: "pgd-20".
+    unless `independent` asks for the share of each attack alone. `source` crafts the images that
+    `model` is tested on (transfer). A name may carry steps: "pgd-20".
 
     Several regions are of one norm and grow (`growing`): what breaks an image at one radius breaks
     it at all larger ones, so the curve falls by construction, and each image is attacked until its
@@ -134,7 +132,7 @@ def attack_images(
             raise UsageError("the model is in training mode", "call model.eval() before an attack")
     for indices, images, labels in batches:
         labels = labels.to(images.device)
-        batch = _Standing(model, images, labels, planned, settings, refine_steps)
+        batch = _Standing(model, images, labels, planned, settings)
         for region in regions:
             batch.widen(region, independent)
             for entry in planned:
@@ -152,7 +150,6 @@ class _Standing:
         labels: Tensor,
         planned: Sequence[Planned],
         settings: AttackSettings,
-        refine_steps: int,
     ) -> None:
         self.model = model
         self.labels = labels
@@ -160,7 +157,6 @@ class _Standing:
         self.images = images = rounded(images) if self.among_8bit else images
         self.as_8bit: list[bool | None] = [None] * len(images)
         self.samples = settings.samples
-        self.refine_steps = refine_steps
         self.seed = settings.seed
         with seeded(images, self.seed):
             self.prediction = predict(model, images, self.samples)
@@ -203,7 +199,7 @@ class _Standing:
         if self.among_8bit:
             candidates = nearest_within(candidates, images, limit)
         with seeded(images, self.seed):  # a random net draws in the verdict too
-            verdict = judge(
+            return judge(
                 self.model,
                 images,
                 labels,
@@ -213,11 +209,6 @@ class _Standing:
                 samples=self.samples,
                 exactly=self.among_8bit,
             )
-            if self.refine_steps:
-                verdict = refine(
-                    self.model, images, labels, verdict, limit, self.refine_steps, self.samples
-                )
-        return verdict
 
     def attack(
         self, entry: Planned, region: Region, source: nn.Module | None, independent: bool

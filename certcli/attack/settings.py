@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
+from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.perturbation import Region, per_image
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
-
-PRECISIONS = ("float32", "bf16")
-PIXELS = ("float", "8bit")
+from certcli.system.options import require_choices
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,24 @@ class AttackSettings:
     restart: int = 0
     stop_early: bool = True
     give_up: bool = False
-    precision: str = PRECISIONS[0]
-    pixels: str = PIXELS[0]
+    precision: Precision = "float32"
+    pixels: Pixels = "float"
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(f"{name} of an attack must be at least 1, not {value}")
-        if self.precision not in PRECISIONS:
-            raise UsageError(
-                f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
-            )
-        if self.pixels not in PIXELS:
-            raise UsageError(f"unknown pixels '{self.pixels}'", one_of(self.pixels, PIXELS))
+                raise UsageError(
+                    f"{name} of an attack must be at least 1, not {value}",
+                    "leave it out: the attack's own number",
+                )
+        require_choices(self)
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise UsageError(
-                    f"{name} of an attack must be a finite number above 0, not {value}"
+                    f"{name} of an attack must be a finite number above 0, not {value}",
+                    "leave it out: the attack's own",
                 )
 
     @property
@@ -134,7 +131,7 @@ def planned_attacks(
     if not planned:
         raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
     if len(set(labels)) != len(labels):
-        raise UsageError(f"an attack is named twice: {', '.join(labels)}")
+        raise UsageError(f"an attack is named twice: {', '.join(labels)}", "each once")
     for entry in planned:
         ATTACKS[entry.attack]  # raises with the known names
     return tuple(planned)

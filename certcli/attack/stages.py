@@ -13,6 +13,7 @@ from certcli.attack.certified_radii import CertifiedImage, require_correct, sele
 from certcli.attack.presets import preset
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.records import RecordFile, Run, packed, unpacked
@@ -38,7 +39,7 @@ class Stage:
     plan: tuple[Planned, ...]
     independent: bool
 
-    def with_draws(self, seed: int, classes: int, precision: str = "float32") -> "Stage":
+    def with_draws(self, seed: int, classes: int, precision: Precision = "float32") -> "Stage":
         """The stage with its draws' seed, the crafting precision, and k (else the model's)."""
         plans = [
             replace(
@@ -262,7 +263,6 @@ class Campaign:
     settings: AttackSettings
     batch_size: int
     source: nn.Module | None = None
-    refine_steps: int = 0
     keep_images: bool = False
 
     @property
@@ -304,7 +304,6 @@ class Campaign:
             [region for region, _ in task.rounds(indices.tolist())],
             self.settings,
             independent=task.stage.independent,
-            refine_steps=self.refine_steps,
             source=self.source,
             keep_images=self.keep_images,
         ):

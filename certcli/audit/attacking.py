@@ -1,22 +1,20 @@
 """Attacks of an audit, within l2 balls and patches, on the first images that its time allows."""
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from certcli.attack.patch import PatchTarget, attack_patches
+from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
-from certcli.audit.clock import OutOfTime, StageTime
 from certcli.audit.findings import ROBUST, AuditFindings, Key
-from certcli.audit.judging import CAREFUL, dataset_of, first, own
-from certcli.audit.shared_stages import together
+from certcli.audit.judging import dataset_of, first
+from certcli.audit.schedule import Stage
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
@@ -44,17 +42,22 @@ STEPS = {
     "cw": 900,
 }
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
-
-
+GRADIENT = 1.5
+"""Forward passes that a gradient step costs, about."""
 PATCHED = 50
 """Images at most that are attacked by patches."""
+PATCH_STEPS = 500
+"""Gradient steps of an attack by patches, about."""
 
 
-class Attacking:
-    """The attacks in turn at ascending radii, image by image; `go` continues the last call.
+class Attacking(Stage):
+    """The attacks in turn at ascending radii.
 
-    most: images at a time at most.
+    rows: of each image its records, one a radius. forward: seconds of a forward pass.
     """
+
+    name = "attack"
+    doing = "attacks"
 
     def __init__(
         self,
@@ -65,89 +68,88 @@ class Attacking:
         settings: AttackSettings,
         classes: int,
         limit: int,
+        forward: float = 0.0,
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
         self.stage = stage.with_draws(settings.seed, classes, settings.precision)
         self.model = model
-        self.images = images
         self.radii = radii
         self.settings = settings
-        self.team = team
-        steps = [entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan]
+        steps = sum(
+            entry.settings.steps or STEPS.get(entry.attack, 1000) for entry in self.stage.plan
+        )
         parameters = sum(weight.numel() for weight in model.parameters())
-        together_at_most = int(AT_ONCE / (max(1, parameters) * sum(steps) * settings.restarts))
-        self.size = max(1, min(limit, together_at_most, -(-len(images) // team.size)))
-        self.records: list[AttackRecord] = []
+        together_at_most = int(AT_ONCE / (max(1, parameters) * steps * settings.restarts))
+        largest = max(1, min(limit, together_at_most))
+        super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
-        self.longest = 0.0
-        self.seconds = 0.0
+        self._mine: list[AttackRecord] = []
+        self.singles: dict[str, float] = {}
 
     @property
-    def count(self) -> int:
-        """Images attacked at every radius; from the records alone, which grow in one piece."""
-        return len(self.records) // len(self.radii)
-
-    @property
-    def rest(self) -> int:
-        return len(self.images) - self.count
-
-    @property
-    def proven(self) -> bool:
-        return False
+    def records(self) -> list[AttackRecord]:
+        return [record for records in self.rows for record in records]
 
     @property
     def samples(self) -> dict[Key, Sample]:
-        """Outcomes of the images so far, for the gates."""
         return {
             (ROBUST, radius_key(radius)): Sample(
-                [row.withstood for row in self.records if row.epsilon == radius],
-                len(self.images),
+                [records[place].withstood for records in self.rows], len(self.images)
             )
-            for radius in self.radii
+            for place, radius in enumerate(self.radii)
         }
 
-    def go(self, part: StageTime, enough: Callable[[], bool] = lambda: False) -> None:
-        """Attack further images until the time is over; a batch broken off does not count."""
-        broken = False
-        while self.rest and not broken:
-            if not self.team.agree(lambda: self._fits(part) and not enough()):
-                break
-            broken = self._batches(part)
+    def judge(self, positions: list[int]) -> list[list[AttackRecord]]:
+        pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
+        batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
+        self._mine = []
+        for record in attack_images(
+            self.model,
+            batch,
+            self.stage.plan,
+            growing("l2", self.radii),
+            self.settings,
+            keep_images=True,
+        ):
+            self._mine.append(record)
+        return self._by_image(len(positions))
 
-    def _fits(self, part: StageTime) -> bool:
-        return part.left >= CAREFUL * self.longest or not self.count
+    def _by_image(self, images: int) -> list[list[AttackRecord]]:
+        """Return the records of each image, at the radii that all of them were attacked at."""
+        done = len(self._mine) // images * images
+        return [self._mine[place:done:images] for place in range(images)]
 
-    def _batches(self, part: StageTime) -> bool:
-        """A batch for each process; whether one of them was broken off."""
-        began = time.perf_counter()
-        mine: list[AttackRecord] = []
+    @staticmethod
+    def pack(piece: list[list[AttackRecord]]) -> list[Any]:
+        return [packed(records) for records in piece]
 
-        def find() -> list[AttackRecord]:
-            positions = own(self.team, self.images, self.count, self.size)
-            if not positions:
-                return []
-            pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
-            batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
-            plan = self.stage.plan
-            regions = growing("l2", self.radii)
-            mine.extend(
-                attack_images(self.model, batch, plan, regions, self.settings, keep_images=True)
-            )
-            return mine
+    def unpack(self, plain: Any) -> list[list[AttackRecord]]:
+        return [unpacked(AttackRecord, records) for records in plain]
 
-        batches, broken = together(self.team, part, find, packed, partial(unpacked, AttackRecord))
-        for rank, rows in enumerate(batches):
-            self.records += [replace(row, image=None, adversarial=None) for row in rows]
-            for number, row in enumerate(rows):
-                is_shown = any(other.index == row.index for _, other in self._shown)
-                if row.fell and not is_shown:
-                    self._show(rank, mine[number] if rank == self.team.rank else row)
-        took = time.perf_counter() - began
-        if batches:
-            self.longest = max(self.longest, took)
-            self.seconds = self.seconds + took
-        return broken
+    def take(self, pieces: Sequence[list[list[AttackRecord]]]) -> None:
+        if self.broken and not self.rows and not self.team.several:
+            whole = self._by_image(min(self.size, len(self.images)))
+            if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
+                self.radii = self.radii[: len(whole[0])]
+                pieces = [whole]
+        for row in self._mine if pieces else []:
+            if row.fell and row.image is not None and row.adversarial is not None:
+                change = float((row.adversarial - row.image).abs().max())
+                radius = radius_key(row.epsilon)
+                self.singles[radius] = max(change, self.singles.get(radius, 0.0))
+        for rank, rows in enumerate(pieces):
+            mine = rank == self.team.rank
+            for number, records in enumerate(rows):
+                smallest = next((place for place, row in enumerate(records) if row.fell), None)
+                if smallest is not None:
+                    row = records[smallest]
+                    self._show(rank, self._mine[number + smallest * len(rows)] if mine else row)
+        bare = [
+            [[replace(row, image=None, adversarial=None) for row in records] for records in rows]
+            for rows in pieces
+        ]
+        super().take(bare)
 
     def _show(self, rank: int, row: AttackRecord) -> None:
         """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
@@ -159,7 +161,13 @@ class Attacking:
                 self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
-        """Fooled images with pixels, from the process that attacked them. All call it."""
+        """Fooled images with pixels, from the process that attacked them. All call it.
+
+        Also of all processes the largest change of a pixel value by a success at each radius.
+        """
+        for radius in map(radius_key, self.radii):
+            largest = max(self.team.everyone(self.singles.get(radius, 0.0)))
+            self.singles |= {radius: largest} if largest > 0 else {}
         if not self.team.several:
             return [row for _, row in self._shown]
         exhibits = []
@@ -174,10 +182,8 @@ class Attacking:
         return exhibits
 
     @property
-    def shares(self) -> AttackShares | None:
-        """The shares so far; None when not one batch was finished."""
-        if not self.records:
-            return None
+    def shares(self) -> AttackShares:
+        """The shares so far."""
         summaries = curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
@@ -193,20 +199,13 @@ class Attacking:
             fooled={name: clean - hits for name, hits in withstood.items()},
             fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
-            settings={**asdict(self.settings), "batch_size": self.size},
+            largest={at: self.singles[at] for at in withstood if at in self.singles},
+            settings={**asdict(self.settings), "batch_size": self.largest},
             seconds=round(self.seconds, 2),
         )
 
-    def write_down(self, findings: AuditFindings) -> None:
-        """Add shares, records, and what did not fit into the time."""
+    def report(self, findings: AuditFindings) -> None:
         findings.attack = self.shares
-        if findings.attack is None:
-            findings.skip("attack", "no batch of images was finished in its time", True)
-            return
-        findings.samples |= self.samples
-        if self.rest:
-            why = f"{self.count} of {len(self.images)} images fitted into {self.seconds:.0f} s"
-            findings.skip("attack, further images", why, True)
         for row in self.records:
             entry = findings.row(row.index, row.label)
             entry.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
@@ -214,49 +213,54 @@ class Attacking:
                 entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
 
-def attack_by_patch(
-    model: PixelModel, images: Images, patch: Patch, settings: AttackSettings, part: StageTime
-) -> tuple[PatchAttack | None, tuple[Tensor, Tensor] | None]:
-    """Search a patch for image after image until the time is over.
+class PatchAttacking(Stage):
+    """A patch searched for image after image, for the network itself, without masks.
 
-    Returns:
-        What the network itself, without masks, withstood, None where no image was finished; the
-        first fooled image, without and with its patch.
+    rows: (withstood, right without a patch).
     """
-    device = next(model.parameters()).device
+
+    name = "attack by patches"
+    doing = "attacks by patches"
+
+    def __init__(
+        self, model: PixelModel, images: Images, patch: Patch, seed: int, forward: float
+    ) -> None:
+        few = images.select(range(min(PATCHED, len(images))))
+        super().__init__(few, 1, forward * GRADIENT * PATCH_STEPS)
+        self.model = model
+        self.patch = patch
+        self.settings = AttackSettings(seed=seed)
+        self.target = PatchTarget(lambda corner: model, self._classify)
+        self.pair: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def samples(self) -> dict[Key, Sample]:
+        return {(self.name, str(self.patch)): Sample([a for a, _ in self.rows], len(self.images))}
 
     @torch.no_grad()
-    def classify(pixels: Tensor) -> list[int | None]:
-        classes: list[int | None] = model(pixels).argmax(1).tolist()
+    def _classify(self, pixels: Tensor) -> list[int | None]:
+        classes: list[int | None] = self.model(pixels).argmax(1).tolist()
         return classes
 
-    target = PatchTarget(lambda corner: model, classify)
-    rows = []
-    pair = None
-    longest = 0.0
-    try:
-        with part.ended():
-            for position in range(min(PATCHED, len(images))):
-                if part.left < CAREFUL * longest:
-                    break
-                began = time.perf_counter()
-                pixels, index = images.fetch([position]), int(images.indices[position])
-                label = int(images.labels[position])
-                rows += attack_patches(
-                    target, [index], sent(pixels, device), [label], patch, settings
-                )
-                longest = max(longest, time.perf_counter() - began)
-                if pair is None and rows[-1].adversarial is not None:
-                    pair = pixels[0], rows[-1].adversarial
-    except OutOfTime:
-        pass
-    if not rows:
-        return None, None
-    withstood, correct = (
-        sum(values)
-        for values in zip(*((row.withstood, row.prediction == row.label) for row in rows))
-    )
-    shares = {"clean": Share.of(correct, len(rows)), "robust": Share.of(withstood, len(rows))}
-    dataset = dataset_of(first(images, len(rows)))
-    seconds = round(part.spent, 2)
-    return PatchAttack(patch=str(patch), dataset=dataset, seconds=seconds, **shares), pair
+    def judge(self, positions: list[int]) -> list[tuple[bool, bool]]:
+        pixels = self.images.fetch(positions)
+        device = next(self.model.parameters()).device
+        labels = self.images.labels[positions].tolist()
+        indices = self.images.indices[positions].tolist()
+        rows: list[PatchRecord] = attack_patches(
+            self.target, indices, sent(pixels, device), labels, self.patch, self.settings
+        )
+        if self.pair is None and rows[0].adversarial is not None:
+            self.pair = pixels[0], rows[0].adversarial
+        return [(row.withstood, row.prediction == row.label) for row in rows]
+
+    def report(self, findings: AuditFindings) -> None:
+        withstood, right = (sum(values) for values in zip(*self.rows, strict=True))
+        findings.patched_pair = self.pair
+        findings.patch_attack = PatchAttack(
+            patch=str(self.patch),
+            dataset=dataset_of(first(self.images, self.count)),
+            clean=Share.of(right, self.count),
+            robust=Share.of(withstood, self.count),
+            seconds=round(self.seconds, 2),
+        )

@@ -1,4 +1,4 @@
-"""A time budget: the time left, a stage's share, and an end to stages that do not stop."""
+"""A time budget: what is left, what this process computed, and an end to work that does not stop."""
 
 import gc
 import signal
@@ -6,7 +6,8 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -14,11 +15,16 @@ from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
+PREPARING = 0.4
+"""Share of the budget after which images without labels get no further answers."""
 AGAIN = 5.0
 """Seconds between two rings: a library may swallow what is raised inside it, and with it the first one."""
 
 AFTER_AN_IMPORT = 0.05
 """Seconds until the next ring, where one met an import, the entry of a block, or the end of an object."""
+
+Moment = tuple[float, float]
+"""Wall and CPU seconds."""
 
 
 class OutOfTime(BaseException):
@@ -27,67 +33,73 @@ class OutOfTime(BaseException):
 
 @dataclass
 class Clock:
-    """budget: wall seconds, from `started` on the clock of `time.perf_counter`.
+    """Wall seconds of a budget, and how many of them this process had a processor for.
 
     Of several processes the leader's is right.
+
+    Args:
+        started: on the clock `wall`; None for now, else the beginning of the process.
+        on_cpu: False where another device computes, whose seconds are the wall's.
     """
 
     budget: float
-    started: float = field(default_factory=time.perf_counter)
+    started: float | None = None
     team: Team = ALONE
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+    on_cpu: bool = True
+
+    def __post_init__(self) -> None:
+        before = self.cpu() if self.started is None else 0.0
+        self.begin: Moment = (self.wall() if self.started is None else self.started, before)
+
+    @property
+    def now(self) -> Moment:
+        return self.wall(), self.cpu()
 
     @property
     def spent(self) -> float:
-        return time.perf_counter() - self.started
+        return self.wall() - self.begin[0]
 
     @property
     def left(self) -> float:
         """Seconds for work: the end of the budget belongs to writing."""
         return max(0.0, self.budget * (1 - FINISHING) - self.spent)
 
-    def part(self, share: float) -> "StageTime":
-        """Return the time of a stage that may take this share of the rest. All processes call it."""
-        return StageTime(self.team.agree(lambda: share * self.left))
+    @property
+    def pressed(self) -> bool:
+        """Whether preparations have taken their share; of several processes all prepare alike."""
+        return self.spent > PREPARING * self.budget and not self.team.several
 
-
-@dataclass
-class StageTime:
-    """One stage's seconds, counted from its beginning."""
-
-    seconds: float
-    started: float = field(default_factory=time.perf_counter)
-
-    def __str__(self) -> str:
-        return f"{self.seconds:.0f} s" if self.seconds >= 1 else "less than a second"
+    def computed(self, since: Moment | None = None) -> float:
+        """Return the seconds of work since then: on a busy machine those of the CPU, with several
+        threads those of the wall.
+        """
+        wall, cpu = (b - a for a, b in zip(since or self.begin, self.now, strict=True))
+        return min(wall, cpu) if self.on_cpu else wall
 
     @property
-    def spent(self) -> float:
-        return time.perf_counter() - self.started
-
-    @property
-    def left(self) -> float:
-        return self.seconds - self.spent
-
-    def ended(self) -> "Ending":
-        """Break a block off by OutOfTime, by a signal: in the main thread alone."""
-        if self.left <= 0:
-            raise OutOfTime
-        return Ending(self)
+    def pace(self) -> float:
+        """Wall seconds that a second of work takes here: 1 where nothing else runs."""
+        return self.spent / max(self.computed(), 1e-3) if self.spent > 0 else 1.0
 
 
-class Ending:
-    """`with` this, a block ends with its stage's time, and torch's modes are as they were before.
+class EndsAfter:
+    """`with` this, a block ends by OutOfTime after these wall seconds, and torch's modes are as they
+    were before; by a signal, so in the main thread alone.
 
     No generator: a signal could end its exit before it is asked to go on.
     """
 
-    def __init__(self, time: StageTime) -> None:
-        self.time = time
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
         self.in_main_thread = threading.current_thread() is threading.main_thread()
 
     def __enter__(self) -> None:
         from certcli.system.torch_modes import RestoredModes
 
+        if self.seconds <= 0:
+            raise OutOfTime
         if self.in_main_thread:
             self.modes = RestoredModes()
             self.modes.__enter__()
@@ -96,7 +108,7 @@ class Ending:
             self.hook = sys.unraisablehook
             sys.unraisablehook = self._deferred
             self.handler = signal.signal(signal.SIGALRM, self._ring)
-            signal.setitimer(signal.ITIMER_REAL, max(self.time.left, 1e-3), AGAIN)
+            signal.setitimer(signal.ITIMER_REAL, max(self.seconds, 1e-3), AGAIN)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
@@ -110,8 +122,8 @@ class Ending:
             self.modes.__exit__(None, None, None)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
-        entering = frame is not None and frame.f_code is Ending.__enter__.__code__
-        if frame is not None and frame.f_code is Ending.__exit__.__code__:
+        entering = frame is not None and frame.f_code is EndsAfter.__enter__.__code__
+        if frame is not None and frame.f_code is EndsAfter.__exit__.__code__:
             return  # the block is over
         if entering or _imports(frame) > self.imports:
             # a module cut off in the middle would fail later

@@ -16,6 +16,12 @@ from certcli.checkpoint.record import versions
 from certcli.evaluation.image_doubts import accuracy_doubts
 from certcli.models.build import OpenCheckpoint
 from certcli.report.document import Audit, LineageStep, Machine, Network
+from certcli.system.reading import is_absent
+
+LEFT_OUT = (
+    "Left out (--anonymous): the folders in commands, the path in a repository, the names of the images' files, and the "
+    "processor."
+)
 
 
 def compose(
@@ -26,13 +32,14 @@ def compose(
     typed: Typed,
     device: torch.device,
 ) -> Audit:
-    """Return the document. Documents travel, so they name files without their folders."""
+    """Return the document. Its commands are the ones to type, unless the plan is anonymous."""
     record = checkpoint.record
     size = checkpoint.record.input.size
     clean = findings.clean
     doubts = [*findings.seen, *checkpoint.reading.doubts]
     doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
-    named = typed.travelling()
+    named = typed.anonymous()
+    shown = named if plan.anonymous else typed
     same = (
         "bound",
         "slope",
@@ -52,13 +59,13 @@ def compose(
         command="audit",
         checkpoint=checkpoint.digest,
         network=Network(
-            name=named.source,
+            name=named.source.removeprefix("./"),
             arch=record.arch,
             classes=record.classes,
             input=list(size),
             parameters=findings.parameters,
             reading=checkpoint.reading.to_json(),
-            path=path_in_repository(Path(typed.source)),
+            path=None if plan.anonymous else path_in_repository(Path(typed.source)),
         ),
         headline=headline.headline(findings, plan, size),
         points=headline.points(findings, plan, size),
@@ -68,7 +75,7 @@ def compose(
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=summary_text.next_steps(findings, plan, named),
+        next=summary_text.next_steps(findings, plan, shown),
         gate=gates.judge(plan.gates, findings, size[1:]),
         lineage=[
             LineageStep(
@@ -76,13 +83,19 @@ def compose(
             )
             for step in record.lineage
         ],
-        reproduce=reproduce(plan, findings.precision, named),
+        reproduce=reproduce(plan, findings.precision, shown),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
+        computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
-        machine=Machine(cpu=processor(), threads=torch.get_num_threads(), device=str(device)),
-        records=findings.records(),
+        machine=Machine(
+            cpu="" if plan.anonymous else processor(),
+            threads=torch.get_num_threads(),
+            device=str(device),
+        ),
+        records=findings.records(files=not plan.anonymous),
+        left_out=LEFT_OUT if plan.anonymous else "",
         **fields,
     )
 
@@ -110,8 +123,8 @@ def processor() -> str:
 
 def path_in_repository(file: Path) -> str | None:
     """Return the path below the folder that holds .git; None outside every repository."""
-    if not file.exists():
+    if is_absent(file):
         return None
     whole = file.resolve()
-    root = next((folder for folder in whole.parents if (folder / ".git").exists()), None)
+    root = next((folder for folder in whole.parents if not is_absent(folder / ".git")), None)
     return None if root is None else whole.relative_to(root).as_posix()

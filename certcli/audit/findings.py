@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from certcli.evaluation.choices import Precision
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
@@ -31,6 +32,7 @@ class AuditFindings:
 
     Attributes:
         input: channels, height and width of an image.
+        gpu: whether this machine has one, for its advice.
         exhibits: fooled images with their pixels.
         sample: the first image.
         patched_pair: an image without and with a patch.
@@ -44,6 +46,7 @@ class AuditFindings:
     parameters: int = 0
     input: tuple[int, int, int] = (0, 0, 0)
     changed: bool = False
+    gpu: bool = False
     bound: GlobalBound | None = None
     slope: Slope | None = None
     attention_weight: float | None = None
@@ -60,7 +63,7 @@ class AuditFindings:
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     samples: dict[Key, Sample] = field(default_factory=dict)
-    precision: str = "float32"
+    precision: Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -83,6 +86,9 @@ class AuditFindings:
         """Return the row of an image, which stages extend."""
         return self.rows.setdefault(index, {"index": index, "label": label})
 
-    def records(self) -> list[ImageRow]:
-        files = {} if self.images is None else self.images.file_of
-        return [ImageRow(file=files.get(index), **row) for index, row in sorted(self.rows.items())]
+    def records(self, files: bool = True) -> list[ImageRow]:
+        """Return a row an image, with the name of its file if it has one and `files` are named."""
+        file_of = {} if self.images is None or not files else self.images.file_of
+        return [
+            ImageRow(file=file_of.get(index), **row) for index, row in sorted(self.rows.items())
+        ]

@@ -166,7 +166,7 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
             and size == radius_key(gate.radius or 0.0)
             and (proven or gate.quantity == "certified")
         )
-    return gate.quantity != "upper" and key == _key(gate, image)
+    return gate.quantity == stage and key == _key(gate, image)
 
 
 def _key(gate: FailOn, image: tuple[int, int]) -> Key:

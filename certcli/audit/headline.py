@@ -11,9 +11,9 @@ from certcli.evaluation.radii import attacked_radius, confidence, proven_radius,
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.published import nearest
 
-INVISIBLE = 1.0
-"""Grey levels of 255, root mean square over all pixel values, below which a change is one that nobody sees: less than the
-smallest step of an 8-bit image."""
+FAINT = 1.0
+"""Grey levels of 255, root mean square over all pixel values: the smallest step of an 8-bit image. The answer speaks of the
+largest radius below it, else of the largest one."""
 
 
 def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
@@ -99,32 +99,28 @@ def _proven(findings: AuditFindings, plan: AuditPlan) -> str:
 
 
 def _attacked(findings: AuditFindings, size: Sequence[int]) -> str:
-    """Return what attacks found at the largest radius that nobody sees, else at the largest one."""
+    """Return what attacks found at one radius (`FAINT`): its norm, and what of it a pixel takes."""
     attack = findings.attack
     noun = "images" if findings.own else CORRECT
     if attack is None or not attack.clean.hits:
         return "it was not attacked"
-    unseen = [
-        at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < INVISIBLE
-    ]
-    at = (unseen or list(attack.fooled))[-1]
+    faint = [at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < FAINT]
+    at = (faint or list(attack.fooled))[-1]
     fooled = attack.fooled[at]
     correct = attack.clean.hits
     names = ", ".join(attack.attacks)
-    where = f"at l2 {attacked_radius(at)}"
     if not fooled:
         none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
-        return f"under attack, {names} fooled {none} {where}, which proves nothing"
-    attacks = (
-        "changes nobody sees"
-        if unseen
-        else f"changes of {grey_levels(float(at), size):.2g} grey levels a pixel value"
-    )
+        return (
+            f"under attack, {names} fooled {none} at l2 {attacked_radius(at)}, which proves nothing"
+        )
+    average = f"{grey_levels(float(at), size):.2g} of 255 levels a pixel on average"
+    largest = attack.largest.get(at)
+    single = "" if largest is None else f", single pixels up to {math.ceil(255 * largest)}"
+    change = f"changes of l2 length {attacked_radius(at)} ({average}{single})"
     filed = attack.fooled_8bit.get(at)
     files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
-    return (
-        f"this network can be fooled by {attacks}: {part_of(fooled, correct, noun)} {where}{files}"
-    )
+    return f"this network can be fooled by {change}: {part_of(fooled, correct, noun)}{files}"
 
 
 def _how_many(some: int, of: int) -> str:
@@ -155,7 +151,7 @@ def _others(findings: AuditFindings) -> list[str]:
 
 
 def grey_levels(radius: float, size: Sequence[int]) -> float:
-    """Return the change of each pixel value, of 255 levels, of this l2 length in all."""
+    """Return the root mean square, of 255 levels a pixel value, of a change of this l2 length."""
     return 255 * radius / math.sqrt(math.prod(size))
 
 
@@ -167,7 +163,10 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     *others, last = (f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
     levels = f"{', '.join(others)} and {last}" if others else last
     pixels = " x ".join(str(side) for side in size)
-    return f"How large is that? Spread over all {pixels} pixel values, {levels} of 255 grey levels each."
+    return (
+        f"How large is that? Over all {pixels} pixel values, {levels} of 255 grey levels on average "
+        "(root mean square); single ones may change by more."
+    )
 
 
 def reference(findings: AuditFindings, size: Sequence[int]) -> str:

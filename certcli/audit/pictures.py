@@ -14,8 +14,14 @@ from certcli.report.pixels import LARGEST, data_uri, triple
 EACH = "Each: the image, what changes (around grey, magnified), the changed image."
 
 
-def pictures_of(findings: AuditFindings, names: Sequence[str]) -> dict[str, Gallery]:
-    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled")."""
+def pictures_of(
+    findings: AuditFindings, names: Sequence[str], anonymous: bool = False
+) -> dict[str, Gallery]:
+    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled").
+
+    anonymous: without the names of files.
+    """
+    images = None if anonymous else findings.images
     galleries: dict[str, Gallery] = {}
     examples: list[Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
@@ -32,7 +38,7 @@ def pictures_of(findings: AuditFindings, names: Sequence[str]) -> dict[str, Gall
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
         galleries["first"] = Gallery("", "", [_first(shown, names)])
-        fooled = [_fooled(row, names, findings.images) for row in findings.exhibits]
+        fooled = [_fooled(row, names, images) for row in findings.exhibits]
         galleries["fooled"] = Gallery("Images that were fooled", EACH, fooled)
     return galleries
 

@@ -1,18 +1,21 @@
 """What an audit is to do: one value for the stages, the words and the command that repeats it."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final, Literal
 
-from certcli.attack.settings import PIXELS
 from certcli.audit.gates import FailOn
+from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import require_radii
 from certcli.images.names import TORCHVISION
+from certcli.system.reading import is_absent
 
-AUTO = "auto"
-FLOAT = PIXELS[0]
+AUTO: Final = "auto"
+FLOAT: Final = "float"
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
 
@@ -35,6 +38,7 @@ class AuditPlan:
         denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds.
         limit: images at most, as it was typed.
+        anonymous: the document names neither folders and files of images nor the processor.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -44,12 +48,13 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: str = AUTO
-    pixels: str = FLOAT
+    precision: Precision | Literal["auto"] = AUTO
+    pixels: Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
     denoiser: Path | None = None
+    anonymous: bool = False
 
     def _at_gates(self, *quantities: str) -> list[float]:
         return [
@@ -127,23 +132,31 @@ class Typed:
             return f"--dataset {self.trained_on} --data-dir FOLDER"
         return "--dataset FOLDER"
 
-    def travelling(self) -> "Typed":
-        """Return the words for documents that others read: paths without their folders."""
-
+    def anonymous(self) -> "Typed":
+        """Return the words for a page that others read: files and folders without those above."""
         dataset, folder = (
-            None if name is None else _without_folder(name)
-            for name in (self.dataset, self.data_dir)
+            None if name is None else _name_of(name) for name in (self.dataset, self.data_dir)
         )
-        source = _without_folder(self.source)
+        source = _name_of(self.source)
         return replace(self, source=source, dataset=dataset, data_dir=folder)
 
 
-def _without_folder(typed: str) -> str:
-    return Path(typed).resolve().name if Path(typed).exists() else typed
+def _name_of(typed: str) -> str:
+    """Return the last part of the path of a file or folder; all of any other name."""
+    return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
+
+
+def unmistakable(typed: str) -> str:
+    """Return "./name" for a folder of this name: elsewhere a bare one means timm's network."""
+    bare = os.sep not in typed and not typed.startswith(".")
+    return f"./{typed}" if bare and Path(typed).is_dir() else typed
 
 
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
+    denoiser = None if plan.denoiser is None else str(plan.denoiser)
+    if denoiser is not None and plan.anonymous:
+        denoiser = _name_of(denoiser)
     words = ["certvit", "audit", *typed.network, *typed.images()]
     options = [
         ("-e", [radius_key(radius) for radius in plan.radii]),
@@ -153,7 +166,7 @@ def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     options += [
         ("--patch", plan.patches),
         ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"]),
-        ("--denoiser", [] if plan.denoiser is None else [_without_folder(str(plan.denoiser))]),
+        ("--denoiser", [] if denoiser is None else [denoiser]),
     ]
     options += [
         ("--limit", [] if plan.limit is None else [str(plan.limit)]),
@@ -165,9 +178,5 @@ def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     ]
     options += [("--pixels", [] if plan.pixels == FLOAT else [plan.pixels])]
     options += [("--fail-on", [gate.text for gate in plan.gates])]
-    return shlex.join(
-        [
-            *words,
-            *(word for option, values in options for value in values for word in (option, value)),
-        ]
-    )
+    named = (word for option, values in options for value in values for word in (option, value))
+    return shlex.join([*words, *named, *["--anonymous"] * plan.anonymous])

@@ -1,34 +1,35 @@
 """The stages without images: the proven bound, what drives it, and a measured slope."""
 
-import time
 from collections.abc import Iterator
 
-from certcli.audit.clock import OutOfTime, StageTime
+import torch
+
+from certcli.audit.findings import AuditFindings
+from certcli.audit.schedule import Stage
 from certcli.evaluation.radii import power_of_ten, rounded_up
-from certcli.images.labelled import Images
+from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove
+from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.report.document import Block, GlobalBound, Slope
 from certcli.system.processes import ALONE, Team
 
 SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
+PROOF = 30.0
+"""Forward passes that a proof takes, about: a first guess."""
+SLOPE = 50.0
+"""The same of the slope at an image."""
+SELDOM = 0.02
+"""What a slope tells, of what a share of images does."""
 LOOSE = 3.0
 """log10 of a bound from which on the answer names the layers that make it large."""
 NEGLIGIBLE = 0.002
 """log10 below which a factor is none."""
 DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
-
-
-def bound(model: PixelModel, classes: int, part: StageTime) -> tuple[GlobalBound, NetworkBound]:
-    """The proven bound. OutOfTime when it is not finished in its time."""
-    started = time.perf_counter()
-    with part.ended():
-        proven = prove(model, classes)
-    return global_bound(proven, time.perf_counter() - started), proven
 
 
 def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
@@ -143,51 +144,63 @@ def _why(proven: NetworkBound, path: str) -> str:
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-def slope(
-    model: PixelModel, images: Images, seed: int, part: StageTime, team: Team = ALONE
-) -> Slope | None:
-    """The steepest slope at a few images, until the time is over; None: not one was finished.
+class Proving(Stage):
+    """The proven bound, by the leader: the only row.
 
-    Of several processes all but the leader measure, who is busy with the proof meanwhile.
+    double, network: the float64 network and its bound.
     """
-    few = images.select(range(min(SLOPE_IMAGES, len(images))))
-    if not team.several:
-        return _slope(model, few, seed, part)
-    others = range(team.rank - 1, len(few), team.size - 1) if not team.leads else ()
-    mine = _slope(model, few.select(others), seed, part) if others else None
-    estimates = [
-        row
-        for row in team.everyone(None if mine is None else [mine.lower, mine.images, mine.seconds])
-        if row
-    ]
-    if not estimates:
-        return None
-    lowers, counts, seconds = zip(*estimates, strict=True)
-    return Slope(lower=max(lowers), images=sum(counts), of=_images_of(images), seconds=max(seconds))
+
+    name = "bound"
+    doing = "proven bound"
+    gain = 1.0
+    double: PixelModel | None = None
+    network: NetworkBound | None = None
+
+    def __init__(self, model: PixelModel, classes: int, forward: float, team: Team = ALONE) -> None:
+        super().__init__(range(1), 1, PROOF * forward, team)
+        self.model = model
+        self.classes = classes
+
+    def judge(self, positions: list[int]) -> list[bool]:
+        self.double = build.converted(self.model, torch.float64)
+        self.network = prove(self.double, self.classes)
+        return [True]
+
+    def report(self, findings: AuditFindings) -> None:
+        assert self.network is not None
+        findings.bound = global_bound(self.network, self.seconds)
+
+    def unfinished(self) -> str:
+        return f"its proof was {super().unfinished()}: it is unknown, not infinite"
 
 
-def _images_of(images: Images) -> str:
-    return f"{images.name} ({images.split})"
+class Measuring(Stage):
+    """The steepest slope at a few images."""
 
+    name = "slope"
+    doing = "slope"
 
-def _slope(model: PixelModel, few: Images, seed: int, part: StageTime) -> Slope | None:
-    device = next(model.parameters()).device
-    started = time.perf_counter()
-    count = 0
-    best = 0.0
-    batches = (pixels.to(device) for _, pixels, _ in few.batches(1))
-    try:
-        with part.ended():
-            for estimate in measure(model, batches, seed=seed):
-                count, best = count + 1, float(estimate.value)
-                if part.left < 1.2 * part.spent / count:
-                    break
-    except OutOfTime:
-        if not count:
-            return None
-    return Slope(
-        lower=best,
-        images=count,
-        of=_images_of(few),
-        seconds=round(time.perf_counter() - started, 2),
-    )
+    def __init__(
+        self, model: PixelModel, images: Images, seed: int, forward: float, team: Team = ALONE
+    ) -> None:
+        few = images.select(range(min(SLOPE_IMAGES, len(images))))
+        super().__init__(few, 1, SLOPE * forward, team)
+        self.model = model
+        self.seed = seed
+
+    @property
+    def gain(self) -> float:
+        """The chance that a further image is the steepest, which few ask for."""
+        return SELDOM / (1 + self.count)
+
+    def judge(self, positions: list[int]) -> list[float]:
+        pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
+        return [float(one.value) for one in measure(self.model, iter([pixels]), seed=self.seed)]
+
+    def report(self, findings: AuditFindings) -> None:
+        findings.slope = Slope(
+            lower=max(self.rows),
+            images=self.count,
+            of=f"{self.images.name} ({self.images.split})",
+            seconds=round(self.seconds, 2),
+        )

@@ -1,13 +1,13 @@
 """A stage by several processes: a piece each at the same time, and all know the results.
 
-The leader's clock rules (`Clock.part`), and the others follow its decisions, so all take the same
+The leader's clock rules, and the others follow its decisions, so all take the same
 way and meet again.
 """
 
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from certcli.audit.clock import OutOfTime, StageTime
+from certcli.audit.clock import EndsAfter, OutOfTime
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
@@ -26,7 +26,7 @@ REFUSALS = {
 
 def together(
     team: Team,
-    part: StageTime,
+    seconds: float,
     work: Callable[[], Piece],
     pack: Callable[[Piece], Any] = lambda piece: piece,
     unpack: Callable[[Any], Piece] = lambda plain: plain,
@@ -38,12 +38,12 @@ def together(
     """
     if not team.several:
         try:
-            with part.ended():
+            with EndsAfter(seconds):
                 return [work()], False
         except OutOfTime:
             return [], True
     try:
-        with part.ended():
+        with EndsAfter(seconds):
             mine = ["found", pack(work())]
     except OutOfTime:
         mine = ["over"]

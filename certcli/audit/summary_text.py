@@ -82,12 +82,15 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
 
 def _wants_denoiser(findings: AuditFindings, plan: AuditPlan) -> bool:
     """Whether a published diffusion model fits the images, and is the only way to useful radii
-    without training: no proof certifies an image, and none stands before the network.
+    without training: no proof certifies an image, and none stands before the network. Without a GPU
+    it takes minutes an image.
     """
     channels, *sides = findings.input
     fits = channels == 3 and min(sides) >= PHOTOGRAPH and not any(side % 32 for side in sides)
     tried = findings.dataset is not None and plan.tries("smoothing") and findings.failing is None
-    return fits and tried and plan.denoiser is None and best_proof(findings, plan) is None
+    if not (fits and tried and findings.gpu and plan.denoiser is None):
+        return False
+    return best_proof(findings, plan) is None
 
 
 def _size_of(patch: str) -> str:
@@ -238,11 +241,6 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         f"--attack-steps 2 -e {2 * plan.least:g} --enclosure-penalty {PENALTY:g} --lr 2e-3 --epochs 30 "
         "-o enclosed.safetensors"
     )
-    if _wants_denoiser(findings, plan):
-        commands.insert(
-            0,
-            f"certvit certify {ckpt}{images} --method smoothing --sigma 0.5 --denoiser {UNET} -e 0.5 --limit 100",
-        )
     if proven:
         commands.append(
             f"certvit certify {ckpt}{images} --method {proven[0].method} -e {radius} --records certified.jsonl"
@@ -271,5 +269,6 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         if is_small:
             commands.append(enclosed)
         commands.append(f"certvit finetune {ckpt}{training} --loss ce --noise {noise}")
-        commands.append(f"certvit adapt {ckpt}")
+        if findings.attention_weight is not None:  # else there is no attention to replace
+            commands.append(f"certvit adapt {ckpt}")
     return commands[:3]

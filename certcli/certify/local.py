@@ -61,7 +61,7 @@ NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
-_HINT = "--method smoothing takes any network; certvit adapt replaces layers"
+_HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""
@@ -94,6 +94,7 @@ class LocalCertifier(ProvingCertifier):
         self.at = options.at
         self.seconds = options.seconds or SECONDS
         self._interrupted = self._opened = False
+        self._unbounded = ""
         self.norm: Norm = options.norm
         self.walked = self.effort
         self.squares = 0
@@ -286,7 +287,8 @@ class LocalCertifier(ProvingCertifier):
             self._known = True
         self._interrupted = outcome.interrupted
         self._opened |= outcome.open_units
-        self.remark = "" if self._opened else NOTHING_OPEN
+        reason = f"--effort branch split nothing: {self._unbounded}"
+        self.remark = "" if self._opened else reason if self._unbounded else NOTHING_OPEN
         return outcome
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -393,7 +395,8 @@ class LocalCertifier(ProvingCertifier):
             start = self.start(image, radius, in_box=self.domain == "box")
             # False with NaN
             return bool((self.network.margins(start, label, None, further) > 0).all())
-        except Unbounded:
+        except Unbounded as reason:
+            self._unbounded = str(reason)
             return False
         except (MemoryError, RuntimeError) as failure:
             if not out_of_memory(failure):

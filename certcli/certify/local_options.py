@@ -3,21 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Final, Literal, get_args
 
 from certcli.certify.options import CertifierOptions
-from certcli.certify.proof_options import require_arithmetic
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.certify.proof_options import Arithmetic
+from certcli.evaluation.radii import Norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
-NORMS = "norms"
-ZONOTOPE = "zonotope"
-TOKENS = "tokens"
-BACKWARD = "backward"
-BRANCH = "branch"
-AUTO = "auto"
-EFFORTS = (NORMS, TOKENS, ZONOTOPE, BACKWARD, BRANCH, AUTO)
+NORMS: Final = "norms"
+ZONOTOPE: Final = "zonotope"
+TOKENS: Final = "tokens"
+BACKWARD: Final = "backward"
+BRANCH: Final = "branch"
+AUTO: Final = "auto"
+Effort = Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
+EFFORTS = get_args(Effort)
 SECONDS = 30.0
 """An image, of --effort branch where nobody says."""
 
@@ -36,16 +37,16 @@ class Local(CertifierOptions):
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
             place of a search.
-        seconds: of "branch", an image; None stands for 30.
+        seconds: of "branch", an image; None stands for 30. "auto" with seconds is "branch".
         arithmetic: as in `Proof`.
 
     Raises:
-        UsageError: an effort, norm or arithmetic is unknown, `at` does not ascend, or `seconds` is
-            no time, or of another effort.
+        UsageError: a word is unknown, `at` does not ascend, or `seconds` is no time, or of another
+            effort.
     """
 
     panel: ClassVar[str] = "Local"
-    effort: str = option(
+    effort: Effort = option(
         AUTO,
         "norms (any size, tiny radii), tokens (transformers), zonotope (small networks), "
         "backward (more pixels than 128; ReLU), branch (ReLU: splits at signs of units), auto.",
@@ -54,19 +55,18 @@ class Local(CertifierOptions):
     at: Sequence[float] = ()
     seconds: float | None = option(
         None,
-        "With --effort branch: seconds an image; the best radius proven by then counts. "
+        "With --effort branch, which it names: seconds an image; the best radius proven by then counts. "
         "Default: 30.",
         metavar="N",
     )
-    arithmetic: str | None = None
+    arithmetic: Arithmetic | None = None
 
     def __post_init__(self) -> None:
-        if self.effort not in EFFORTS:
-            raise UsageError(f"--effort {self.effort}: one of {', '.join(EFFORTS)}")
-        require_norm(self.norm)
-        require_arithmetic(self.arithmetic)
+        super().__post_init__()
         if self.seconds is not None and not 0 < self.seconds < math.inf:
             raise UsageError(f"--seconds {self.seconds:g}: a finite time above 0")
+        if self.seconds is not None and self.effort == AUTO:
+            object.__setattr__(self, "effort", BRANCH)  # which alone spends them
         if self.seconds is not None and self.effort != BRANCH:
             raise UsageError(f"--seconds is of --effort {BRANCH}", f"--effort {BRANCH}")
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):

@@ -8,6 +8,7 @@ smaller upper bound hold. All speak of the network in real arithmetic.
 
 import math
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -23,14 +24,14 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.engine.replay import agree
 from certcli.engine.table import NoRule
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
-from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
-from certcli.system.registry import one_of
+from certcli.system.options import require_choices
 
-BEST = "best"
-METHODS = (BEST, LOCAL, GLOBAL)
+Bounding = Literal["best", "local", "lipschitz"]
+METHODS = get_args(Bounding)
 _UP = 1 + 2.0**-40
 """Above the roundings of the few float64 operations that follow."""
 
@@ -45,12 +46,10 @@ class Neighbourhood:
 
     radius: float
     norm: Norm = "l2"
-    method: str = BEST
+    method: Bounding = "best"
 
     def __post_init__(self) -> None:
-        require_norm(self.norm)
-        if self.method not in METHODS:
-            raise UsageError(f"unknown method '{self.method}'", one_of(self.method, METHODS))
+        require_choices(self)
 
     def l2_radius(self, pixels: int) -> float:
         """Return the radius of an l2 ball of `pixels` values around the set, rounded up."""

@@ -11,7 +11,7 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.hopeless import hopeless
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.local_options import Effort, Local
 from certcli.certify.methods import certify
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
@@ -50,7 +50,7 @@ class MethodChoice:
     method: str
     reason: str
     beside: tuple[str, ...] = ()
-    effort: str = "auto"
+    effort: Effort = "auto"
     ready: Mapping[str, Certifier] = field(default_factory=dict)
 
 
@@ -83,7 +83,7 @@ def is_useful(rows: Sequence[Certificate], radius: float) -> bool:
     return certified > 0 and certified >= USEFUL * sum(row.correct for row in rows)
 
 
-def local_effort(model: PixelModel) -> str:
+def local_effort(model: PixelModel) -> Effort:
     """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes minutes an image."""
     return "auto" if _largest(model) <= ENCLOSED else "norms"
 
@@ -118,7 +118,7 @@ def _try_bound(
 
 
 def _try_local(
-    model: PixelModel, images: Images, radius: float, effort: str, ready: dict[str, Certifier]
+    model: PixelModel, images: Images, radius: float, effort: Effort, ready: dict[str, Certifier]
 ) -> tuple[str, bool, float]:
     """Certify a few images locally.
 

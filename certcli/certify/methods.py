@@ -5,7 +5,7 @@ dataclass, with defaults.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 import torch
 
@@ -64,6 +64,9 @@ METHODS = Registry(
         "Xiang et al. 2022, PatchCleanser (double masking); Levine & Feizi 2020 (voting over ablations)",
     ),
 )
+
+Method = Literal["lipschitz", "box", "local", "local-lip", "bcp", "smoothing", "patch"]
+"""The names of METHODS, for types."""
 
 
 def prepare(

@@ -9,14 +9,10 @@ from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertificate, P
 from certcli.certify.patch.certifier import prepare as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.choices import Defence
 from certcli.images.labelled import sent
 from certcli.models import build
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
-
-NO_DEFENCE = "none"
-DEFENCES = (NO_DEFENCE, METHOD)
-
 
 MOST_LIKELY = 5
 """Classes that are listed of each image, where nobody says how many."""
@@ -57,15 +53,13 @@ class Predictor:
         self,
         checkpoint: Checkpoint,
         device: torch.device,
-        defence: str = NO_DEFENCE,
+        defence: Defence = "none",
         options: Patches | None = None,
         top: int = MOST_LIKELY,
     ) -> None:
         if top < 1:
             raise UsageError(f"top is {top}: at least one class must be listed", "5, or 1")
         self._top = min(top, checkpoint.record.classes)
-        if defence not in DEFENCES:
-            raise UsageError(f"unknown defence '{defence}'", one_of(defence, DEFENCES))
         self.defended: PatchCertifier | None = None
         if defence == METHOD:
             self.defended = prepare_patch(checkpoint, device, options or Patches())

@@ -5,10 +5,10 @@ Both forms are read as timm reads them (timm/models/_hub.py).
 """
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import (
@@ -72,7 +72,7 @@ class PretrainedFields(Struct):
     crop_pct: CropPct | None = None
     crop_mode: CropMode | None = None
     num_classes: Classes | None = None
-    label_offset: int | None = None
+    label_offset: Annotated[int, Meta(ge=-MOST_CLASSES, le=MOST_CLASSES)] | None = None
 
     @property
     def states_images(self) -> bool:

@@ -22,6 +22,7 @@ from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 from certcli.system.memory import free_bytes
+from certcli.system.reading import is_absent
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
 """8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
@@ -110,7 +111,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         CheckpointError: the file is missing, incomplete, or holds values that are no weights.
     """
     path = shipped_path(str(path)) or path
-    if not path.exists():
+    if is_absent(path):
         raise CheckpointError(
             f"no file {path}",
             "give a .safetensors file, a folder with model.safetensors, or a timm name",

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from certcli.system.errors import CheckpointError
+from certcli.system.errors import CheckpointError, Refused
+from certcli.system.reading import open_regular
 
 _BEGINNING = b"version https://git-lfs.github.com/spec/"
 _LONGEST = 1024
@@ -13,9 +14,9 @@ _LONGEST = 1024
 def require_no_pointer(path: Path) -> None:
     """Raise CheckpointError for a pointer, with the size of the file that it stands for."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             text = file.read(_LONGEST)
-    except OSError:
+    except (OSError, Refused):
         return  # reading the file raises the error
     if not text.startswith(_BEGINNING):
         return

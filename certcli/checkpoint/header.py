@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 import msgspec
 import torch
@@ -20,6 +20,7 @@ from certcli.checkpoint.schema import decode
 from certcli.checkpoint.writer import CODES
 from certcli.system import watched
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.reading import open_regular
 
 LONGEST_HEADER = 2**26
 """Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are escaped."""
@@ -48,19 +49,12 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             changed meanwhile.
     """
     try:
-        with watched.read_whole(path) as place, (place or path).open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            start = file.read(8)
-            length = int.from_bytes(start, "little")
-            if len(start) < 8 or length > size - 8:
-                raise Refused(f"it ends before its header: {size:,} bytes")
-            if length > LONGEST_HEADER:
-                raise Refused(f"its header has {length:,} bytes")
-            fields, metadata = _decoded(file.read(length))
-            _require_places(fields, size - 8 - length)
+        with watched.read_whole(path) as place, open_regular(place or path) as file:
+            fields, metadata, size = read_header(file)
+            _require_places(fields, size)
             buffer: bytearray | mmap.mmap
             if place is None:
-                buffer = bytearray(size - 8 - length)
+                buffer = bytearray(size)
                 if file.readinto(buffer) < len(buffer):
                     raise Refused("it ends before its tensors do")
                 first = 0
@@ -69,13 +63,26 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
                     buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
                 except OSError:
                     raise Refused(f"its {size / 2**30:.0f} GiB cannot be mapped here") from None
-                first = 8 + length
+                first = file.tell()
         return {name: _tensor(buffer, first, one) for name, one in fields.items()}, metadata
     except (Refused, OSError, ValueError, OverflowError) as failure:
         raise CheckpointError(
             f"{path} is not a complete safetensors file ({one_line(failure)})",
             "it may be truncated or of another format; fetch or write it again",
         ) from failure
+
+
+def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str], int]:
+    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no header."""
+    size = os.fstat(file.fileno()).st_size
+    start = file.read(8)
+    length = int.from_bytes(start, "little")
+    if len(start) < 8 or length > size - 8:
+        raise Refused(f"it ends before its header: {size:,} bytes")
+    if length > LONGEST_HEADER:
+        raise Refused(f"its header has {length:,} bytes")
+    fields, metadata = _decoded(file.read(length))
+    return fields, metadata, size - 8 - length
 
 
 def _tensor(buffer: Any, first: int, fields: _TensorFields) -> Tensor:

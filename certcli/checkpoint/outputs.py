@@ -6,13 +6,12 @@ file belongs to the command that wrote it: another file of its name is neither r
 """
 
 import contextlib
-import json
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from certcli.checkpoint.header import LONGEST_HEADER
+from certcli.checkpoint.header import read_header
+from certcli.checkpoint.schema import Json, decode
 from certcli.checkpoint.shards import (
     ENDING,
     INDEX,
@@ -24,8 +23,9 @@ from certcli.checkpoint.shards import (
     part_names,
 )
 from certcli.checkpoint.shipped import shipped_names, shipped_path
-from certcli.system.errors import CheckpointError, UsageError
+from certcli.system.errors import CheckpointError, Refused, UsageError
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
+from certcli.system.reading import is_absent, open_regular
 
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
 """Endings of files that certvit writes and no dataset holds: such a file may be replaced in a folder of images."""
@@ -93,7 +93,7 @@ class Outputs:
 
     def keeps_state(self, path: Path, key: str) -> None:
         """Register a state; UsageError: a file without `key`, which all such states carry."""
-        if os.path.lexists(path) and read_metadata(path).get(key) is None:
+        if not is_absent(path) and read_metadata(path).get(key) is None:
             raise UsageError(
                 f"{path} is not a state file, and this run's state would replace it",
                 "choose another -o, or move that file away",
@@ -121,7 +121,7 @@ class Outputs:
                     )
             for folder in self._folders:
                 inside = output.path.resolve().is_relative_to(folder.path.resolve())
-                if output.path.exists() and output.path.suffix not in WRITTEN and inside:
+                if not is_absent(output.path) and output.path.suffix not in WRITTEN and inside:
                     raise UsageError(
                         f"the output {output.path} ({output.option}) lies among the images of {folder.option}",
                         f"an input file is never modified; choose another {output.option}",
@@ -159,18 +159,12 @@ def _require_home(index: OptionPath) -> None:
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file or index, no tensors; {} for other files."""
     try:
-        if not path.is_file():
-            return {}
         if is_index(path):
             return metadata_of(path)
-        with path.open("rb") as handle:
-            length = int.from_bytes(handle.read(8), "little")
-            metadata = (
-                json.loads(handle.read(length))["__metadata__"] if length <= LONGEST_HEADER else {}
-            )
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, CheckpointError):
+        with open_regular(path) as handle:
+            return read_header(handle)[1]
+    except (OSError, Refused, CheckpointError):
         return {}
-    return metadata if isinstance(metadata, dict) else {}
 
 
 def orphans(index: Path) -> list[Path]:
@@ -196,20 +190,20 @@ def last_command(path: Path) -> str | None:
 def last_step(path: Path) -> tuple[str, str] | None:
     """Return that command, and the digest of the network that it began with."""
     try:
-        step = json.loads(read_metadata(path)["certvit"])["lineage"][-1]
+        step = decode(read_metadata(path)["certvit"], Json)["lineage"][-1]
         return str(step["command"]), str(step["parent"])
-    except (KeyError, ValueError, TypeError, IndexError, RecursionError):
+    except (KeyError, TypeError, IndexError, Refused):
         return None
 
 
 def is_unfinished(path: Path, state: Path, command: str) -> bool:
     """Tell whether `command` wrote `path` and was stopped before it deleted its state beside it."""
-    return os.path.lexists(state) and last_command(path) == command
+    return not is_absent(state) and last_command(path) == command
 
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     """Raise UsageError when `path` holds another run's state, perhaps hours, unless `force`."""
-    if path.exists() and not force and not is_state_of(path, key, identity):
+    if not is_absent(path) and not force and not is_state_of(path, key, identity):
         raise UsageError(
             f"{path} is the state of another run, which this one would replace",
             "continue that run (its options and --resume), choose another -o, or pass --force to "
@@ -228,7 +222,7 @@ def require_state_of(path: Path, identity: str, digest: str) -> None:
 
 def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
     """Refuse other runs of this output until `held` closes: each new state is locked, too."""
-    if path.exists():
+    if path.is_file():
         stack.close()
         with contextlib.suppress(OSError):  # a state that may only be read is replaced all the same
             stack.enter_context(open_alone(path))
@@ -236,8 +230,8 @@ def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:
     try:
-        return bool(json.loads(read_metadata(path)[key])["identity"] == identity)
-    except (KeyError, ValueError, TypeError, RecursionError):
+        return bool(decode(read_metadata(path)[key], Json)["identity"] == identity)
+    except (KeyError, Refused):
         return False
 
 

@@ -20,9 +20,11 @@ from certcli.checkpoint.schema import (
     Dataset,
     Digest,
     Interpolation,
+    Json,
     Name,
     Path,
     PerChannel,
+    Seed,
     Side,
     Text,
     decode,
@@ -41,7 +43,7 @@ MEAN = "mean"
 
 
 class Versioned(Struct):
-    schema: int
+    schema: Annotated[int, Meta(ge=0, le=2**31)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class LineageStep:
 
     command: Name
     parameters: Mapping[str, Any]
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+    seed: Seed
     versions: Mapping[Text, Text]
     parent: Digest | None
 
@@ -197,7 +199,7 @@ def _decode(text: str) -> Record:
     if schema != SCHEMA:
         raise Refused(f"schema {schema}; this certvit reads schema {SCHEMA}")
     record = decode(text, Record)
-    raw = json.loads(text)
+    raw = decode(text, Json)
     del raw["schema"]
     _require_fields(raw, record)
     _require_fields(_LATER | raw["input"], record.input)

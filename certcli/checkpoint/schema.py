@@ -8,6 +8,7 @@ than a machine has.
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -22,6 +23,7 @@ LARGEST_IMAGE = 2**24  # values, channels x height x width
 MOST_CLASSES = 65_536
 LONGEST_RECORD = 16 * 2**20  # characters
 LONGEST_TEXT = 65_536  # characters of one string
+MOST_DIGITS = 20  # of an integer, its sign among them
 DEEPEST = 24  # nested brackets in the parameters of a step or in a result
 PIXEL_SCALE = (
     2.0  # beyond it, a mean or standard deviation belongs to pixels of another scale than [0, 1]
@@ -62,7 +64,15 @@ Side = Annotated[int, Meta(ge=1, le=LARGEST_SIDE)]
 Channels = Annotated[int, Meta(ge=1, le=MOST_CHANNELS)]
 Classes = Annotated[int, Meta(ge=0, le=MOST_CLASSES)]
 CropPct = Annotated[float, Meta(ge=0.25, le=4)]
-PerChannel = Annotated[tuple[float, ...], Meta(min_length=1, max_length=MOST_CHANNELS)]
+Statistic = Annotated[float, Meta(ge=-1e6, le=1e6)]
+"""Of pixels; `require_statistics` says what is wrong with one of another scale."""
+PerChannel = Annotated[tuple[Statistic, ...], Meta(min_length=1, max_length=MOST_CHANNELS)]
+Count = Annotated[int, Meta(ge=0, le=2**53)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+Number = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A number that is shown or compared, and enters no further arithmetic."""
+Measured = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Upper = Measured | Literal["inf"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 CropMode = Literal["center", "squash", "border"]
 """How an image becomes the input: its shorter side resized, both sides resized, or all of it within a border."""
@@ -127,7 +137,6 @@ class IndexFields(Struct):
 
 
 Index = Annotated[str, _like("index")]
-Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 class OptimiserFields(StrictStruct):
@@ -141,8 +150,8 @@ class TrainingFields(StrictStruct):
     identity: Text
     epoch: Count
     step: Count
-    best: float
-    best_epoch: int
+    best: Number
+    best_epoch: Annotated[int, Meta(ge=-1, le=2**53)]
     steps: Count | None
     validation_limit: Count | None
     optimisers: list[OptimiserFields]
@@ -156,7 +165,7 @@ class AdaptFields(StrictStruct):
 
     identity: Text
     done: Count
-    epoch: Count
+    rate: Annotated[float, Meta(gt=0, le=1e300)]
     records: list[Json]
     digest: Digest
 
@@ -173,11 +182,11 @@ class ProofFields(Struct):
     path: str
     kind: str
     value: tuple[
-        Annotated[float, Meta(ge=0)] | Literal["inf"],
+        Annotated[float, Meta(ge=0, le=1)] | Literal["inf"],
         Annotated[int, Meta(ge=-LARGEST_EXPONENT, le=LARGEST_EXPONENT)],
     ]
     law: str
-    parts: list[Annotated[int, Meta(ge=0)]]
+    parts: list[Count]
     log10_upper: Log10 | UnsetType | None = UNSET
     why: str | UnsetType = UNSET
 
@@ -192,7 +201,7 @@ class ProofFields(Struct):
 
 class LayerFields(Struct):
     path: str
-    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    upper: Upper
     log10_upper: Log10 | None
     log10_cumulative: Log10 | None
     kind: str | UnsetType = UNSET
@@ -202,6 +211,33 @@ class LayerFields(Struct):
     upper_text: str | UnsetType = UNSET
 
 
+class NearImageFields(Struct):
+    """What `certvit lipschitz --around` says of one image that can be checked."""
+
+    index: Count
+    radius: Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+    prediction: Count
+    upper: list[Upper]
+    logits_upper: Upper
+    certified: Measured
+
+
+class AroundDataset(Struct):
+    name: str
+    split: str
+    images: Count
+    digest: str
+
+
+class AroundFields(Struct):
+    """Slopes near images."""
+
+    norm: Literal["l2", "linf"]
+    seed: Seed
+    dataset: AroundDataset
+    images: list[NearImageFields]
+
+
 class ReportFields(Struct):
     """The fields of a report of `certvit lipschitz --json` that can be checked."""
 
@@ -209,7 +245,7 @@ class ReportFields(Struct):
     checkpoint: Digest
     arch: Name
     input: tuple[Channels, Side, Side]
-    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    upper: Upper
     log10_upper: Log10 | None
     upper_finite: bool
     upper_text: str
@@ -218,14 +254,15 @@ class ReportFields(Struct):
     why: str | UnsetType = UNSET
     bound_of: Literal["logits", "features"] = "logits"
     function: Json | UnsetType = UNSET
-    lower: Annotated[float, Meta(ge=0)] | UnsetType | None = UNSET
+    lower: Measured | UnsetType | None = UNSET
+    around: AroundFields | UnsetType = UNSET
 
 
 def decode(text: str | bytes, kind: type[T]) -> T:
     """Decode JSON as the structure `kind`, or raise Refused."""
     try:
         value = msgspec.json.decode(text, type=kind)
-        json.loads(text, object_pairs_hook=_each_once)
+        json.loads(text, object_pairs_hook=_each_once, parse_int=_bounded)
         return value
     except Refused:
         raise
@@ -242,6 +279,12 @@ def _each_once(pairs: list[tuple[str, Any]]) -> None:
         if key in names:
             raise Refused(f"the key '{one_line(key)[:80]}' occurs twice")
         names.add(key)
+
+
+def _bounded(digits: str) -> None:
+    """Raise Refused for an integer that no field has: its arithmetic may not end."""
+    if len(digits) > MOST_DIGITS:
+        raise Refused(f"an integer of {len(digits):,} digits")
 
 
 def is_name(text: str) -> bool:

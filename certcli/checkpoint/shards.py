@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode
 from certcli.system.errors import CheckpointError, Refused, one_line
-from certcli.system.reading import read_bounded
+from certcli.system.reading import is_absent, read_bounded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ def free_names(index: Path, count: int) -> list[Path]:
             index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors"
             for number in range(1, count + 1)
         ]
-        if not any(name.is_symlink() or name.exists() for name in names):
+        if all(map(is_absent, names)):
             return names
         version += 1
 

@@ -6,6 +6,8 @@ The folder is the list: certcli/embedded/checkpoints/NAME.safetensors, described
 from importlib.resources import files
 from pathlib import Path
 
+from certcli.system.reading import is_absent
+
 PREFIX = "certvit/"
 ENDING = ".safetensors"
 
@@ -19,7 +21,7 @@ def shipped_names() -> list[str]:
 
 def shipped_path(source: str) -> Path | None:
     """Return the file of `certvit/NAME`; None for other names, and where a file has this name."""
-    if source not in shipped_names() or Path(source).exists():
+    if source not in shipped_names() or not is_absent(Path(source)):
         return None
     return _folder() / f"{source.removeprefix(PREFIX)}{ENDING}"
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.outputs import require_state_of
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint.schema import Json, decode
 from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, Refused
 
@@ -74,7 +74,7 @@ def read_state(
         ) from refusal
     require_state_of(path, identity, about.identity)
     digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
-    if about.digest != _digest(digests, json.loads(metadata[key])):
+    if about.digest != _digest(digests, decode(metadata[key], Json)):
         raise CheckpointError(
             f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
             "drop --resume",

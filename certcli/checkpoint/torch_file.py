@@ -18,8 +18,9 @@ from typing import IO, Any
 import torch
 
 from certcli.checkpoint.git_lfs import require_no_pointer
-from certcli.checkpoint.zip_records import MAGIC, ZipRecord, stored_records
+from certcli.checkpoint.zip_records import MAGIC, PROGRAM, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.reading import open_regular
 from certcli.system.watched import read_whole
 
 _OLD_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
@@ -33,6 +34,8 @@ MOST_COPIED = 2**28
 MOST_OPCODES = 2**22
 MOST_OBJECTS = 2**20
 """Containers and calls of a pickle: an empty set takes one byte of the file and 216 of memory."""
+MOST_MARKS = 2**16
+"""Stacks of values that are open at once, a list each."""
 _OBJECTS = re.compile(
     r"EMPTY_|(MEMOIZED_)?(LIST|DICT|FROZENSET|REDUCE|NEWOBJ|OBJ|INST|BUILD)|TUPLE"
 )
@@ -67,6 +70,14 @@ _NAMES = frozenset(
 """Names that pickles may call, beside those of torch's types. None makes much of little: `bytearray(10**10)` would."""
 
 
+_EXPORTED = ("archive_format", "serialized_exported_program.json")
+_SAVE = "save the state_dict() alone, where the file can be trusted"
+_EXPORT = (
+    'export the model itself: torch.onnx.export(model, (image,), "net.onnx", dynamo=True); '
+    "a .pt2 that can be trusted also in Python: certvit.load(torch.export.load(FILE))"
+)
+
+
 class _Ignored:
     """Stands for numpy's numbers and types, which the network does not need."""
 
@@ -95,7 +106,7 @@ def load_plain(path: Path) -> Any:
     try:
         with read_whole(path) as place, torch.serialization.safe_globals(_SAFE):
             source = place or path
-            with source.open("rb") as file:
+            with open_regular(source) as file:
                 is_archive = _require_plain(file, path)
             mapped = is_archive and place is not None
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
@@ -104,7 +115,7 @@ def load_plain(path: Path) -> Any:
     except Refused as refusal:
         raise CheckpointError(
             f"{path} cannot be read as plain tensors: {refusal}",
-            "save the state_dict() alone, where the file can be trusted",
+            _EXPORT if str(refusal).startswith(PROGRAM) else _SAVE,
         ) from refusal
     except Exception as failure:  # of hostile bytes, the restricted unpickler raises anything
         raise CheckpointError(
@@ -133,7 +144,9 @@ def _require_plain(file: IO[bytes], path: Path) -> bool:
 def _require_archive(file: IO[bytes]) -> None:
     records = stored_records(file)
     if any(record.name.endswith("/constants.pkl") for record in records):
-        raise Refused("it is a program of TorchScript")
+        raise Refused(f"{PROGRAM} of TorchScript, and reading it runs code")
+    if any(record.name.endswith(_EXPORTED) for record in records):
+        raise Refused(f"{PROGRAM} of torch.export, and reading it runs code")
     pickles = [record for record in records if record.name.lower().endswith("/data.pkl")]
     if len(pickles) != 1:
         raise Refused(f"it holds {len(pickles)} records data.pkl, a file of torch.save one")
@@ -153,11 +166,12 @@ def _require_names(content: IO[bytes]) -> None:
     """Raise Refused for a pickle with names outside the closed list, or that makes too many objects."""
     calls = 0
     longest = 0
-    objects = 0
+    objects = marks = 0
     names = set()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         objects += _OBJECTS.match(opcode.name) is not None
-        if count > MOST_OPCODES or objects > MOST_OBJECTS:
+        marks += (opcode.name == "MARK") - (pickletools.markobject in opcode.stack_before)
+        if count > MOST_OPCODES or objects > MOST_OBJECTS or marks > MOST_MARKS:
             raise Refused("its pickle makes millions of objects")
         if opcode.name in ("GLOBAL", "INST"):
             names.add(_current_name(str(argument)))

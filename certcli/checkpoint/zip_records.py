@@ -26,6 +26,9 @@ _MAX_32 = 0xFFFFFFFF
 _ENCRYPTED = 0x1
 
 
+PROGRAM = "it is a program"
+
+
 @dataclass(frozen=True)
 class ZipRecord:
     """One stored record: its name, and the place of its bytes in the file."""
@@ -139,6 +142,8 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     if flags & _ENCRYPTED:
         raise Refused(f"the record {_shown(name)} is encrypted")
     if method != 0 or packed != size:
+        if b"/code/__torch__" in name:
+            raise Refused(f"{PROGRAM} of TorchScript, and reading it runs code")
         raise Refused(
             f"the record {_shown(name)} is compressed: torch.save stores all records as they are"
         )

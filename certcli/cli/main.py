@@ -8,7 +8,8 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from functools import partial, wraps
 from importlib import import_module
 from inspect import getdoc
@@ -19,6 +20,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
 from certcli.cli.shared import settings
+from certcli.cli.shared.command import EVERYTHING
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
 from certcli.cli.verify import alias
@@ -29,6 +31,8 @@ from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+WORDS = "certvit.words"
+"""Key in the context of the typed words of a command."""
 ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
 """Options of one value that may be meant to take several -> what to do instead."""
 _columns = shutil.get_terminal_size().columns
@@ -64,6 +68,7 @@ class _Group(_Untyped, TyperGroup):
 class _Command(_Untyped, TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words; refuse an option of ONCE that is typed twice."""
+        ctx.meta[WORDS] = {part for word in args for part in word.split("=", 1)}
         if not ctx.resilient_parsing:
             order = self.make_parser(ctx).parse_args(args=list(args))[2]
             names = [parameter.name for parameter in order]
@@ -72,6 +77,38 @@ class _Command(_Untyped, TyperCommand):
                     raise UsageError(f"--{name} is given {names.count(name)} times", why)
         rest: list[str] = super().parse_args(ctx, args)
         return rest
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the help: the options of the first week, or all (`--help-all`).
+
+        Where a word of the call names a panel, as `--method smoothing` does, its options stand in
+        place of outputs and examples.
+        """
+        command: Any = COMMANDS[self.name or ""]
+        words = ctx.meta.get(WORDS, ())
+        named = {panel for word, panel in command.panels.items() if word in words}
+        every = self.params
+        epilog = self.epilog
+        if not ctx.meta.get(EVERYTHING):
+            self.params = [_shown(parameter, command.often, named) for parameter in every]
+            self.epilog = None if named else epilog
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = every
+            self.epilog = epilog
+
+
+def _shown(parameter: Any, often: Collection[str], named: Collection[str]) -> Any:
+    """Return the parameter, hidden unless it is of the first week or of a named panel."""
+    if parameter.param_type_name == "argument":
+        return parameter
+    panel = parameter.rich_help_panel
+    if panel in named or (parameter.name in often and not (named and panel == "Output")):
+        return parameter
+    hidden = copy(parameter)
+    hidden.hidden = True
+    return hidden
 
 
 def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., None]:
@@ -113,6 +150,7 @@ NAMES = (
     "adapt",
     "constrain",
     "finetune",
+    "merge",
     "verify",
     "log",
     "doctor",
@@ -188,9 +226,9 @@ def about(
 ) -> None:
     """Prove how robust a vision transformer is, and make it more robust.
 
-    Begin with audit: it answers in words, within minutes. lipschitz, certify and attack run its
-    parts one by one. init, adapt, constrain and finetune make networks that can be proven. Radii
-    are l2 in pixel units, images in [0, 1].
+    Begin with `certvit audit certvit/digits`, or with a network of yours: it answers in words,
+    within minutes. lipschitz, certify and attack run its parts one by one. init, adapt, constrain
+    and finetune make networks that can be proven. Radii are l2 in pixel units, images in [0, 1].
     """
     settings.take(context)
 

@@ -1,6 +1,6 @@
 """Sums of X X^T over batches: products of many rows in their own precision, summed in float64."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,36 +15,35 @@ STRIPS = 8
 
 @dataclass
 class GramSums:
-    """The sums of one pass for one layer, and for each group the rows that are not in its sum yet.
+    """The sum of one pass for one layer, (in, in), and the rows that are not in it yet.
 
-    Below the diagonal the sums are complete after `mirror` only.
+    Below the diagonal the sum is complete after `mirror` only.
     """
 
-    grams: Tensor
+    gram: Tensor
     conv: dict[str, Any] | None
-    tokens: list[int]
-    waiting: list[list[Tensor]]
+    tokens: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
 
-    def add(self, group: int, columns: Tensor) -> None:
+    def add(self, columns: Tensor) -> None:
         """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
-        self.tokens[group] += len(columns)
-        self.waiting[group].append(columns)
-        if columns.dtype == torch.float64 or sum(map(len, self.waiting[group])) >= ROWS:
-            self.settle(group)
+        self.tokens += len(columns)
+        self.waiting.append(columns)
+        if columns.dtype == torch.float64 or sum(map(len, self.waiting)) >= ROWS:
+            self.settle()
 
-    def settle(self, group: int) -> None:
+    def settle(self) -> None:
         """Add the rows that wait."""
-        if not self.waiting[group]:
+        if not self.waiting:
             return
-        columns = torch.cat(self.waiting[group])
-        self.waiting[group].clear()
+        columns = torch.cat(self.waiting)
+        self.waiting.clear()
         width = columns.shape[1]
         step = -(-width // STRIPS)
         for start in range(0, width, step):
             strip = columns[:, start : start + step]
-            self.grams[group, start : start + step, start:] += strip.mT @ columns[:, start:]
+            self.gram[start : start + step, start:] += strip.mT @ columns[:, start:]
 
     def mirror(self) -> None:
         """Copy what lies above the diagonal below it."""
-        for gram in self.grams:
-            gram.triu_().add_(gram.triu(1).mT)
+        self.gram.triu_().add_(self.gram.triu(1).mT)

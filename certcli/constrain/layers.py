@@ -51,20 +51,6 @@ def refusal(module: nn.Module) -> str | None:
     return None
 
 
-def attention_blocks(model: nn.Module) -> dict[str, int]:
-    """Return path -> row blocks of each `qkv` (3 a head) or separate `q`, `k`, `v` module."""
-    blocks = {}
-    for path, module in model.named_modules():
-        heads = getattr(module, "num_heads", None)
-        if isinstance(heads, int):
-            for name, child in module.named_children():
-                if isinstance(child, nn.Linear) and name in {"qkv", "q", "k", "v"}:
-                    count = heads * (3 if name == "qkv" else 1)
-                    if child.out_features % count == 0:
-                        blocks[f"{path}.{name}" if path else name] = count
-    return blocks
-
-
 def module_at(model: nn.Module, path: str) -> Any:
     """Return the module at `path`, or raise UsageError."""
     try:
@@ -79,8 +65,8 @@ def all_of(batches: Batches) -> Iterable[Tensor]:
     return batches() if callable(batches) else batches
 
 
-def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> int:
-    """Run the batches, call `visit` at each call of a module of `paths`; return their number."""
+def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> None:
+    """Run the batches, call `visit` at each call of a module of `paths`."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with visiting(model, paths, visit), torch.inference_mode(), fast_products(model):
@@ -90,7 +76,6 @@ def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visi
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")
-    return count
 
 
 @contextlib.contextmanager

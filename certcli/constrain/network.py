@@ -1,10 +1,9 @@
-"""Constrain all layers: at one eta, along their Pareto curves, or to a target for the bound."""
+"""Constrain all layers of a network at one eta."""
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from certcli.constrain.parallel import (
     workers_for,
 )
 from certcli.constrain.projection import Eigenbasis
-from certcli.constrain.relu import RectifiedStatistics, not_followed_by_relu
 from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.shared_layers import Packed, for_all, share_of
 from certcli.constrain.statistics import (
@@ -30,53 +28,25 @@ from certcli.constrain.statistics import (
     gather_grams,
     work_bytes,
 )
-from certcli.constrain.targets import OutOfReach, Point, allocate, pareto
-from certcli.lipschitz.network import bound_network, trial_upper
+from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.real import Real
-from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.memory import free_bytes, give_back
 from certcli.system.processes import ALONE, Team
-
-DISTANCES = ("plain", "relu", "auto")
 
 BASES_BYTES = 2**29
 """Most bytes of eigenbases kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
 
-TRIALS = 8
-"""Most rounds for a target; the last one takes every layer at the end of its curve."""
 
-
-def rectified_paths(
-    model: nn.Module, size: tuple[int, ...], paths: Sequence[str], distance: str
-) -> frozenset[str]:
-    """Return layers of the one-sided distance: none (plain), all (relu), before a ReLU (auto).
-
-    UsageError names the first layer without a ReLU behind it for `relu`.
-    """
-    if distance not in DISTANCES:
-        raise UsageError(f"no distance '{distance}'", f"--distance {', '.join(DISTANCES)}")
-    if distance == "plain":
-        return frozenset()
-    others = not_followed_by_relu(model, size, list(paths))
-    if distance == "relu" and others:
-        path, reason = next(iter(others.items()))
-        raise UsageError(
-            f"layer '{path}' is not followed by ReLU: {reason}",
-            "--exclude it, or --distance auto for those that are",
-        )
-    return frozenset(paths) - set(others)
-
-
-def room_for(model: nn.Module, paths: Sequence[str], groups: int) -> int | None:
+def room_for(model: nn.Module, paths: Sequence[str]) -> int | None:
     """Return a byte limit where all statistics take over half of the free memory, else None.
 
     The limit is a quarter of the free memory, or the need of the largest layer. It changes the
     number of passes, and no result.
     """
     free = free_bytes()
-    if bytes_of(model, paths, groups + 1) <= free / 2:
+    if bytes_of(model, paths, 2) <= free / 2:
         return None
-    return max(int(free / 4), *(bytes_of(model, [path], groups + 1) for path in paths))
+    return max(int(free / 4), *(bytes_of(model, [path], 2) for path in paths))
 
 
 @dataclass
@@ -87,7 +57,6 @@ class LayerCalibration:
     not change meanwhile.
 
     Args:
-        rectified: layers whose inputs are streamed for the one-sided distance.
         sample: most tokens of an image that count; None: all.
         called: the paths that the forward pass called.
         team: the processes that share the layers; each holds the statistics of its own layers.
@@ -97,9 +66,7 @@ class LayerCalibration:
     paths: Sequence[str]
     batches: Batches
     held_out: Batches | None = None
-    groups: int = 1
     memory_limit_bytes: int | None = None
-    rectified: frozenset[str] = frozenset()
     sample: int | None = None
     called: set[str] = field(default_factory=set)
     team: Team = ALONE
@@ -122,13 +89,12 @@ class LayerCalibration:
         The network runs between two parts, never while one is read.
         """
         if self._kept is not None or not self.own:
-            yield map(self._one, self._kept or [])
+            yield iter(self._kept or [])
             return
         passes = collect_in_passes(
             self.model,
             self.batches,
             self.own,
-            groups=self.groups,
             memory_limit_bytes=self.memory_limit_bytes,
             held_out_batches=self.held_out,
             sample=self.sample,
@@ -139,13 +105,13 @@ class LayerCalibration:
             give_back()
             if self.memory_limit_bytes is None:
                 self._kept = [layer.widened() for layer in part.values()]
-                yield map(self._one, self._kept)
+                yield iter(self._kept)
             else:
                 yield self._drained(part)
 
     def _drained(self, part: dict[str, LayerStatistics]) -> Iterator[LayerStatistics]:
         while part:  # frees each layer as soon as the caller is done with it
-            yield self._one(part.pop(next(iter(part))).widened())
+            yield part.pop(next(iter(part))).widened()
             give_back()
 
     @cached_property
@@ -154,14 +120,11 @@ class LayerCalibration:
 
     @property
     def workers(self) -> int:
-        """Return how many layers are computed in parallel, within half of the free memory.
-
-        It is 1 for the one-sided distance, which runs the network meanwhile.
-        """
+        """Return how many layers are computed in parallel, within half of the free memory."""
         device = next(
             (parameter.device for parameter in self.model.parameters()), torch.device("cpu")
         )
-        most_workers = 1 if self.rectified else workers_for(device)
+        most_workers = workers_for(device)
         if most_workers == 1 or not self.own:
             return most_workers
         return max(
@@ -172,43 +135,18 @@ class LayerCalibration:
             ),
         )
 
-    def _one(self, layer: LayerStatistics) -> LayerStatistics:
-        if layer.path not in self.rectified:
-            return layer
-        return RectifiedStatistics.of(
-            layer, self.model, self.batches, self.held_out, self.memory_limit_bytes
-        )
-
 
 def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
     """Return the proven bound of the network as it is now."""
     return bound_network(model, size, classes).upper
 
 
-def curves(
-    calibration: LayerCalibration, settings: ConstrainSettings
-) -> Iterator[tuple[str, tuple[Point, ...]]]:
-    """Yield each layer's path and Pareto curve (proven norm against output error), in order."""
-
-    def one(layer: LayerStatistics) -> Packed:
-        return layer.path, [(point.norm, point.error) for point in pareto(layer, settings)], None
-
-    own_curves = (
-        points
-        for part in calibration.parts()
-        for points in side_by_side(one, part, calibration.workers)
-    )
-    for path, points, _ in for_all(calibration, own_curves):
-        yield path, tuple(Point(*point) for point in points)
-
-
 def constrain_to(
     calibration: LayerCalibration,
     settings: ConstrainSettings,
-    etas: Mapping[str, float] | None = None,
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[LayerResult]:
-    """Constrain each layer at the settings' eta, or its own (0: leave it); see `write`.
+    """Constrain each layer at the settings' eta; see `write`.
 
     Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
@@ -219,8 +157,6 @@ def constrain_to(
     spool = Spool()
 
     def eta_of(layer: LayerStatistics) -> float:
-        if etas is not None:
-            return etas[layer.path]
         if settings.mean_squared is not None:
             return layer.widened().eta_of(settings.mean_squared)
         return settings.eta
@@ -234,9 +170,7 @@ def constrain_to(
     def own_layers() -> Iterator[Packed]:
         names = [item.name for item in fields(LayerResult) if item.name not in ("weight", "basis")]
         for part in calibration.parts():
-            for result in side_by_side(
-                one, (layer for layer in part if eta_of(layer) > 0), calibration.workers
-            ):
+            for result in side_by_side(one, part, calibration.workers):
                 _remember(bases, result.path, result.basis)
                 yield (
                     result.path,
@@ -285,106 +219,3 @@ def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     for path, weight in weights.items():
         parameter: Any = model.get_submodule(path).weight
         parameter.data = weight.to(parameter)
-
-
-def budget(
-    model: nn.Module,
-    size: tuple[int, ...],
-    classes: int,
-    curves_of: Mapping[str, tuple[Point, ...]],
-    target: float,
-) -> dict[str, float]:
-    """Return etas with which the bound meets `target` at the least total output error.
-
-    The bound is proven with every layer's weights scaled to the norm on its curve. The caller
-    constrains, proves the bound of the result, and calls again with a smaller target where
-    interpolation fell short.
-
-    Raises:
-        NoBoundError: the network has no finite bound.
-        OutOfReach: the least bound is above the target.
-    """
-    if not network_upper(model, size, classes).finite:
-        raise NoBoundError(
-            "--target needs a finite bound, and the network has none", "certvit lipschitz says why"
-        )
-    weights: dict[str, Any] = {path: model.get_submodule(path).weight for path in curves_of}
-    originals = {path: weight.detach() for path, weight in weights.items()}
-
-    def log10_bound(norms: Mapping[str, float]) -> float:
-        spool = Spool()
-        for path, norm in norms.items():
-            largest = curves_of[path][0].norm
-            weights[path].data = spool.keep(
-                originals[path] * (norm / largest if largest > 0 else 1.0)
-            )
-        upper = trial_upper(model, size)
-        return upper.log10() if upper > 0.0 else -math.inf
-
-    try:
-        chosen = allocate(curves_of, target, log10_bound)
-    finally:
-        write(model, originals)
-    return {path: point.error for path, point in chosen.items()}
-
-
-def meet_target(
-    calibration: LayerCalibration,
-    size: tuple[int, ...],
-    classes: int,
-    curves_of: Mapping[str, tuple[Point, ...]],
-    target: float,
-    settings: ConstrainSettings,
-) -> list[LayerResult]:
-    """Constrain and write until the PROVEN bound of the result is at most `target`.
-
-    The last round allows each layer the largest error of its curve. Nothing is written on an error.
-
-    Raises:
-        NoBoundError: the network has no finite bound.
-        OutOfReach: with the least bound proven in a round, and the largest output error of a layer
-        there.
-    """
-    model = calibration.model
-    parameters: dict[str, Any] = {path: model.get_submodule(path).weight for path in curves_of}
-    originals = {path: parameter.detach() for path, parameter in parameters.items()}
-    aim = target
-    nearest = (math.inf, 0.0)
-    for trial in range(TRIALS):
-        etas = {path: curve[-1].error for path, curve in curves_of.items()}
-        exhausted = trial == TRIALS - 1 or aim <= 0
-        if not exhausted:
-            chosen = calibration.team.agree(
-                partial(_etas_within, model, size, classes, curves_of, aim)
-            )
-            exhausted = chosen is None
-            etas = etas if chosen is None else chosen
-        results = list(constrain_to(calibration, settings, etas))
-        write(model, {result.path: result.weight for result in results})
-        met, upper = calibration.team.agree(
-            lambda: [(bound := network_upper(model, size, classes)) <= target, bound.log10()]
-        )
-        if met:
-            return results
-        write(model, originals)
-        nearest = min(nearest, (upper, max(etas.values(), default=0.0)))
-        if exhausted:
-            break
-        # constrained layers line up worse than scaled ones: lower the aim by more than the
-        # difference
-        aim *= 10.0 ** (max(1, trial) * min(-0.01, math.log10(target) - upper))
-    raise OutOfReach(target, *nearest)
-
-
-def _etas_within(
-    model: nn.Module,
-    size: tuple[int, ...],
-    classes: int,
-    curves_of: Mapping[str, tuple[Point, ...]],
-    aim: float,
-) -> dict[str, float] | None:
-    """Return the etas of `budget`, or None where the aim is out of reach."""
-    try:
-        return budget(model, size, classes, curves_of, aim)
-    except OutOfReach:
-        return None

@@ -10,14 +10,11 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from certcli.constrain.douglas_rachford import constrain_matrix, penalty_of
-from certcli.constrain.methods import METHODS, PENALTIES
+from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.projection import Eigenbasis, eigenbasis
-from certcli.constrain.relu import RectifiedStatistics
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.single_ellipsoid import roughly
 from certcli.constrain.statistics import LayerStatistics
-from certcli.system.errors import UsageError
 
 T = TypeVar("T")
 
@@ -32,13 +29,11 @@ class LayerResult:
     Args:
         before, after: proven upper bounds of the layer's norm; for a zero-padded convolution, of
             the operator on images of this size.
-        error: largest relative output error over the groups, after the cast to the parameter's
-            dtype.
+        error: relative output error, after the cast to the parameter's dtype.
         held_out_error: the same on images that took no part.
         gap: how far the minimised norm may lie above the least possible one (0.001 = 0.1 %); None
             when unknown.
         ridge: isotropic part of the statistics, as a share of their mean eigenvalue.
-        distance: "plain", or "relu": one-sided.
         surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh *
             kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's.
         basis: that of the statistics, for this layer at another eta.
@@ -60,7 +55,6 @@ class LayerResult:
     inputs: int
     ridge: float
     seconds: float
-    distance: str = "plain"
     surrogate: bool = False
     basis: Eigenbasis | None = None
 
@@ -109,13 +103,7 @@ def constrain_layer(
             matrix.
     """
     started = time.perf_counter()
-    if settings.prox in PENALTIES:
-        result = constrain_matrix(layer, settings, basis)
-    elif isinstance(layer, RectifiedStatistics):
-        hint = f"--prox {', '.join(PENALTIES.names())}"
-        raise UsageError(f"the one-sided distance does not work with '{settings.prox}'", hint)
-    else:
-        result = METHODS.load(settings.prox)(layer, settings)
+    result = constrain_matrix(layer, settings, basis)
     if not keep_basis:
         result = replace(result, basis=None)
         basis = None
@@ -137,7 +125,6 @@ def constrain_layer(
         inputs=layer.weight.shape[1],
         ridge=result.ridge,
         seconds=time.perf_counter() - started,
-        distance="relu" if isinstance(layer, RectifiedStatistics) else "plain",
         surrogate=layer.overlapping,
         basis=result.basis,
     )
@@ -148,20 +135,15 @@ def try_layer(
 ) -> tuple[Tensor, Eigenbasis | None]:
     """Return a weight near `constrain_layer`'s, for a trial, and the basis of the statistics.
 
-    With one group it takes a third of the iterations and no float64 product: the weight is within
-    the tolerance of the least norm as float32 sees it, and is not measured.
+    It takes a third of the iterations and no float64 product: the weight is within the tolerance of
+    the least norm as float32 sees it, and is not measured.
     """
-    by_head = settings.per_head and layer.blocks > 1
-    rectified = isinstance(layer, RectifiedStatistics)
-    if settings.prox not in PENALTIES or by_head or len(layer.grams) > 1 or rectified:
-        result = constrain_layer(layer, settings, basis)
-        return result.weight, result.basis
     basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
-    radius = settings.eta * settings.eta * float(layer.energies)
+    radius = settings.eta * settings.eta * float(layer.output_energy)
     if radius == 0.0 or not bool(layer.weight.any()):
         weight = layer.weight.float()
     else:
-        weight = roughly(layer.weight, basis, radius, penalty_of(layer, settings), settings)
+        weight = roughly(layer.weight, basis, radius, PENALTIES.load(settings.prox), settings)
     return weight.to(layer.dtype).reshape(layer.shape), basis
 
 
@@ -176,7 +158,7 @@ def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Ten
     share = 1e-7
     while True:
         cast = ((1.0 - shrink) * displacement).add_(layer.weight).to(layer.dtype)
-        error = float(layer.relative_errors(cast).max())
+        error = float(layer.relative_error(cast))
         if error <= eta or shrink >= 1.0:
             return cast.reshape(layer.shape), error
         shrink = min(1.0, shrink + share)

@@ -1,4 +1,4 @@
-"""Projections onto layers of bounded error, {W : tr((W - W0) G_j (W - W0)^T) <= r_j for each j}.
+"""Projection onto the layers of bounded error, {W : tr((W - W0) G (W - W0)^T) <= r}.
 
 Everything is written in the displacement D = W - W0, so that a constraint is evaluated without
 cancellation: the textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8
@@ -10,9 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-
-from certcli.constrain.statistics import energy
-from certcli.system.errors import CertvitError
 
 ROUNDING = 1e-13
 """Relative shrinking, so that a projected point satisfies its constraint in spite of the projection's rounding."""
@@ -113,70 +110,3 @@ def pull_to(displacement: Tensor, basis: Eigenbasis, radius: float) -> Tensor:
     if total <= radius * (1.0 - ROUNDING):
         return displacement
     return displacement * (np.sqrt(radius / total) * (1.0 - ROUNDING))
-
-
-def project(
-    matrix: Tensor,
-    centre: Tensor,
-    grams: Tensor,
-    radii: Tensor,
-    *,
-    max_steps: int = 2000,
-    tolerance: float = 1e-9,
-) -> tuple[Tensor, int]:
-    """Project V onto all groups, by outer approximation (Algorithm 2): (W, steps).
-
-    Each step cuts with the half-space of one violated group, in turn, and projects the starting
-    point onto the intersection of that half-space and the one that the current point defines. It
-    ends when each group holds to `tolerance` (relative) or after `max_steps`; then W may still
-    violate a group, see `pull_inside`.
-    Source: CertViT, Algorithm 2, with the signs of Combettes 2003, Theorem 3.
-
-    Args:
-        grams: (groups, in, in).
-        radii: (groups,), positive.
-    """
-    start = matrix - centre
-    current = start
-    steps = 0
-    untouched = 0
-    group = 0
-    while untouched < len(grams) and steps < max_steps:
-        product = current @ grams[group]
-        excess = float((product * current).sum() - radii[group])
-        if excess <= tolerance * float(radii[group]):
-            untouched += 1
-        else:
-            untouched = 0
-            steps += 1
-            # half the gradient is D G; c / |gradient|^2 * gradient = c / (2 |D G|^2) * D G
-            cut = product * (excess / (2.0 * float((product * product).sum())))
-            current = _outer_step(start, current, cut)
-        group = (group + 1) % len(grams)
-    return centre + current, steps
-
-
-def _outer_step(start: Tensor, current: Tensor, cut: Tensor) -> Tensor:
-    """Project `start` onto {<W - current, start - current> <= 0, <W - current + cut, cut> <= 0}."""
-    away = start - current
-    pi = float((away * cut).sum())
-    mu = float((away * away).sum())
-    nu = float((cut * cut).sum())
-    rho = mu * nu - pi * pi
-    if rho <= 1e-14 * mu * nu:
-        if pi < 0:
-            raise CertvitError(
-                "the output error constraints of the groups exclude each other", "use a larger eta"
-            )
-        return current - cut
-    if pi * nu >= rho:
-        return start - (1.0 + pi / nu) * cut
-    return current + (nu / rho) * (pi * away - mu * cut)
-
-
-def pull_inside(matrix: Tensor, centre: Tensor, grams: Tensor, radii: Tensor) -> Tensor:
-    """Return W0 + s (W - W0), largest s <= 1 within all constraints: convex sets with W0."""
-    excess = float((energy(matrix - centre, grams) / radii).max())
-    if excess <= 1.0:
-        return matrix
-    return centre + (matrix - centre) * (excess**-0.5 * (1.0 - ROUNDING))

@@ -7,7 +7,7 @@ ones used, keep full accuracy.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -96,12 +96,6 @@ def nuclear(matrix: Tensor, strength: float) -> Tensor:
     return _rescale(matrix, vectors, values, values.clamp_max(strength))
 
 
-def clip(matrix: Tensor, radius: float) -> Tensor:
-    """Map s_i -> min(s_i, radius): projection onto the spectral ball {|W|_2 <= radius}."""
-    vectors, values = _left_singular(matrix)
-    return _rescale(matrix, vectors, values, (values - radius).clamp_min(0))
-
-
 def singular_values(matrix: Tensor) -> Tensor:
     """Return singular values, descending, estimated: (..., n, m) -> (..., min(n, m))."""
     short = matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT
@@ -178,20 +172,6 @@ class Penalty:
     def dual(self, matrix: Tensor) -> Tensor:
         return self.dual_of(self.parts(matrix))
 
-    def blockwise(self, blocks: int) -> "Penalty":
-        """Return the sum of this norm over `blocks` equal row blocks: the heads of q, k and v."""
-        if blocks == 1:
-            return self
-        return replace(
-            self,
-            prox=lambda matrix, strength: self.prox(per_head(matrix, blocks), strength).reshape(
-                matrix.shape
-            ),
-            parts=lambda matrix: self.parts(per_head(matrix, blocks)),
-            left_invariant=False,
-            sequence=None,
-        )
-
     def prox_of_a_run(self) -> Callable[[Tensor, float], Tensor]:
         """Return the proximal map for the iterates of one run, which may remember the one before."""
         return self.prox if self.sequence is None else self.sequence()
@@ -225,8 +205,3 @@ L1 = Penalty(
     left_invariant=False,
     pace=8.0,
 )
-
-
-def per_head(matrix: Tensor, blocks: int) -> Tensor:
-    """Group a q/k/v matrix' rows in heads, as maps above do: (blocks * r, m) -> (blocks, r, m)."""
-    return matrix.unflatten(-2, (blocks, matrix.shape[-2] // blocks)) if blocks > 1 else matrix

@@ -62,10 +62,11 @@ class ResumedStream:
         self._place = BEFORE
         self._kept: deque[Tensor] = deque()
 
-    def stream(self, paths: Sequence[str], following: Sequence[str], visit: Visit) -> int:
-        """Run to the last of `paths`, keep what `following` needs, return the number of batches."""
+    def stream(self, paths: Sequence[str], following: Sequence[str], visit: Visit) -> None:
+        """Run to the last of `paths`, keep what `following` needs."""
         if self.trunk is None:
-            return stream(self.model, self.batches, paths, visit)
+            stream(self.model, self.batches, paths, visit)
+            return
         blocks, (first, last) = self.trunk.blocks, self.trunk.span(paths)
         goes_on = self.trunk.span(following)[0] if following else BEFORE
         taken_up = self._place != BEFORE and self._place <= first
@@ -89,14 +90,13 @@ class ResumedStream:
 
         with _in_place_of(blocks, forward):
             if not taken_up or last == len(blocks):
-                return stream(self.model, self.batches, paths, visit)
-            count = len(values)
+                stream(self.model, self.batches, paths, visit)
+                return
             observed = visiting(self.model, paths, visit, each=blocks)
             with observed, torch.inference_mode(), fast_products(self.model):
                 while values:  # resumed: no images are needed
                     with contextlib.suppress(StopBatch):
                         blocks(values[0])
-            return count
 
 
 def _widest(model: nn.Module, paths: Sequence[str]) -> nn.Sequential | None:

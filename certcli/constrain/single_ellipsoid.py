@@ -56,62 +56,35 @@ _CAUTION = 0.8
 
 
 @dataclass(frozen=True, eq=False)
-class State:
-    """Z (out, in) and its strength at a run's end: the start for a neighbouring ellipsoid."""
-
-    matrix: Tensor
-    strength: float
-
-
-@dataclass(frozen=True, eq=False)
-class GroupSolution:
+class Solution:
     """A feasible matrix, its L, a limit below L, in float64. residual: |Q - P|_F / |W0|_F."""
 
     weight: Tensor
-    state: State | None
     iterations: int
     residual: float
     objective: float
     lower: float
 
 
-def one_group(
-    centre: Tensor,
-    basis: Eigenbasis,
-    radius: float,
-    penalty: Penalty,
-    settings: ConstrainSettings,
-    state: State | None,
-    *,
-    ends: bool = True,
-) -> GroupSolution:
+def least_norm(
+    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
+) -> Solution:
     """Minimise L(W), tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in).
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs
     no product. A tall W0 is F R there with orthonormal columns F (out, in), and only square
     matrices R are iterated. Large matrices are iterated in float32.
-
-    Args:
-        state: the end of a run on a neighbouring ellipsoid.
-        ends: whether the result holds its own end.
     """
     inside, frame = _framed(centre, basis, radius, penalty, settings)
     exact = inside.centre
     single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
     prox = penalty.prox_of_a_run()
-    if state is None:
-        start = fast.centre
-        pace = fast.strength(prox)
-    else:
-        product = state.matrix @ basis.vectors
-        start = (product if frame is None else frame.mT @ product).to(fast.centre)
-        pace = state.strength
     asked = settings.tolerance * (_CAUTION if single else 1.0)
     best = (math.inf, exact)
     lower = 0.0
     proven = 0.0
-    for iteration, current, strength, step in _iterates(fast, prox, start, pace):
+    for iteration, current, strength, step in _iterates(fast, prox):
         lower = max(lower, step.lower)
         last = iteration >= settings.iterations
         met = fast.upper(step) <= (1.0 + asked) * lower
@@ -127,18 +100,15 @@ def one_group(
             asked = asked / 2 if met else asked
     objective, offset_best = best
     residual = float(judged.change.norm()) / float(exact.norm())
-
-    def back(matrix: Tensor) -> Tensor:
-        return (matrix if frame is None else frame @ matrix) @ basis.vectors.mT
-
-    ended = State(back(current.double()), strength) if ends else None
-    return GroupSolution(back(exact + offset_best), ended, iteration, residual, objective, proven)
+    solution = exact + offset_best
+    weight = (solution if frame is None else frame @ solution) @ basis.vectors.mT
+    return Solution(weight, iteration, residual, objective, proven)
 
 
 def roughly(
     centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
 ) -> Tensor:
-    """Solve `one_group` in float32 to the tolerance, without judging it: for a trial.
+    """Solve `least_norm` in float32 to the tolerance, without judging it: for a trial.
 
     centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because
     float32 ends at 1e38.
@@ -151,7 +121,7 @@ def roughly(
     )
     prox = penalty.prox_of_a_run()
     lower = 0.0
-    for iteration, _, _, step in _iterates(inside, prox, inside.centre, inside.strength(prox)):
+    for iteration, _, _, step in _iterates(inside, prox):
         lower = max(lower, step.lower)
         if (
             iteration >= settings.iterations
@@ -174,10 +144,12 @@ def _framed(
 
 
 def _iterates(
-    inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor], current: Tensor, strength: float
+    inside: "_Ellipsoid", prox: Callable[[Tensor, float], Tensor]
 ) -> "Iterator[tuple[int, Tensor, float, _Iterate]]":
-    """Yield number, Z, strength and step of each iteration, without end."""
+    """Yield number, Z, strength and step of each iteration from W0 on, without end."""
     settings = inside.settings
+    current = inside.centre
+    strength = inside.strength(prox)
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step

@@ -1,9 +1,9 @@
 """Gram matrices of the inputs of each layer, from streamed forward passes; no activation is kept.
 
-A layer with weight W0 (out x in) and calibration inputs X_j (in x T_j, a column a token) needs only
-G_j = X_j X_j^T: |W X_j - W0 X_j|_F^2 = tr(D G_j D^T) with D = W - W0. The cross moments H_j = W0
-G_j and energies S_j = tr(W0 G_j W0^T) follow from G_j, because the layer's outputs are its own. A
-convolution is the matrix over its unfolded patches.
+A layer with weight W0 (out x in) and calibration inputs X (in x T, a column a token) needs only
+G = X X^T: |W X - W0 X|_F^2 = tr(D G D^T) with D = W - W0. The cross moments H = W0 G and energy S =
+tr(W0 G W0^T) follow from G, because the layer's outputs are its own. A convolution is the matrix
+over its unfolded patches.
 
 With all tokens, the inputs are cast to float64, so that "the error is at most eta" is true to a
 dozen digits. A sample of tokens, drawn anew for each batch, costs a fraction; its products have the
@@ -26,7 +26,6 @@ from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import (
     Batches,
     Visit,
-    attention_blocks,
     geometry,
     module_at,
     proven_norm,
@@ -37,7 +36,7 @@ from certcli.constrain.layers import (
     visiting,
 )
 from certcli.constrain.resumed_forward import ResumedStream, Trunk
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import UsageError
 
 MOST_ETA = 0.999
 """Largest relative error by an absolute one: at 1 a layer may vanish."""
@@ -45,44 +44,37 @@ MOST_ETA = 0.999
 
 @dataclass(frozen=True, eq=False)
 class LayerStatistics:
-    """Sufficient statistics of one layer for `groups` mini-batches j.
+    """Sufficient statistics of one layer.
 
     Args:
         weight: (out, in) float64 (see `widened`); a convolution's as out x (in * kh * kw).
-        grams: (groups, in, in) float64, G_j = X_j X_j^T.
+        gram: (in, in) float64, G = X X^T.
         kind: "linear" or "conv".
         shape, dtype: those of the parameter.
         held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32
             where tokens are sampled, because it is only reported.
         conv: see `layers.geometry`.
-        blocks: see `layers.attention_blocks`.
-        tokens: the number of columns of each X_j.
+        tokens: the number of columns of X.
     """
 
     path: str
     weight: Tensor
-    grams: Tensor
+    gram: Tensor
     kind: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     held_out: Tensor | None = None
     conv: Mapping[str, Any] | None = None
-    blocks: int = 1
-    tokens: tuple[int, ...] = ()
-
-    @property
-    def gram(self) -> Tensor:
-        """Return the sum over groups: (in, in)."""
-        return self.grams[0] if len(self.grams) == 1 else self.grams.sum(0)
+    tokens: int = 0
 
     @cached_property
-    def energies(self) -> Tensor:
-        """Return S_j = |W0 X_j|_F^2, the energy of the outputs without bias: (groups,)."""
-        return energy(self.weight, self.grams)
+    def output_energy(self) -> Tensor:
+        """Return S = |W0 X|_F^2, the energy of the outputs without bias: ()."""
+        return energy(self.weight, self.gram)
 
-    def relative_errors(self, weight: Tensor) -> Tensor:
-        """Return |W X_j - W0 X_j|_F / |W0 X_j|_F, (out, in) -> (groups,), any dtype. 0 / 0 is 0."""
-        return error_ratio(energy(weight - self.weight, self.grams), self.energies)
+    def relative_error(self, weight: Tensor) -> Tensor:
+        """Return |W X - W0 X|_F / |W0 X|_F, (out, in) -> (), any dtype. 0 / 0 is 0."""
+        return error_ratio(energy(weight - self.weight, self.gram), self.output_energy)
 
     def held_out_error(self, weight: Tensor) -> float | None:
         """Return the same ratio on the held-out images; None without them."""
@@ -93,14 +85,13 @@ class LayerStatistics:
         )
 
     def eta_of(self, mean_squared: float) -> float:
-        """Return the relative error at which no group exceeds this mean squared error.
+        """Return the relative error of this mean squared error, at most MOST_ETA.
 
-        min_j sqrt(T_j mean_squared / S_j) with T_j tokens, below 1: with one group the paper's
-        constraint sum_t |W x_t - W0 x_t|^2 <= T mean_squared. Source: CertViT, (12).
+        sqrt(T mean_squared / S) with T tokens is the paper's constraint sum_t |W x_t - W0 x_t|^2 <=
+        T mean_squared. Source: CertViT, (12).
         """
-        pairs = zip(self.tokens, self.energies.tolist(), strict=True)
-        ratios = [count * mean_squared / energy for count, energy in pairs if energy > 0]
-        return min([MOST_ETA, *(math.sqrt(ratio) for ratio in ratios)])
+        size = float(self.output_energy)
+        return min(MOST_ETA, math.sqrt(self.tokens * mean_squared / size)) if size > 0 else MOST_ETA
 
     @cached_property
     def _held_out_energy(self) -> Tensor:
@@ -126,9 +117,9 @@ class LayerStatistics:
         return replace(self, weight=self.weight.double())
 
 
-def energy(matrix: Tensor, grams: Tensor) -> Tensor:
-    """Return tr(M G M^T) >= 0: (out, in), (..., in, in) -> (...)."""
-    return (matrix @ grams).mul_(matrix).sum((-2, -1)).clamp_min(0)
+def energy(matrix: Tensor, gram: Tensor) -> Tensor:
+    """Return tr(M G M^T) >= 0: (out, in), (in, in) -> ()."""
+    return (matrix @ gram).mul_(matrix).sum((-2, -1)).clamp_min(0)
 
 
 def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
@@ -156,8 +147,7 @@ def passes_within(
 ) -> list[list[str]]:
     """Split `paths` into passes whose Gram matrices (copies * in^2 float64 each) fit.
 
-    `copies` counts groups, plus one for held-out images. UsageError names a layer that does not fit
-    alone.
+    `copies`: one, and one for held-out images. UsageError names a layer that does not fit alone.
     """
     passes: list[list[str]] = [[]]
     used = 0
@@ -167,7 +157,7 @@ def passes_within(
             raise UsageError(
                 f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
                 f"{memory_limit_bytes / 2**20:.3g} MiB",
-                "raise --memory or use fewer groups",
+                "name the others with --layers",
             )
         if passes[-1] and memory_limit_bytes is not None and used + needed > memory_limit_bytes:
             passes.append([])
@@ -182,7 +172,6 @@ def collect_in_passes(
     batches: Batches,
     paths: Sequence[str],
     *,
-    groups: int = 1,
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
     sample: int | None = None,
@@ -190,8 +179,8 @@ def collect_in_passes(
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield statistics of as many layers as fit, one forward pass over `batches` a time.
 
-    G_j is the sum of x x^T over the tokens of mini-batch group j; batch number b belongs to group b
-    mod `groups`. Memory: 8 * (groups + held out) * in^2 bytes a layer, plus 64 MiB. The caller
+    G is the sum of x x^T over the tokens. Memory: 8 * (1 + held out) * in^2 bytes a layer, plus 64
+    MiB. The caller
     calls `widened` on one layer at a time. The model must not change before the last pass. In a
     network with a trunk, each pass resumes where the one before stopped (`trunk`). A path that the
     forward pass never calls as a module (weights used functionally) is absent.
@@ -207,9 +196,9 @@ def collect_in_passes(
     Raises:
         UsageError: training mode, a module that cannot be constrained, shared weights, or batches
         that end.
-        DataError: NaN or infinite input of a layer, too few batches.
+        DataError: NaN or infinite input of a layer.
     """
-    copies = groups + (held_out_batches is not None)
+    copies = 1 + (held_out_batches is not None)
     passes = passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
     if len(passes) > 1:
         for source in (batches, held_out_batches):
@@ -223,30 +212,24 @@ def collect_in_passes(
         None if held_out_batches is None else ResumedStream(model, held_out_batches, trunk)
     )
     for part, following in zip(passes, [*passes[1:], []]):
-        yield _collect(model, streams, part, groups, held_out_streams, sample, held_out, following)
+        yield _collect(model, streams, part, held_out_streams, sample, held_out, following)
 
 
 def _collect(
     model: nn.Module,
     streams: ResumedStream,
     paths: Sequence[str],
-    groups: int,
     held_out_streams: ResumedStream | None,
     sample: int | None,
     held_out: Mapping[str, Tensor] | None,
     following: Sequence[str],
 ) -> dict[str, LayerStatistics]:
     """Return a pass' statistics, sharing the model's weights. following: the next pass' layers."""
-    _check(model, paths, groups)
-    sums, count = _accumulate(streams, paths, following, groups, sample)
-    if count < groups:
-        raise DataError(
-            f"{groups} groups need at least {groups} batches, there are {count}", "use fewer groups"
-        )
+    _check(model, paths)
+    sums = _accumulate(streams, paths, following, sample)
     if held_out is None and held_out_streams is not None:
-        held_out = _reported(_accumulate(held_out_streams, paths, following, 1, sample)[0], sample)
+        held_out = _reported(_accumulate(held_out_streams, paths, following, sample), sample)
     statistics = {}
-    blocks = attention_blocks(model)
     for path in paths:
         if path in sums:
             module = module_at(model, path)
@@ -254,21 +237,18 @@ def _collect(
             statistics[path] = LayerStatistics(
                 path=path,
                 weight=weight.flatten(1),
-                grams=sums[path].grams,
+                gram=sums[path].gram,
                 kind="linear" if isinstance(module, nn.Linear) else "conv",
                 shape=tuple(weight.shape),
                 dtype=weight.dtype,
                 held_out=None if held_out is None else held_out.get(path),
                 conv=sums[path].conv,
-                blocks=blocks.get(path, 1),
-                tokens=tuple(sums[path].tokens),
+                tokens=sums[path].tokens,
             )
     return statistics
 
 
-def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
-    if groups < 1:
-        raise UsageError(f"groups must be at least 1, not {groups}")
+def _check(model: nn.Module, paths: Sequence[str]) -> None:
     if model.training:
         raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
     path_of: dict[int, str] = {}
@@ -277,7 +257,7 @@ def _check(model: nn.Module, paths: Sequence[str], groups: int) -> None:
         reason = refusal(module)
         if reason is not None:
             raise UsageError(
-                f"layer '{path}' cannot be constrained: {reason}", "leave it out with --exclude"
+                f"layer '{path}' cannot be constrained: {reason}", "name the others with --layers"
             )
         if id(module.weight) in path_of:
             raise UsageError(
@@ -291,12 +271,11 @@ def _accumulate(
     streams: ResumedStream,
     paths: Sequence[str],
     following: Sequence[str],
-    groups: int,
     sample: int | None,
-) -> tuple[dict[str, GramSums], int]:
+) -> dict[str, GramSums]:
     sums_of: dict[str, GramSums] = {}
-    count = streams.stream(paths, following, _adding(sums_of, groups, sample))
-    return _ordinary(sums_of), count
+    streams.stream(paths, following, _adding(sums_of, sample))
+    return _ordinary(sums_of)
 
 
 @contextlib.contextmanager
@@ -306,7 +285,7 @@ def gather_grams(
     """Yield path -> Gram matrix of the layer's inputs, filled once the caller ran the model."""
     grams: dict[str, Tensor] = {}
     sums_of: dict[str, GramSums] = {}
-    with visiting(model, paths, _adding(sums_of, 1, sample)):
+    with visiting(model, paths, _adding(sums_of, sample)):
         yield grams
     grams.update(_reported(_ordinary(sums_of), sample))
 
@@ -314,30 +293,25 @@ def gather_grams(
 def _reported(sums_of: dict[str, GramSums], sample: int | None) -> dict[str, Tensor]:
     """Return held-out Gram matrices, in float32 of sampled tokens to save memory."""
     return {
-        path: sums.grams[0] if sample is None else sums.grams[0].float()
-        for path, sums in sums_of.items()
+        path: sums.gram if sample is None else sums.gram.float() for path, sums in sums_of.items()
     }
 
 
-def _adding(sums_of: dict[str, GramSums], groups: int, sample: int | None) -> Visit:
+def _adding(sums_of: dict[str, GramSums], sample: int | None) -> Visit:
     """Return a visitor of `stream` that adds a layer's inputs to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
-        group = number % groups
         pieces = rows(module, value) if sample is None else sampled(module, value, sample, number)
         for columns in pieces:
             if path not in sums_of:
                 width = columns.shape[1]
-                grams = torch.zeros(
-                    groups, width, width, dtype=torch.float64, device=columns.device
-                )
-                waiting: list[list[Tensor]] = [[] for _ in range(groups)]
-                sums_of[path] = GramSums(grams, geometry(module, value), [0] * groups, waiting)
+                gram = torch.zeros(width, width, dtype=torch.float64, device=columns.device)
+                sums_of[path] = GramSums(gram, geometry(module, value))
             require_finite(path, torch.stack(columns.aminmax()))
-            sums_of[path].add(group, columns)
-        if not sums_of[path].waiting[group]:
+            sums_of[path].add(columns)
+        if not sums_of[path].waiting:
             # now, so that the error names the first such layer
-            require_finite(path, sums_of[path].grams[group].diagonal())
+            require_finite(path, sums_of[path].gram.diagonal())
 
     return visit
 
@@ -346,9 +320,8 @@ def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
     """Settle the sums, and clone inference tensors, which autograd would refuse later."""
     for path, sums in sums_of.items():
         with torch.inference_mode():
-            for group in range(len(sums.waiting)):
-                sums.settle(group)
+            sums.settle()
             sums.mirror()
-        require_finite(path, sums.grams.diagonal(dim1=1, dim2=2))
-        sums_of[path] = replace(sums, grams=sums.grams.clone())
+        require_finite(path, sums.gram.diagonal())
+        sums_of[path] = replace(sums, gram=sums.gram.clone())
     return sums_of

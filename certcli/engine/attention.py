@@ -21,7 +21,9 @@ def attention_module(table: RuleTable) -> Register:
 
 
 def _has_no_options(module: Any) -> bool:
-    """Tell whether the module is softmax(q k^T / sqrt(d)) v between two linear maps."""
+    """Tell whether the module is softmax(scale q k^T) v between two linear maps; the fused function
+    that timm calls takes 1 / sqrt(d) for the scale, whatever the module says.
+    """
     identities = [getattr(module, name, None) for name in ("q_norm", "k_norm", "norm")]
     return (
         all(part is None or type(part) is nn.Identity for part in identities)
@@ -31,8 +33,12 @@ def _has_no_options(module: Any) -> bool:
             type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop)
         )
         and module.qkv.out_features == 3 * module.num_heads * module.head_dim
-        and module.scale == module.head_dim**-0.5
+        and (module.scale == module.head_dim**-0.5 or _is_spelled_out(module))
     )
+
+
+def _is_spelled_out(module: Any) -> bool:
+    return module.fused_attn is False and type(module.scale) is float and module.scale > 0
 
 
 def fused_attention(table: RuleTable) -> Register:

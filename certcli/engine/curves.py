@@ -1,38 +1,309 @@
-"""What is known of the curves of activations. Every domain reads it here.
+"""Functions of one entry: what is known of each, in one record for all domains.
 
-Proofs: docs/bounds.md, section 3. `tests/lipschitz/test_rules.py` sweeps each derivative.
+Proofs: docs/bounds.md, section 3. `tests/engine/test_curves.py` sweeps every number here.
 """
 
+import inspect
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.walk import Constant
+
+Scalar = Callable[[Tensor], Tensor]
+Limit = Tensor | float
+
+
+def unknown(x: Tensor) -> Tensor:
+    """The derivative of a curve that has none, or jumps."""
+    raise NoRule("a curve whose second derivative jumps")
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Bounds on the derivatives of a curve f, rounded up.
-
-    Args:
-        slope: at least sup |f'|.
-        second: at least sup |f''|; inf where no domain needs it.
-        third: at least sup |f'''|; inf where no domain needs it.
-    """
+class Line:
+    """slope x + start to the left of all kinks; at each place the slope rises by a number."""
 
     slope: float
-    second: float = math.inf
+    start: Limit
+    kinks: tuple[tuple[Limit, float], ...]
+
+
+@dataclass(frozen=True)
+class Curve:
+    """f, f', f'' on float64 tensors, and bounds that are rounded up; inf where nothing is known.
+
+    Attributes:
+        third: sup |f'''|; 0.0: f'' is monotone, its ends bound it on a cell.
+        relative: f is a power of x > 0, so an interval counts as short relative to x.
+        slope: sup |f'|.
+        bend: sup |f''|.
+        why: the slope in words.
+        growth, offset, limit: |f(t)| <= growth |t| + offset and |f| <= limit.
+        line: f where it is piecewise linear.
+        rounded: (a, b) where f is computed within a |x| + b units of elementary functions.
+    """
+
+    name: str
+    value: Scalar
+    first: Scalar = unknown
+    second: Scalar = unknown
     third: float = math.inf
+    relative: bool = False
+    slope: float = math.inf
+    bend: float = math.inf
+    why: str = "slope at most 1"
+    growth: float = 1.0
+    offset: float = 0.0
+    limit: float = math.inf
+    line: Line | None = None
+    rounded: tuple[int, int] | None = None
+
+
+def _derivative(f: Scalar) -> Scalar:
+    def derivative(x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            start = x if x.requires_grad else x.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(f(start).sum(), start, create_graph=x.requires_grad)
+        return slope
+
+    return derivative
+
+
+def smooth(name: str, value: Scalar, **facts: Any) -> Curve:
+    """Return a curve whose derivatives are found by differentiation."""
+    first = _derivative(value)
+    return Curve(name, value, first, _derivative(first), **facts)
+
+
+def _density(x: Tensor) -> Tensor:
+    return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
+
+
+def _cumulative(x: Tensor) -> Tensor:
+    return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
+
+
+_C = math.sqrt(2 / math.pi)
+_D = 0.044715
+
+
+def _tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """tanh z, sech^2 z, z', z'' for z = sqrt(2/pi) (x + 0.044715 x^3)."""
+    t = torch.tanh(_C * (x + _D * x**3))
+    return t, 1 - t * t, _C * (1 + 3 * _D * x * x), 6 * _C * _D * x
+
+
+def _tanh_first(x: Tensor) -> Tensor:
+    t, s, slope, _ = _tanh_parts(x)
+    return 0.5 * (1 + t) + 0.5 * x * s * slope
+
+
+def _tanh_second(x: Tensor) -> Tensor:
+    t, s, slope, curve = _tanh_parts(x)
+    return s * slope + 0.5 * x * s * (curve - 2 * t * slope * slope)
+
+
+def _logistic_first(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s)
+
+
+def _logistic_second(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 - s) * (1 - 2 * s)
 
 
 # GELU' = Phi + x phi is Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518... at most; 1.12, as
 # published, is below it. GELU'' is 2 phi(0) = 0.79788456... at most, GELU''' 0.7796.
-GELU = Shape(1.12890415, second=0.7978846, third=0.78)
-GELU_TANH = Shape(1.12901, third=0.9)
+GELU = Curve(
+    "GELU",
+    lambda x: x * _cumulative(x),
+    lambda x: _cumulative(x) + x * _density(x),
+    lambda x: _density(x) * (2 - x * x),
+    0.78,
+    slope=1.12890415,
+    bend=0.7978846,
+    why="largest slope of GELU, at x = sqrt 2",
+)
+GELU_TANH = Curve(
+    "tanh GELU",
+    lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]),
+    _tanh_first,
+    _tanh_second,
+    0.9,
+    slope=1.12901,
+    bend=0.7978846,
+    why="largest slope of tanh-GELU, at x = 1.4185",
+)
 # SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most
-SILU = Shape(1.0998394, second=0.5, third=0.309)
-MISH = Shape(1.0886)
-SELU = Shape(1.7580994)
-HARD_SWISH = Shape(1.5)
+SILU = Curve(
+    "SiLU",
+    lambda x: x * torch.sigmoid(x),
+    lambda x: torch.sigmoid(x) + x * _logistic_first(x),
+    lambda x: 2 * _logistic_first(x) + x * _logistic_second(x),
+    0.309,
+    slope=1.0998394,
+    bend=0.5,
+    why="largest slope of x sigmoid(a x)",
+    rounded=(6, 0),
+)
 # s'' = s' (1 - 2 s) is 1 / (6 sqrt 3) at most, s' (1 - 6 s + 6 s^2) is -1/8 at 0; tanh x = 2 s(2 x) - 1
-SIGMOID = Shape(0.25, second=0.0962251, third=0.125)
-TANH = Shape(1.0, second=0.7698004, third=2.0)
-HARD_SIGMOID = Shape(math.nextafter(1 / 6, math.inf))
-ERF = Shape(math.nextafter(math.nextafter(2 / math.sqrt(math.pi), math.inf), math.inf))
+SIGMOID = Curve(
+    "sigmoid",
+    torch.sigmoid,
+    _logistic_first,
+    _logistic_second,
+    0.125,
+    slope=0.25,
+    bend=0.0962251,
+    why="slope of sigmoid at most 1/4",
+    growth=math.inf,
+    limit=1.0,
+    rounded=(0, 4),
+)
+TANH = Curve(
+    "tanh",
+    torch.tanh,
+    lambda x: 1 - torch.tanh(x) ** 2,
+    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x) ** 2),
+    2.0,
+    slope=1.0,
+    bend=0.7698004,
+    limit=1.0,
+    rounded=(2, 0),
+)
+MISH = smooth(
+    "mish",
+    lambda x: x * torch.tanh(functional.softplus(x)),
+    third=0.5885,
+    slope=1.0886,
+    bend=0.64421,
+    why="largest slope of x tanh(softplus(x))",
+    rounded=(8, 0),
+)
+_ERF = math.nextafter(math.nextafter(2 / math.sqrt(math.pi), math.inf), math.inf)
+ERF = smooth(
+    "erf",
+    torch.erf,
+    third=2.2568,
+    slope=_ERF,
+    bend=0.9679,
+    why="largest slope of erf, 2 / sqrt(pi), at 0",
+    growth=_ERF,
+    limit=1.0,
+)
+SQUARE = Curve(
+    "square", torch.square, lambda x: 2 * x, lambda x: torch.full_like(x, 2.0), 0.0, bend=2.0
+)
+SELU = Curve("SELU", torch.selu, slope=1.7580994, growth=1.7580994, why="SELU: scale times alpha")
+HARD_SWISH = Curve(
+    "hard swish",
+    functional.hardswish,
+    slope=1.5,
+    why="largest slope of x relu6(x + 3) / 6, at x = 3",
+    rounded=(8, 0),
+)
+_SIXTH = math.nextafter(1 / 6, math.inf)
+HARD_SIGMOID = Curve(
+    "hard sigmoid",
+    functional.hardsigmoid,
+    slope=_SIXTH,
+    why="slope of hard sigmoid at most 1/6",
+    growth=math.inf,
+    limit=1.0,
+    line=Line(0.0, 0.0, ((-3.0, 1 / 6), (3.0, -1 / 6))),
+    rounded=(0, 8),
+)
+
+Describe = Callable[..., Curve]
+
+
+@dataclass(frozen=True)
+class Named:
+    """The modules, functions and methods of a curve; describe: options -> Curve, or NoRule."""
+
+    describe: Describe
+    modules: tuple[type[nn.Module], ...]
+    functions: tuple[Any, ...]
+    methods: tuple[str, ...]
+    relaxed: bool
+
+
+NAMED: list[Named] = []
+
+
+def curve(
+    *modules: type[nn.Module],
+    functions: tuple[Any, ...] = (),
+    methods: tuple[str, ...] = (),
+    relaxed: bool = True,
+) -> Callable[[Describe], Describe]:
+    """Enter names. Modules have the options as attributes, functions as arguments.
+
+    Args:
+        relaxed: False where f'' jumps: zonotopes, which bound it between grid points, do without.
+
+    The option `dtype` is neither: it is the precision in which the network runs.
+    """
+
+    def register(describe: Describe) -> Describe:
+        NAMED.append(Named(describe, modules, functions, methods, relaxed))
+        return describe
+
+    return register
+
+
+def register_curves(
+    table: RuleTable,
+    values: type | tuple[type, ...],
+    transfer: Callable[[Any, Any, Curve], Any],
+    names: Sequence[Named] = NAMED,
+) -> None:
+    """Register all names in a domain's table; transfer: (context, value, curve) -> value.
+
+    Args:
+        values: the types of the domain's values.
+    """
+    for named in names:
+        of_module, of_call = _rules(named.describe, values, transfer)
+        table.module(*named.modules)(of_module)
+        table.function(*named.functions)(of_call)
+        table.method(*named.methods)(of_call)
+
+
+def _rules(describe: Describe, values: Any, transfer: Any) -> tuple[Any, Any]:
+    parameters = inspect.signature(describe).parameters
+    options = inspect.Signature([option for name, option in parameters.items() if name != "dtype"])
+
+    def described(ctx: Any, arguments: dict[str, Any]) -> Curve:
+        for value in arguments.values():
+            number = isinstance(value, (int, float, Tensor))
+            if number and bool(torch.isnan(torch.as_tensor(value)).any()):
+                raise NoRule("an option that is not a number")
+        dtype = {"dtype": getattr(ctx, "dtype", None)} if "dtype" in parameters else {}
+        return describe(**arguments, **dtype)
+
+    def of_module(ctx: Any, module: nn.Module, x: Any) -> Any:
+        arguments = {name: getattr(module, name) for name in options.parameters}
+        return transfer(ctx, x, described(ctx, arguments))
+
+    def of_call(ctx: Any, x: Any, *args: Any, inplace: bool = False, **named: Any) -> Any:
+        if len(args) == len(options.parameters) + 1 and isinstance(args[-1], bool):
+            args = args[:-1]  # inplace, which every functional form has last
+        arguments = options.bind(*args, **named)
+        arguments.apply_defaults()
+        plain = {
+            name: part.tensor if isinstance(part, Constant) else part
+            for name, part in arguments.arguments.items()
+        }
+        if not isinstance(x, values) or any(isinstance(part, values) for part in plain.values()):
+            raise NoRule("an option that depends on the image")
+        return transfer(ctx, x, described(ctx, plain))
+
+    return of_module, of_call

@@ -100,7 +100,12 @@ def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) 
             f"the shape of the logits depends on the image: {_apart(logits, traced.result)}"
         )
     alone = torch.cat([traced.result, logits])
-    replay, steps = _run(lambda x: result_of(traced, x), saturated)
+    as_it_ran = replace(traced, graph=traced.ran)
+    replay, steps = _run(lambda x: result_of(as_it_ran, x), saturated)
+    if traced.ran is not traced.graph and not agree(
+        result_of(traced, saturated), replay, lambda _: movement(alone)
+    ):
+        raise Untraceable("the network with its operations written out is another one")
     same = _SameRun(replay, steps, movement(alone))
     same.require(logits, operations)
     _require_same_in_a_batch(model, images, alone)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from certcli.engine.derived_constants import Moved
 from certcli.engine.pinned import patched
 from certcli.engine.table import RuleTable
 from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
+from certcli.engine.written_out import written_out
 from certcli.models.build import own_name
 from certcli.models.foreign_tensors import foreign_tensor
 from certcli.system.torch_modes import RestoredModes
@@ -38,11 +39,14 @@ class Trace:
     """The graph, its constants' values, its module calls, and the traced example's logits.
 
     Attributes:
+        graph: with what is put together of other operations written out.
+        ran: as it ran.
         made: how the network made those constants that are not its own.
     """
 
     root: nn.Module
     graph: fx.Graph
+    ran: fx.Graph
     constants: Mapping[str, Any]
     scopes: tuple[ModuleScope, ...]
     result: Tensor
@@ -122,11 +126,22 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     output = next(node for node in graph.nodes if node.op == "output").args[0]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
+    with torch.no_grad(), operations_mode:
+        written, places = written_out(graph, tracer.state.constants)
+    scopes = [
+        replace(
+            scope,
+            entry=None if scope.entry is None else places[scope.entry],
+            exit=None if scope.exit is None else places[scope.exit],
+        )
+        for scope in tracer.state.scopes
+    ]
     return Trace(
         root,
+        written,
         graph,
         tracer.state.constants,
-        tuple(tracer.state.scopes),
+        tuple(scopes),
         tracer.state.result,
         operations_mode,
     )

@@ -1,7 +1,7 @@
 """Walk a traced graph once: every node gets its domain's value, by its rule or not at all."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,25 +126,10 @@ def _visit(
             raise NoRule(f"{node.meta['path'] or 'the network'}: {value.reason}")
         return domain.read(node, argument, value)
 
-    args: Any = fx.node.map_arg(node.args, value_of)
-    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
-    rule: Rule | None
-    if node.op == "call_module":
-        module = traced.root.get_submodule(str(node.target))
-        module_rule = domain.rules.find(module)
-        rule = None if module_rule is None else module_rule.apply
-        args = (module, *args)
-        kind = type(module).__name__
-    elif node.op == "call_method":
-        rule = domain.rules.methods.get(str(node.target))
-        kind = str(node.target)
-    else:
-        rule = domain.rules.functions.get(node.target)
-        kind = getattr(node.target, "__name__", str(node.target))
-    if node.op != "call_module":
-        args, kwargs = _as_documented(args, kwargs)
+    rule, kind, args, kwargs = called(traced, node, domain.rules, value_of)
     call = Call(node.meta["path"], kind, node.meta.get("shape"), node.meta.get("dtype"), node)
     where = call.path or "the network"
+    kind = node.meta.get("written", kind)
     if rule is None:
         what = kind if node.op == "call_module" else f"the operation '{kind}'"
         raise NoRule(f"{where}: no theorem for {what}")
@@ -181,6 +166,24 @@ def _visit(
             f"{where} ({kind}): its theorem is about a tensor of another shape than {call.shape}"
         )
     return value
+
+
+def called(
+    traced: Trace, node: fx.Node, table: RuleTable, value_of: Callable[[fx.Node], Any]
+) -> tuple[Rule | None, str, tuple[Any, ...], dict[str, Any]]:
+    """Return a node's rule in a table, if any, what it runs, and the arguments of the rule."""
+    args: Any = fx.node.map_arg(node.args, value_of)
+    kwargs: Any = fx.node.map_arg(node.kwargs, value_of)
+    if node.op == "call_module":
+        module = traced.root.get_submodule(str(node.target))
+        module_rule = table.find(module)
+        rule = None if module_rule is None else module_rule.apply
+        return rule, type(module).__name__, (module, *args), kwargs
+    args, kwargs = _as_documented(args, kwargs)
+    if node.op == "call_method":
+        return table.methods.get(str(node.target)), str(node.target), args, kwargs
+    kind = getattr(node.target, "__name__", str(node.target))
+    return table.functions.get(node.target), kind, args, kwargs
 
 
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:

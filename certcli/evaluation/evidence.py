@@ -5,6 +5,7 @@ Whatever of it is shown is either recomputed by `certvit verify` or in UNVERIFIE
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Json, convert
 from certcli.evaluation.evidence_schema import (
     COMMANDS,
+    OPTIONS,
     UNVERIFIED_FIELDS,
     AttackResult,
     CertifyParameters,
@@ -26,8 +28,12 @@ from certcli.evaluation.evidence_schema import (
 )
 from certcli.evaluation.radii import confidence
 from certcli.evaluation.record_lines import PatchOptions
+from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Threat
-from certcli.system.errors import Refused
+from certcli.system.errors import DataError, Refused
+
+COMMON = ("promise", "arithmetic", "domain")
+"""Parameters of every method in the header of records."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,23 @@ def understood(entry: Evidence) -> Decoded | None:
         return decode_evidence(entry)
     except Refused:
         return None
+
+
+def method_of(run: Run, path: Path) -> str:
+    """Return the method of a file's certificates; DataError where it has no such parameters."""
+    if not isinstance(run.method, str) or run.method not in OPTIONS:
+        raise DataError(
+            f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
+        )
+    parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
+    common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
+    try:
+        convert(parameters, OPTIONS[run.method])
+        convert(common, dict[str, str])
+    except Refused as refusal:
+        message = f"{path} states parameters that no {run.method} has: {refusal}"
+        raise DataError(message) from refusal
+    return run.method
 
 
 def command_of(entry: Evidence) -> str:

@@ -5,9 +5,22 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from certcli.checkpoint.schema import Dataset, Digest, Json, Log10, Share, Text, convert
-from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
-from certcli.evaluation.record_lines import Draws, PatchKey, PatchOptions
+from certcli.checkpoint.schema import (
+    Count,
+    Dataset,
+    Digest,
+    Json,
+    Log10,
+    Measured,
+    Number,
+    Seed,
+    Share,
+    Text,
+    Upper,
+    convert,
+)
+from certcli.evaluation.radii import MOST_IMAGES, Norm
+from certcli.evaluation.record_lines import Draws, Length, PatchKey, PatchOptions
 from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused
 
@@ -18,15 +31,11 @@ _TOKEN = Meta(
 
 ImageCount = Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
 Tried = Annotated[int, Meta(ge=0, le=MOST_IMAGES)]
-Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Radius = Annotated[float, Meta(ge=0, le=LARGEST)]
-Measured = Annotated[float, Meta(ge=0, le=1e300)]
-Upper = Annotated[float, Meta(ge=0)] | Literal["inf"]
 UpperText = Annotated[str, Meta(pattern=r"\A([0-9.]{1,12}(e[+\-]?[0-9]{1,10})?|inf)\Z")]
 Curve = Annotated[dict[str, Share], Meta(min_length=1, max_length=MOST_RADII)]
 Attacks = Annotated[str, _TOKEN]
 Arithmetic = Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
-Setting = int | float | bool | Attacks | None
+Setting = Seed | Number | bool | Attacks | None
 
 
 class _Closed(Struct, forbid_unknown_fields=True):
@@ -58,7 +67,7 @@ class LipschitzResult(_Closed):
 
 
 class FinetuneParameters(_Closed):
-    epsilon: Radius
+    epsilon: Length
     split: Literal["val"] = "val"
     images: ImageCount | None = None
 
@@ -93,16 +102,16 @@ class LocalOptions(_Closed):
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
     steps: Annotated[int, Meta(ge=0, le=64)]
-    at: Annotated[list[Radius], Meta(max_length=MOST_RADII)] | UnsetType = UNSET
-    seconds: Annotated[float, Meta(gt=0)] | UnsetType = UNSET
+    at: Annotated[list[Length], Meta(max_length=MOST_RADII)] | UnsetType = UNSET
+    seconds: Annotated[float, Meta(gt=0, le=1e9)] | UnsetType = UNSET
 
 
 class SmoothingOptions(_Closed):
-    sigma: Annotated[float, Meta(gt=0)]
+    sigma: Annotated[float, Meta(gt=0, le=1e6)]
     n0: Draws
     samples: Draws
     alpha: Annotated[float, Meta(gt=0, lt=1)]
-    enough: Radius | None
+    enough: Length | None
     seed: Annotated[int, Meta(ge=0)]
     precision: Literal["float32", "bf16"]
     noise: Text
@@ -138,7 +147,7 @@ class CertifyResult(_Closed):
     promise: Text
     arithmetic: Arithmetic
     parameters: Json
-    average_radius: Radius | UnsetType = UNSET
+    average_radius: Length | UnsetType = UNSET
 
     @property
     def options(self) -> Struct:
@@ -171,7 +180,7 @@ class AttackParameters(_Closed):
     split: Text = ""
     images: ImageCount | None = None
     attacks: list[list[Attacks]] = []
-    radii: list[list[Radius]] = []
+    radii: list[list[Length]] = []
     norm: list[Kind] = []
     patches: list[PatchKey] = []
     defence: PatchOptions | UnsetType = UNSET
@@ -191,13 +200,13 @@ class AttackPart(_Closed):
     clean: Share
     robust: Share
     attacks: Annotated[dict[Attacks, Share], Meta(max_length=MOST_RADII)]
-    median_norm: Radius | None
+    median_norm: Length | None
     intervals: Annotated[dict[Attacks, tuple[Share, Share]], Meta(max_length=MOST_RADII)] = {}
     independent: bool = False
-    fooled: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
-    fooled_8bit: Annotated[int, Meta(ge=0)] | UnsetType = UNSET
-    own_radii: dict[Literal["smallest", "median", "largest"], Radius] | UnsetType = UNSET
-    epsilon: Radius | UnsetType = UNSET
+    fooled: Count | UnsetType = UNSET
+    fooled_8bit: Count | UnsetType = UNSET
+    own_radii: dict[Literal["smallest", "median", "largest"], Length] | UnsetType = UNSET
+    epsilon: Length | UnsetType = UNSET
     patch: PatchKey | UnsetType = UNSET
 
     def __post_init__(self) -> None:

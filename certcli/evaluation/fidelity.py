@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.record import Record
-from certcli.evaluation.image_doubts import image_doubts
+from certcli.evaluation.image_doubts import chance_doubt, image_doubts
 from certcli.evaluation.intervals import share_interval, upper_confidence
 from certcli.images import datasets
 from certcli.images.calibration import DIGITS, PHOTOGRAPHS
@@ -218,10 +218,7 @@ class ReferenceLogits:
             doubts.append("all images get the same first choice: their agreement says nothing")
         if self.labels is not None:
             right = int((self.before.argmax(1) == self.labels).sum())
-            if share_interval(right, count)[0] <= 1 / classes:
-                doubts.append(
-                    f"the original network is right on {right} of {count} images, about chance: are these its classes?"
-                )
+            doubts += filter(None, [chance_doubt(right, count, classes)])
         return doubts
 
 

@@ -76,7 +76,7 @@ def chance_doubt(right: int, count: int, classes: int) -> str | None:
         return None
     if share_interval(right, count)[1] < 1 / classes:
         return (
-            f"the network is right on {right} of {count} images, fewer than by chance: are the classes numbered in the order "
+            f"the network is right on {right} of {count} images, fewer than by chance: is this a permutation of the classes "
             "of its training? Folders named 0, 1, ... fix an order"
         )
     return (

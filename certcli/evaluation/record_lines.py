@@ -13,6 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
+    Count,
     Dataset,
     Digest,
     Json,
@@ -22,7 +23,7 @@ from certcli.checkpoint.schema import (
     require_bounded,
 )
 from certcli.evaluation.intervals import MOST_DRAWS
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.radii import LARGEST, Norm
 from certcli.evaluation.threat import Kind
 from certcli.system.errors import DataError, Refused
 
@@ -30,10 +31,9 @@ LONGEST_LINE = 2**20
 """Bytes of a line; the longest that certvit writes is a header of some thousand."""
 HINT = "certvit certify or attack ... --records FILE writes them"
 
-Index = Annotated[int, Meta(ge=0, le=2**53)]
 Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
-Length = Annotated[float, Meta(ge=0)]
-"""A radius, a distance between images, or seconds: finite, since JSON has no other numbers."""
+Length = Annotated[float, Meta(ge=0, le=LARGEST)]
+"""A radius, a distance between images, or seconds."""
 Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
@@ -74,7 +74,7 @@ class HeaderFields(_Fields):
 
 
 class _Record(_Fields, kw_only=True):
-    index: Index
+    index: Count
     label: Class
     pixels: Pixels
     file: Text | UnsetType = UNSET
@@ -107,7 +107,7 @@ class AttackedFields(_Record):
     epsilon: Length
     kind: Norm
     broken_by: Text | None
-    task: Index
+    task: Count
     as_8bit: bool | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class PatchCertificateFields(_Record):
     votes: Annotated[
         list[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)]], Meta(max_length=65_536)
     ] = []
-    counts: Annotated[dict[str, Index], Meta(max_length=65_536)] = {}
+    counts: Annotated[dict[str, Count], Meta(max_length=65_536)] = {}
 
     def __post_init__(self) -> None:
         if self.prediction is None and self.proven:
@@ -155,7 +155,7 @@ class PatchAttackedFields(_Record):
     prediction: Class | None
     adversarial_prediction: Class | None
     robust: Annotated[dict[Text, bool], Meta(min_length=1, max_length=1)]
-    corner: Annotated[list[Index], Meta(min_length=2, max_length=2)] | None
+    corner: Annotated[list[Count], Meta(min_length=2, max_length=2)] | None
 
     def __post_init__(self) -> None:
         right = self.prediction == self.label

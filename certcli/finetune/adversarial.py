@@ -1,4 +1,4 @@
-"""Attack training images on the fly: FGSM, PGD, and the inner maximisation of TRADES.
+"""Attack training images on the fly by FGSM or PGD.
 
 Images stay in [0, 1]. The network is attacked in eval mode. ARD and PRM (Mo et al. 2022) make the
 attacks of the first epochs weaker and more varied.
@@ -20,10 +20,8 @@ PGD_REACH = 2.5
 """Sum of all steps over the radius when no step size is given (Madry et al. 2018)."""
 FGSM_STEP = 1.25
 """Step of FGSM over the radius: from a random start, larger than the radius (Wong et al. 2020)."""
-TRADES_START = 1e-3
-"""Deviation of the start of TRADES, whose divergence has no slope at the image itself (Zhang et al. 2019)."""
-
-
+MASK_DECAY = 0.25
+"""Share of the steps in which ARD and PRM decrease to 0."""
 LEAST_REACH = 1e-2
 """Share of the radius at which --attack-ramp begins: at radius 0 a random start has no direction."""
 
@@ -39,7 +37,7 @@ class Adversary:
         self.model = model
         self.settings = settings
         self.generator = generator
-        self.region = Region(settings.attack_norm, settings.attack_epsilon)  # type: ignore[arg-type]
+        self.region = Region(settings.attack_norm, settings.attack_epsilon)
         self.steps = 1 if settings.adversarial == "fgsm" else settings.attack_steps
         reach = FGSM_STEP if settings.adversarial == "fgsm" else PGD_REACH
         step_size = settings.attack_step_size
@@ -59,9 +57,8 @@ class Adversary:
             self.patch = (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
     def share_left(self, share: float) -> float:
-        """Return the factor of ARD's and PRM's probabilities: 1 to 0 over `mask_decay`."""
-        decay = self.settings.mask_decay
-        return 1.0 if decay == 0 else max(0.0, 1 - share / decay)
+        """Return the factor of ARD's and PRM's probabilities: 1 to 0 over MASK_DECAY."""
+        return max(0.0, 1 - share / MASK_DECAY)
 
     def _reach(self, share: float) -> tuple[Region, float]:
         """Return region and step at this share of training: radius 0 grows to its value."""
@@ -89,11 +86,7 @@ class Adversary:
         remaining = self.share_left(share)
         was_training = self.model.training
         region, step_size = self._reach(share)
-        if self.settings.adversarial == "trades":
-            start = TRADES_START * torch.randn(images.shape, generator=self.generator).to(images)
-            adversarial = region.project(images + start, images)
-        else:
-            adversarial = region.random_start(images, self.generator)
+        adversarial = region.random_start(images, self.generator)
         self.model.eval()
         try:
             for _ in range(self.steps):

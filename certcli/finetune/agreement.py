@@ -8,18 +8,11 @@ from typing import TYPE_CHECKING
 
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system.options import require_choices
 
 if TYPE_CHECKING:
     from certcli.finetune.settings import FinetuneSettings
 
-CHOICES: dict[str, tuple[str, ...]] = {
-    "optimiser": ("adamw", "sgd", "stiefel"),
-    "precision": ("float32", "bf16", "fp16"),
-    "adversarial": ("none", "fgsm", "pgd", "trades"),
-    "attack_norm": ("l2", "linf"),
-    "project": ("ball", "spectral"),
-}
 RANGES: dict[str, tuple[float, float]] = {
     "epsilon": (0.0, 1e6),
     "lr": (1e-12, 100.0),
@@ -27,33 +20,22 @@ RANGES: dict[str, tuple[float, float]] = {
     "weight_decay": (0.0, 100.0),
     "warmup": (0.0, 1.0),
     "ramp": (0.0, 1.0),
-    "label_smoothing": (0.0, 0.999),
     "noise": (0.0, 10.0),
     "clip_grad": (1e-12, 1e12),
-    "mixup": (0.0, 1e3),
-    "cutmix": (0.0, 1e3),
-    "mix_probability": (0.0, 1.0),
-    "project_radius": (1e-6, 1e6),
     "enclosure_penalty": (0.0, 1e6),
     "worst_weight": (0.0, 1.0),
     "sam": (0.0, 100.0),
     "ema": (0.0, 0.999999),
-    "distill_weight": (0.0, 1.0),
-    "distill_temperature": (1e-3, 1e3),
     "attack_epsilon": (0.0, 1e6),
     "attack_step_size": (0.0, 1e6),
     "attack_ramp": (0.0, 1.0),
-    "trades_beta": (0.0, 1e6),
     "ard": (0.0, 1.0),
     "prm": (0.0, 1.0),
-    "mask_decay": (0.0, 1.0),
 }
 COUNTS = (
     "epochs",
     "steps",
     "batch_size",
-    "accumulate",
-    "patience",
     "attack_steps",
     "validation_limit",
     "enclosed",
@@ -61,44 +43,34 @@ COUNTS = (
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
-    "accumulate": (),
     "schedule": (),
-    "freeze": (),
     "clip_grad": (),
     "augment": (),
-    "mixup": ("mix_probability",),
-    "cutmix": ("mix_probability",),
-    "sparsity": (),
     "msvp": (),
     "enclosure_penalty": ("penalty_places",),
     "worst_weight": (),
     "enclosed": (),
-    "project": ("project_radius",),
-    "sam": ("adaptive_sam",),
+    "sam": (),
     "ema": (),
     "denoiser": (),
-    "teacher": ("distill_weight", "distill_temperature"),
+    "teacher": (),
     "precision": (),
-    "checkpointing": (),
     "adversarial": (
-        *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size", "trades_beta"),
-        *("ard", "prm", "mask_decay", "attack_ramp"),
+        *("attack_norm", "attack_epsilon", "attack_steps", "attack_step_size"),
+        *("ard", "prm", "attack_ramp"),
     ),
     "validation_limit": (),
-    "train_on_rest": (),
     "time_budget": (),
 }
 """Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
 
-FILLED_IN = ("attack_epsilon", "distill_weight", "distill_temperature")
-"""Dependants with a default of another option, or whose switch, the teacher's digest, is known later."""
+FILLED_IN = ("attack_epsilon",)
+"""Dependants with a default of another option."""
 
 OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "attack_steps": ("adversarial", ("pgd", "trades")),
-    "trades_beta": ("adversarial", ("trades",)),
+    "attack_steps": ("adversarial", ("pgd",)),
     "stiefel_lr": ("optimiser", ("stiefel",)),
     "weight_decay": ("optimiser", ("adamw", "sgd")),
-    "sparsity": ("loss", tuple(sorted(NEEDS_CHAIN))),
     "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
     "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
@@ -113,10 +85,7 @@ def option_of(name: str) -> str:
 
 def require_ranges(settings: "FinetuneSettings") -> None:
     """Raise UsageError for a value that is unknown or outside its range."""
-    for name, choices in CHOICES.items():
-        value = getattr(settings, name)
-        if value is not None and value not in choices:
-            raise UsageError(f"unknown {name.replace('_', ' ')} '{value}'", one_of(value, choices))
+    require_choices(settings)
     for name, (low, high) in RANGES.items():
         value = getattr(settings, name)
         if value is not None and not low <= value <= high:
@@ -127,12 +96,6 @@ def require_ranges(settings: "FinetuneSettings") -> None:
             raise UsageError(f"{option_of(name)} must be at least 1, not {value}")
     if settings.msvp is not None and not all(0 <= weight < math.inf for weight in settings.msvp):
         raise UsageError(f"--msvp {settings.msvp} holds a number that is not finite and >= 0")
-    if not all(0 <= number < math.inf for number in settings.sparsity or ()):
-        raise UsageError(
-            f"--sparsity {settings.sparsity} holds a number that is not finite and >= 0"
-        )
-    if settings.sparsity is not None and settings.sparsity[0] == 0:
-        raise UsageError("--sparsity has a weight of 0", "a weight above 0, or leave it out")
     if not all(0 <= factor < math.inf for factor in settings.penalty_places or ()):
         raise UsageError(
             f"--penalty-places {settings.penalty_places} holds a number that is not finite and >= 0"
@@ -163,32 +126,6 @@ CONFLICTS = (
         "--loss ce",
     ),
     Conflict(
-        lambda run: run.loss in NEEDS_ENCLOSURE and (run.mixup > 0 or run.cutmix > 0),
-        "--loss {loss} bounds margins of one label: not with --mixup or --cutmix",
-        "--augment",
-    ),
-    Conflict(
-        lambda run: bool(run.hiding) and run.checkpointing,
-        "--checkpointing does not reach passes behind masks: not with {hiding}",
-    ),
-    Conflict(
-        lambda run: run.project is not None and run.optimiser == "stiefel",
-        "--project conflicts with stiefel, which keeps matrices orthogonal",
-        "--optimiser adamw, or no --project",
-    ),
-    Conflict(
-        lambda run: (
-            run.freeze is not None and (run.project is not None or run.optimiser == "stiefel")
-        ),
-        "--freeze does not go with what rewrites the weights after a step (stiefel, --project)",
-        "--optimiser adamw, and no --project",
-    ),
-    Conflict(
-        lambda run: run.precision == "fp16" and run.sam > 0,
-        "--sam needs gradients that do not overflow: not with fp16",
-        "--precision bf16",
-    ),
-    Conflict(
         lambda run: run.adversarial == "none" and (run.ard > 0 or run.prm > 0),
         "--ard and --prm weaken an attack, and there is none",
         "--adversarial pgd",
@@ -197,14 +134,6 @@ CONFLICTS = (
         lambda run: run.adversarial != "none" and run.noise > 0,
         "--noise and --adversarial exclude each other",
         "one of the two",
-    ),
-    Conflict(
-        lambda run: run.train_on_rest and run.validation_limit is None,
-        "--train-on-rest needs to know which images validate",
-        "--validation-limit 500",
-    ),
-    Conflict(
-        lambda run: run.adaptive_sam and run.sam == 0, "--adaptive-sam needs a radius", "--sam 0.5"
     ),
 )
 
@@ -218,11 +147,7 @@ def require_agreement(settings: "FinetuneSettings") -> None:
             raise UsageError(message, conflict.hint)
     for switch, dependants in SWITCHES.items():
         for name in dependants:
-            if (
-                settings.is_default(switch)
-                and not settings.is_default(name)
-                and not _serves(settings, name)
-            ):
+            if settings.is_default(switch) and not settings.is_default(name):
                 raise UsageError(
                     f"{option_of(name)} has no meaning without {option_of(switch)}",
                     "both, or neither",
@@ -234,11 +159,3 @@ def require_agreement(settings: "FinetuneSettings") -> None:
                 f"{option_of(name)} has no meaning with --{chooser} {chosen}",
                 f"leave it out, or --{chooser} {values[0]}",
             )
-
-
-def _serves(settings: "FinetuneSettings", name: str) -> bool:
-    """Tell whether a switch that is on gives this option a meaning."""
-    return any(
-        name in dependants and not settings.is_default(switch)
-        for switch, dependants in SWITCHES.items()
-    )

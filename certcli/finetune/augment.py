@@ -1,19 +1,16 @@
-"""Move, mirror and mix training images in pixel space, with every draw from the run's own
+"""Move, mirror and colour training images in pixel space, with every draw from the run's own
 generator.
 
 The rules are those of timm's and torchvision's transforms, which draw from global generators: a
 resumed run could not restore these.
 """
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
 
 from certcli.finetune.augmentations import CUTOUT, JITTER, jitter_reach
-from certcli.finetune.settings import FinetuneSettings
+from certcli.system.compat import ensure_torchvision
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8
@@ -29,17 +26,6 @@ WARP_SHIFT = 1 / 80
 WARP_BEND = 1 / 90
 """Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
 WARP_CELLS = 5
-
-LUMA = (0.2989, 0.587, 0.114)
-"""Weights of red, green and blue in grey (ITU-R BT.601)."""
-
-
-@dataclass(frozen=True)
-class Mix:
-    """A batch mixed with its reverse: the weight of own labels, the labels of the rest (b,)."""
-
-    weight: float
-    partners: Tensor
 
 
 def translate(images: Tensor, reach: int, mode: str, generator: Generator) -> Tensor:
@@ -130,58 +116,25 @@ def color_jitter(
     The first three factors lie within [1 - reach, 1 + reach], hue turns by up to its reach.
     Images of one channel have neither saturation nor hue. Source: torchvision's ColorJitter.
     """
+    ensure_torchvision()
+    from torchvision.transforms import functional
+
+    changes = (
+        functional.adjust_brightness,
+        functional.adjust_contrast,
+        functional.adjust_saturation,
+        functional.adjust_hue,
+    )
     b = len(images)
     order = torch.rand(b, len(reach), generator=generator).argsort(dim=1)
     amounts = torch.tensor(reach) * (2 * torch.rand(b, len(reach), generator=generator) - 1)
+    amounts[:, :3] += 1
     images = images.clone()
-    for place in range(len(reach)):
-        for number, change in enumerate((_brighten, _contrast, _saturate, _turn_hue)):
-            chosen = (order[:, place] == number).nonzero()[:, 0].to(images.device)
-            if reach[number] > 0 and len(chosen):
-                amount = amounts[:, number].to(images)[chosen].view(-1, 1, 1, 1)
-                images[chosen] = change(images[chosen], amount)
+    for image, turn, amount in zip(images, order.tolist(), amounts.tolist()):
+        for number in turn:
+            if reach[number] > 0 and (number < 2 or len(image) == 3):
+                image.copy_(changes[number](image, amount[number]))
     return images
-
-
-def _brighten(images: Tensor, amount: Tensor) -> Tensor:
-    return ((1 + amount) * images).clamp(0, 1)
-
-
-def _contrast(images: Tensor, amount: Tensor) -> Tensor:
-    mean = _grey(images).mean(dim=(1, 2, 3), keepdim=True)
-    return (images + amount * (images - mean)).clamp(0, 1)
-
-
-def _saturate(images: Tensor, amount: Tensor) -> Tensor:
-    return (images + amount * (images - _grey(images))).clamp(0, 1)
-
-
-def _turn_hue(images: Tensor, amount: Tensor) -> Tensor:
-    """Turn the hue by a share of the circle; the largest and the smallest channel stay as large."""
-    if images.shape[1] != len(LUMA):
-        return images
-    red, green, blue = images.unbind(dim=1)
-    largest = images.amax(dim=1)
-    chroma = largest - images.amin(dim=1)
-    safe = chroma.where(chroma > 0, 1.0)
-    sixths = torch.where(
-        largest == red,
-        (green - blue) / safe,
-        torch.where(largest == green, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )
-    # channel n of (5, 3, 1) is largest - chroma * clamp(min(k, 4 - k), 0, 1), k = n + 6 hue mod 6
-    offsets = torch.tensor([5.0, 3.0, 1.0]).to(images).view(1, 3, 1, 1)
-    k = (offsets + sixths.unsqueeze(1) + 6 * amount) % 6
-    turned = largest.unsqueeze(1) - chroma.unsqueeze(1) * torch.minimum(k, 4 - k).clamp(0, 1)
-    return turned.clamp(0, 1)
-
-
-def _grey(images: Tensor) -> Tensor:
-    """Return the luma of colour images, and others as they are: (b, c, h, w) -> (b, 1 or c, h, w)."""
-    if images.shape[1] != len(LUMA):
-        return images
-    weights = torch.tensor(LUMA).to(images).view(1, -1, 1, 1)
-    return (weights * images).sum(dim=1, keepdim=True)
 
 
 def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
@@ -200,36 +153,3 @@ def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Gen
     for match in filter(None, map(CUTOUT.fullmatch, names)):
         images = cutout(images, int(match[1]), int(match[2]), grey, generator)
     return images
-
-
-def mix(
-    images: Tensor, labels: Tensor, settings: FinetuneSettings, generator: Generator
-) -> tuple[Tensor, Mix | None]:
-    """Mix the batch with itself in reverse order, by Mixup or CutMix (either with probability 1/2
-    when both are on).
-
-    Mixup is x <- lam x + (1 - lam) x' with lam ~ Beta(a, a) (Zhang et al. 2018). CutMix replaces a
-    box of x of area 1 - lam by that of x', and takes lam from the box as the edges clip it (Yun et
-    al. 2019).
-    """
-    if settings.mixup == 0 and settings.cutmix == 0:
-        return images, None
-    random = np.random.default_rng(int(torch.randint(2**62, (), generator=generator)))
-    active = random.random() < settings.mix_probability
-    cut = random.random() < 0.5
-    cut = settings.mixup == 0 or (cut and settings.cutmix > 0)
-    strength = settings.cutmix if cut else settings.mixup
-    share = float(random.beta(strength, strength))
-    centre = random.random(2)
-    if not active:
-        return images, None
-    other = images.flip(0)
-    if not cut:
-        return share * images + (1 - share) * other, Mix(share, labels.flip(0))
-    h, w = images.shape[2:]
-    side = (1 - share) ** 0.5
-    top, bottom = (int(np.clip(centre[0] * h + sign * side * h / 2, 0, h)) for sign in (-1, 1))
-    left, right = (int(np.clip(centre[1] * w + sign * side * w / 2, 0, w)) for sign in (-1, 1))
-    mixed = images.clone()
-    mixed[:, :, top:bottom, left:right] = other[:, :, top:bottom, left:right]
-    return mixed, Mix(1 - (bottom - top) * (right - left) / (h * w), labels.flip(0))

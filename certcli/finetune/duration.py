@@ -26,8 +26,9 @@ LONG = 100
 def _rehearsal(trainer: Trainer, train: Images) -> Iterator[tuple[Tensor, ...]]:
     """Yield batches of positions to train on; the trainer is as before at the end."""
     before = copy.deepcopy(trainer.state())
-    size = trainer.settings.batch_size * trainer.settings.accumulate
-    batches = torch.randperm(len(train), generator=trainer.generator).split(size)
+    batches = torch.randperm(len(train), generator=trainer.generator).split(
+        trainer.settings.batch_size
+    )
     trainer.model.train()
     yield batches
     trainer.model.eval()

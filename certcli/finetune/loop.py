@@ -5,7 +5,6 @@ The records' estimates come from power iteration, which approaches norms from be
 proves the bound at the end.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +23,8 @@ from certcli.finetune.enclosure_penalty import RAMP
 from certcli.finetune.evaluate import Quality
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
-from certcli.finetune.objective import Objective, checkpoint_activations
-from certcli.finetune.optimisers import Rates, frozen_parameters, make_optimisers
+from certcli.finetune.objective import Objective
+from certcli.finetune.optimisers import Rates, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import Shares, Stored
 from certcli.finetune.state import TrainingState
@@ -42,7 +41,6 @@ from certcli.system.errors import (
     CheckpointError,
     DataError,
     NoBoundError,
-    UsageError,
     one_line,
 )
 from certcli.system.processes import ALONE, Team
@@ -124,13 +122,8 @@ class Trainer:
         self.epoch = self.step = 0
         self.changes: list[tuple[int, int]] = []
         model.eval()
-        frozen = frozen_parameters(model.net, settings.freeze or ())
-        if frozen and sharded:
-            raise UsageError("--freeze does not go with --shard-weights", "one of the two")
         for parameter in model.parameters():
             parameter.requires_grad_(True)
-        for name, parameter in model.net.named_parameters():
-            parameter.requires_grad_(name not in frozen)
         self.orthogonal: list[nn.Parameter] = []
         if settings.optimiser == "stiefel":
             orthogonalise(model.net)
@@ -146,16 +139,13 @@ class Trainer:
                     f"the loss '{settings.loss}' needs a bound and there is none: {reason}",
                     "adapt the network first (`certvit adapt`), or train with --loss ce",
                 ) from reason
-        if settings.checkpointing:
-            checkpoint_activations(model.net)
         self.shares = Shares(model.parameters(), team) if sharded else None
         trained = model.parameters() if self.shares is None else self.shares.rows
         self.optimisers = make_optimisers(trained, self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
-        factor = None if settings.sparsity is None else settings.sparsity[1]
         self.chain = (
-            ChainBound(model, lambda: self.arithmetic, drop=drop, factor=factor)
+            ChainBound(model, lambda: self.arithmetic, drop=drop)
             if settings.loss in NEEDS_CHAIN
             else None
         )
@@ -190,7 +180,7 @@ class Trainer:
 
     def batches(self, train: Images) -> int:
         """Return the optimiser steps of one epoch."""
-        return -(-len(train) // (self.settings.batch_size * self.settings.accumulate))
+        return -(-len(train) // self.settings.batch_size)
 
     def run(
         self,
@@ -198,7 +188,7 @@ class Trainer:
         validation: Images,
         watch: Callable[[int, float], None] = lambda step, loss: None,
     ) -> Iterator[Epoch]:
-        """Train to the end of the schedule, or until patience runs out.
+        """Train to the end of the schedule.
 
         Args:
             watch: called after every optimiser step with the number of steps and the epoch's mean
@@ -213,11 +203,7 @@ class Trainer:
         for images in (train, validation):
             require_labels(images, self.classes)
         validation = validation.limit(settings.validation_limit, settings.seed)
-        patience = math.inf if settings.patience is None else settings.patience
-        while (
-            self.step < (total := self.total_steps(train))
-            and self.epoch - max(self.best_epoch, 0) < patience
-        ):
+        while self.step < (total := self.total_steps(train)):
             started = time.perf_counter()
             losses = 0.0
             count = 0
@@ -226,7 +212,7 @@ class Trainer:
             tensors = self.model.net.state_dict().values()
             self.team.copy_from_leader([value for value in tensors if not shards.is_sharded(value)])
             order = torch.randperm(len(train), generator=self.generator)
-            steps = order.split(settings.batch_size * settings.accumulate)[: total - self.step]
+            steps = order.split(settings.batch_size)[: total - self.step]
             for number, positions in enumerate(steps):
                 if self.step >= self.total_steps(train):  # `watch` may make the run shorter
                     break

@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
 from certcli.finetune.adversarial import Adversary
-from certcli.finetune.augment import Mix, augment, mix
+from certcli.finetune.augment import augment
 from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
 from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
@@ -20,7 +20,11 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.teacher import Teacher
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import UsageError
+
+TAUGHT = 0.5
+"""Weight of the teacher in the loss."""
+HEAT = 2.0
+"""Temperature of both softmaxes of the teacher's term."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Batch:
 
     Args:
         taught: the teacher's logits.
-        adversarial: attacked images, which replace the clean ones; with TRADES both count.
+        adversarial: attacked images, which replace the clean ones.
         views: the visible part of each image (b, rows, columns); None: all of it.
         directions: of the enclosure penalty, one an image, and its weight at this step.
         sketch: the directions that stand for the pixels in an enclosure (m, c, h, w).
@@ -37,7 +41,6 @@ class Batch:
 
     images: Tensor
     labels: Tensor
-    mix: Mix | None
     taught: Tensor | None
     adversarial: Tensor | None = None
     views: Tensor | None = None
@@ -53,9 +56,6 @@ class Objective:
     Args:
         chain: for the losses that follow each image's neighbourhood through a chain of layers.
         enclosure: for the loss that follows it through a vision transformer.
-
-    Raises:
-        UsageError: the device lacks the precision.
     """
 
     def __init__(
@@ -86,13 +86,9 @@ class Objective:
             if settings.enclosure_penalty > 0
             else None
         )
-        if settings.precision == "fp16" and self.device.type != "cuda":
-            raise UsageError(
-                f"--precision fp16 needs a CUDA device, not {self.device.type}", "--precision bf16"
-            )
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
-        """Fetch, augment, mix, mask and attack the images at these positions, at this share of the
+        """Fetch, augment, mask and attack the images at these positions, at this share of the
         training.
 
         The teacher sees whole images, without noise, and runs in the precision of the settings.
@@ -102,7 +98,6 @@ class Objective:
         labels = sent(train.labels[positions], self.device)
         if settings.augment:
             images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
-        images, mixed = mix(images, labels, settings, self.generator)
         with self._precision():
             taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:
@@ -110,7 +105,7 @@ class Objective:
                 images.shape, generator=self.generator
             ).to(images)
             images = self.denoised(images)
-        batch = Batch(images, labels, mixed, taught)
+        batch = Batch(images, labels, taught)
         if self.hiding is not None:
             batch = replace(batch, views=self._views(self.hiding, batch))
         if self.penalty is not None:
@@ -136,9 +131,7 @@ class Objective:
 
         def losses(views: Tensor) -> Tensor:
             logits = self.forward(batch.images, views)
-            return self._mixed(
-                batch, lambda labels: cross_entropy(logits, labels, reduction="none")
-            )
+            return cross_entropy(logits, batch.labels, reduction="none")
 
         was_training = self.model.training
         self.model.eval()
@@ -148,18 +141,9 @@ class Objective:
 
     def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
         forward = partial(self.forward, views=batch.views)
-        if self.settings.adversarial == "trades":
-            was_training = self.model.training
-            self.model.eval()
-            with torch.no_grad():
-                clean = forward(batch.images)
-            self.model.train(was_training)
-            return adversary.attack(
-                forward, batch.images, lambda logits: _divergence(logits, clean), share
-            )
 
         def error(logits: Tensor) -> Tensor:
-            return self._mixed(batch, lambda labels: cross_entropy(logits, labels, reduction="sum"))
+            return cross_entropy(logits, batch.labels, reduction="sum")
 
         return adversary.attack(forward, batch.images, error, share)
 
@@ -182,58 +166,34 @@ class Objective:
         if self.settings.precision == "float32":
             yield False
             return
-        with torch.autocast(
-            self.device.type, torch.bfloat16 if self.settings.precision == "bf16" else torch.float16
-        ):
+        with torch.autocast(self.device.type, torch.bfloat16):
             yield True
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
         """Return the mean loss of the batch: ().
 
-        TRADES takes loss(clean) + beta KL(p(clean) || p(adversarial)) (Zhang et al. 2019). A mixed
-        batch weights the losses of its two labels. A teacher makes it (1 - a) loss + a T^2
-        KL(p_teacher || p), both at temperature T (Hinton et al. 2015).
+        A teacher makes it (1 - a) loss + a T^2 KL(p_teacher || p), both at temperature T (Hinton et
+        al. 2015).
 
         Args:
             pairs: gives the pair constants (k, k); called once.
         """
         settings = self.settings
-        is_trades = settings.adversarial == "trades"
-        adversarial = batch.adversarial
-        images = batch.images if adversarial is None or is_trades else adversarial
+        images = batch.images if batch.adversarial is None else batch.adversarial
         logits = self.forward(images, batch.views)
         if self.enclosure is not None and batch.sketch is not None:
             enclosed = slice(settings.enclosed)
             margins = self.enclosure.margins(
                 batch.images[enclosed], batch.labels[enclosed], epsilon, batch.sketch
             )
-            loss = self.loss(
-                logits,
-                batch.labels,
-                margins,
-                epsilon,
-                settings.label_smoothing,
-                settings.worst_weight,
-            )
+            loss = self.loss(logits, batch.labels, margins, epsilon, settings.worst_weight)
         elif self.chain is None:
-            constants = pairs()
-            loss = self._mixed(
-                batch,
-                lambda labels: self.loss(
-                    logits, labels, constants, epsilon, settings.label_smoothing
-                ),
-            )
+            loss = self.loss(logits, batch.labels, pairs(), epsilon)
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
-        if is_trades and adversarial is not None:
-            loss = loss + settings.trades_beta / len(logits) * _divergence(
-                self.forward(adversarial, batch.views), logits
-            )
         if batch.taught is not None:
-            heat = settings.distill_temperature
-            weight = settings.distill_weight
-            distillation = _divergence(logits / heat, batch.taught / heat) / len(logits)
-            loss = (1 - weight) * loss + weight * heat**2 * distillation
+            distillation = _divergence(logits / HEAT, batch.taught / HEAT) / len(logits)
+            loss = (1 - TAUGHT) * loss + TAUGHT * HEAT**2 * distillation
         if self.penalty is not None and batch.directions is not None:
             loss = loss + batch.penalty_weight * self.penalty(batch.images, batch.directions)
         return loss
@@ -241,42 +201,17 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) (CE(worst logits) + W sparsity); a falls to 0 as the radius rises."""
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
         reach = chain.reach(images, epsilon)
         slopes = chain.slopes(reach, epsilon)
-        smoothing = self.settings.label_smoothing
-        worst = self._mixed(
-            batch, lambda labels: self.loss(logits, labels, slopes(labels), epsilon, smoothing)
-        )
-        if self.settings.sparsity is not None:
-            worst = worst + self.settings.sparsity[0] * reach.sparsity
+        worst = self.loss(logits, batch.labels, slopes(batch.labels), epsilon)
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst
-        plain = self._mixed(
-            batch, lambda labels: cross_entropy(logits, labels, label_smoothing=smoothing)
-        )
+        plain = cross_entropy(logits, batch.labels)
         return share * worst + (1 - share) * plain
-
-    @staticmethod
-    def _mixed(batch: Batch, loss: Callable[[Tensor], Tensor]) -> Tensor:
-        if batch.mix is None:
-            return loss(batch.labels)
-        return batch.mix.weight * loss(batch.labels) + (1 - batch.mix.weight) * loss(
-            batch.mix.partners
-        )
 
 
 def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
     """Return KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
     return kl_div(log_softmax(logits, dim=1), softmax(reference, dim=1), reduction="sum")
-
-
-def checkpoint_activations(net: nn.Module) -> None:
-    """Recompute activations in the backward pass, by timm's switch. UsageError without one."""
-    switch = getattr(net, "set_grad_checkpointing", None)
-    if switch is None:
-        raise UsageError(
-            f"--checkpointing: {type(net).__name__} has no set_grad_checkpointing", "leave it out"
-        )
-    switch(True)

@@ -1,6 +1,5 @@
 """Optimisers by name, and the learning rate over the run."""
 
-import fnmatch
 from collections.abc import Iterable
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 from certcli.finetune.rates import curve_of
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import StiefelMuon
-from certcli.system.errors import UsageError
 
 SCALAR_RATE = 10.0
 """Learning rate of residual weights, relative to --lr."""
@@ -62,23 +60,3 @@ class Rates:
         for optimiser, rates in zip(self.optimisers, self.base, strict=True):
             for group, rate in zip(optimiser.param_groups, rates, strict=True):
                 group["lr"] = rate * factor
-
-
-def frozen_parameters(net: nn.Module, patterns: tuple[str, ...]) -> set[str]:
-    """Return the names of the parameters that match a pattern.
-
-    Raises:
-        UsageError: a pattern matches none, or nothing is left to train.
-    """
-    names = [name for name, _ in net.named_parameters()]
-    frozen: set[str] = set()
-    for pattern in patterns:
-        matching = fnmatch.filter(names, pattern)
-        if not matching:
-            raise UsageError(
-                f"--freeze '{pattern}' matches no parameter", f"names look like {names[0]}"
-            )
-        frozen.update(matching)
-    if len(frozen) == len(names):
-        raise UsageError("--freeze leaves nothing to train", "fewer patterns")
-    return frozen

@@ -16,27 +16,22 @@ def length_of(parts: Sequence[Tensor]) -> Tensor:
 def climbed(
     parameters: Sequence[Tensor],
     rho: float,
-    adaptive: bool = False,
     length_of: Callable[[Sequence[Tensor]], Tensor] = length_of,
 ) -> Iterator[None]:
     """Move w to w + rho g / |g|_2 inside the block, g the parameters' gradients, and back to the
     same bits after it.
 
-    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2; adaptive: Kwon
-    et al. 2021, eq. 6.
+    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2.
 
     Args:
-        adaptive: w + rho w^2 g / |w g|_2, which does not change when a layer is scaled up and the
-            next one down.
         length_of: the l2 norm of a list of tensors, where other processes hold parts of them.
     """
     saved = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
     moving = [(parameter, w, gradient) for parameter, w, gradient in saved if gradient is not None]
     with torch.no_grad():
-        slopes = [w.abs() * gradient if adaptive else gradient for _, w, gradient in moving]
-        length = length_of(slopes).clamp_min(1e-12)
-        for (parameter, w, _), slope in zip(moving, slopes, strict=True):
-            parameter.add_(rho / length * (w.abs() * slope if adaptive else slope))
+        length = length_of([gradient for _, _, gradient in moving]).clamp_min(1e-12)
+        for parameter, _, gradient in moving:
+            parameter.add_(rho / length * gradient)
     try:
         yield
     finally:

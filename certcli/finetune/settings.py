@@ -2,13 +2,12 @@
 
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from certcli.evaluation.radii import parse_radius
 from certcli.finetune.agreement import (
     FILLED_IN,
     SWITCHES,
-    option_of,
     require_agreement,
     require_ranges,
 )
@@ -29,15 +28,7 @@ _optimiser = partial(option, panel="Optimiser")
 _augmentation = partial(option, panel="Augmentation")
 _norms = partial(option, panel="Norms of the weights")
 _enclosure = partial(option, panel="Local certificates")
-_teacher = partial(option, panel="Teacher")
 _attack = partial(option, panel="Attacks on training images")
-
-
-def _patterns(text: str) -> tuple[str, ...]:
-    patterns = tuple(name for name in text.split(",") if name)
-    if not patterns:
-        raise ValueError(f"'{text}' names no parameter")
-    return patterns
 
 
 def _three_weights(text: str) -> tuple[float, float, float]:
@@ -51,17 +42,6 @@ def _three_weights(text: str) -> tuple[float, float, float]:
             "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4",
         ) from failure
     return query, key, value
-
-
-def _weight_and_factor(text: str) -> tuple[float, float]:
-    """Return the weight of the sparsity penalty and the factor of its second term."""
-    try:
-        weight, factor = (float(part) for part in text.split(","))
-    except ValueError as failure:
-        raise UsageError(
-            f"--sparsity '{text}' is not two numbers", "--sparsity 0.01,0.1"
-        ) from failure
-    return weight, factor
 
 
 def _factors_of_places(text: str) -> tuple[float, float, float]:
@@ -85,7 +65,6 @@ class FinetuneSettings:
             `ramp` of the steps.
         optimiser, lr, epochs, attack_epsilon: None becomes the default that the option's help
             states.
-        batch_size: images of one gradient; one step takes `accumulate` gradients.
         teacher: digest of the teacher's tensors.
         denoiser: digest of the function that noisy images pass before the network.
         time_budget: as typed; a planned run holds the result in `steps` and `validation_limit`.
@@ -102,22 +81,13 @@ class FinetuneSettings:
     )
     epsilon: float = option(
         0.5,
-        "Radius to certify, pixel l2: 0.5 or 36/255 (of attacks: --attack-epsilon).",
+        "Radius to certify, pixel l2: 0.5 or 36/255.",
         "--epsilon",
         "-e",
         metavar="R",
         read=parse_radius,
     )
     ramp: float = option(0.3, "Share of the steps in which epsilon rises to its value.")
-    label_smoothing: float = option(0.0, "Label smoothing of the cross entropy.")
-    sparsity: tuple[float, float] | None = option(
-        None,
-        "With bcp and local-lip: weight of a penalty on units that can move near an image, and "
-        "its factor towards the upper threshold, e.g. 0.01,0.1.",
-        metavar="W,T",
-        read=_weight_and_factor,
-    )
-
     epochs: int = _length(
         None,
         "Passes over the training images. Default: 40; 3 for a trained network (10 if it "
@@ -127,9 +97,8 @@ class FinetuneSettings:
     time_budget: str | None = _length(
         None, "Time for the training and the final proof: 90s, 10m, 1h.", metavar="TIME"
     )
-    patience: int | None = _length(None, "Stop after this many epochs without improvement.")
 
-    optimiser: str = _optimiser(
+    optimiser: Literal["adamw", "sgd", "stiefel"] = _optimiser(
         None,
         "adamw, sgd, or stiefel (matrices kept orthogonal; the default of losses that "
         "need a bound).",
@@ -150,26 +119,15 @@ class FinetuneSettings:
     )
     warmup: float = _optimiser(0.02, "Share of the steps with a rising learning rate.")
     clip_grad: float | None = _optimiser(None, "Largest norm of the gradient of all parameters.")
-    accumulate: int = _optimiser(1, "Batches whose gradients make one step.", metavar="N")
-    freeze: tuple[str, ...] | None = _optimiser(
-        None,
-        "Parameters that are not trained, by name: 'patch_embed.*,blocks.*.mlp.*' (* and ?).",
-        metavar="LIST",
-        read=_patterns,
+    precision: Literal["float32", "bf16"] = _optimiser(
+        "float32", "Precision of the network: float32 or bf16; the bound stays float32."
     )
-    precision: str = _optimiser(
-        "float32", "Precision of the network: float32, bf16 or fp16; the bound stays float32."
-    )
-    checkpointing: bool = _optimiser(False, "Recompute activations instead of storing them.")
     sam: float = _optimiser(0.0, "Radius of sharpness-aware minimisation; 0: none.", metavar="RHO")
-    adaptive_sam: bool = _optimiser(False, "Radius of --sam relative to each weight's size.")
     ema: float = _optimiser(
         0.0, "Decay of a moving average of the weights; 0: none.", metavar="DECAY"
     )
 
-    noise: float = _augmentation(
-        0.0, "Standard deviation of Gaussian pixel noise on training images."
-    )
+    noise: float = _augmentation(0.0, "Deviation of Gaussian pixel noise on training images.")
     augment: tuple[str, ...] | None = _augmentation(
         None,
         "Any of crop,flip,shift,warp,color-jitter:0.4,cutout:2x128; parts of images: "
@@ -177,9 +135,6 @@ class FinetuneSettings:
         metavar="LIST",
         read=lambda text: tuple(name for name in text.split(",") if name) or None,
     )
-    mixup: float = _augmentation(0.0, "Mixup with lambda ~ Beta(A, A); 0: none.")
-    cutmix: float = _augmentation(0.0, "CutMix with lambda ~ Beta(A, A); 0: none.")
-    mix_probability: float = _augmentation(1.0, "Share of the batches that are mixed.")
 
     msvp: tuple[float, float, float] | None = _norms(
         None,
@@ -205,25 +160,17 @@ class FinetuneSettings:
         metavar="W",
     )
     enclosed: int = _enclosure(8, "Images of each batch that --loss local encloses.", metavar="N")
-    project: str | None = _norms(
-        None,
-        "After each step scale norms to --project-radius: ball (larger norms only) or "
-        "spectral (all).",
+    adversarial: Literal["none", "fgsm", "pgd"] = _attack(
+        "none", "Adversarial training: none, fgsm or pgd."
     )
-    project_radius: float = _norms(1.0, "Spectral norm for --project.")
-
-    distill_weight: float = _teacher(0.5, "Weight of the teacher in the loss.")
-    distill_temperature: float = _teacher(2.0, "Temperature of both softmaxes.")
-
-    adversarial: str = _attack("none", "Adversarial training: none, fgsm, pgd or trades.")
-    attack_norm: str = _attack("linf", "Norm of the training attack: linf or l2.")
+    attack_norm: Literal["l2", "linf"] = _attack("linf", "Norm of the training attack: linf or l2.")
     attack_epsilon: float = _attack(
         None,
         "Radius of the attack. Default: 8/255 in linf, --epsilon in l2.",
         metavar="R",
         read=parse_radius,
     )
-    attack_steps: int = _attack(10, "Steps of pgd and trades.")
+    attack_steps: int = _attack(10, "Steps of pgd.")
     attack_step_size: float | None = _attack(
         None,
         "Step size. Default: 2.5 radii / steps, fgsm 1.25 radii.",
@@ -233,7 +180,6 @@ class FinetuneSettings:
     attack_ramp: float = _attack(
         0.0, "Share of the steps in which the attack's radius rises to its value; 0: at once."
     )
-    trades_beta: float = _attack(6.0, "Weight of the divergence in --adversarial trades.")
     ard: float = _attack(
         0.0,
         "Drop the attack's gradient through each attention with probability P, at first.",
@@ -242,15 +188,9 @@ class FinetuneSettings:
     prm: float = _attack(
         0.0, "Drop the attack's change on a share P of the patches, at first.", metavar="P"
     )
-    mask_decay: float = _attack(
-        0.25, "Share of the steps in which --ard and --prm decrease to 0; 0: constant."
-    )
 
     validation_limit: int | None = option(
         None, "Validate on a seeded, class-balanced sample.", metavar="N", panel="Images"
-    )
-    train_on_rest: bool = option(
-        False, "Also train on the validation images beyond --validation-limit.", panel="Images"
     )
     teacher: str | None = None
     denoiser: str | None = None
@@ -260,8 +200,8 @@ class FinetuneSettings:
     def __post_init__(self) -> None:
         LOSSES[self.loss]
         if self.optimiser is None:
-            orthogonal = self.loss in NEEDS_PAIRS and self.project is None
-            object.__setattr__(self, "optimiser", "stiefel" if orthogonal else "adamw")
+            usual = "stiefel" if self.loss in NEEDS_PAIRS else "adamw"
+            object.__setattr__(self, "optimiser", usual)
         chosen = {"lr": self.lr, "epochs": self.epochs}
         self.__dict__["_unsaid"] = frozenset(name for name in chosen if chosen[name] is None)
         if self.epochs is None:
@@ -301,13 +241,6 @@ class FinetuneSettings:
             name for name in self.augment or () if BANDS.fullmatch(name) or SQUARES.fullmatch(name)
         )
 
-    def require_teacher(self, named: bool) -> None:
-        """Raise UsageError for an option of the teacher where none is named."""
-        for name in () if named else SWITCHES["teacher"]:
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                message = f"{option_of(name)} has no meaning without --teacher"
-                raise UsageError(message, "both, or neither")
-
     def is_default(self, name: str) -> bool:
         """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""
         if name in FILLED_IN:
@@ -320,9 +253,6 @@ class FinetuneSettings:
         for switch, dependants in SWITCHES.items():
             if self.is_default(switch):
                 hidden |= {switch, *dependants}
-        for switch, dependants in SWITCHES.items():  # an option may serve two switches
-            if switch not in hidden:
-                hidden -= set(dependants)
         return {
             field.name: getattr(self, field.name)
             for field in fields(self)

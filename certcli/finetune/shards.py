@@ -54,17 +54,12 @@ def require_shardable(settings: FinetuneSettings, team: Team) -> None:
         f"--loss {settings.loss}": settings.loss != "ce",
         f"--optimiser {settings.optimiser}": settings.optimiser not in OPTIMISERS,
         "--msvp": settings.msvp is not None,
-        f"--project {settings.project}": settings.project is not None,
         f"--augment {','.join(settings.hiding)}": bool(settings.hiding),
     }
     for option, needs_whole in wrong.items():
         if needs_whole:
             hint = f"--loss ce with --optimiser {' or '.join(OPTIMISERS)}; or each process holds all weights: no {OPTION}"
             raise UsageError(f"{option} reads whole matrices: not with {OPTION}", hint)
-    if settings.precision == "fp16":
-        raise UsageError(
-            f"--precision fp16 scales gradients as a whole: not with {OPTION}", "--precision bf16"
-        )
 
 
 def share_out(

@@ -1,4 +1,4 @@
-"""An optimiser step: the gradient of batches, sharpened, clipped, applied; then the projection."""
+"""An optimiser step: the gradient of a batch, sharpened, clipped, applied."""
 
 import math
 from collections.abc import Callable
@@ -9,7 +9,6 @@ from torch import Tensor
 from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
-from certcli.finetune.projections import WeightProjection
 from certcli.finetune.sam import climbed, length_of
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import Shares
@@ -46,7 +45,7 @@ class Descent:
     the same step.
 
     Args:
-        pairs: gives the trainable pair constants; called once a gradient, for all its batches.
+        pairs: gives the trainable pair constants; called once a gradient.
         shares: this process's rows of sharded weights; each process steps its own.
     """
 
@@ -69,11 +68,7 @@ class Descent:
         self.parameters = [
             p for group in optimisers for part in group.param_groups for p in part["params"]
         ]
-        self.scaler = torch.amp.GradScaler("cuda", enabled=settings.precision == "fp16")
         self.penalty = None if settings.msvp is None else SpectralPenalty(model.net, settings.msvp)
-        self.projection = (
-            None if settings.project is None else WeightProjection(model.net, settings)
-        )
 
     def step(
         self, train: Images, positions: Tensor, share: float, where: str, number: int
@@ -107,38 +102,25 @@ class Descent:
                 1.0 if settings.ramp == 0 else min(1.0, start + (1 - start) * share / settings.ramp)
             )
             epsilon = settings.epsilon * ramp
-            batches = []
-            for part in positions.split(settings.batch_size):
-                local_part, weight = self._own(part)
-                batches.append(
-                    (
-                        self.objective.prepare(train, local_part, share),
-                        weight * len(part) / len(positions),
-                    )
-                )
-            loss = self._gradient(batches, epsilon, where)
+            local_part, weight = self._own(positions)
+            batch = self.objective.prepare(train, local_part, share)
+            loss = self._gradient(batch, weight, epsilon, where)
             if settings.sam > 0:
                 length = length_of if self.shares is None else self.shares.length
-                with climbed(self.parameters, settings.sam, settings.adaptive_sam, length):
-                    self._gradient(batches, epsilon, where)
+                with climbed(self.parameters, settings.sam, length):
+                    self._gradient(batch, weight, epsilon, where)
         if settings.clip_grad is not None:
-            for optimiser in self.optimisers:
-                self.scaler.unscale_(optimiser)
             if self.shares is None:
                 torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip_grad)
             else:
                 self.shares.clip(settings.clip_grad)
         for optimiser in self.optimisers:
-            self.scaler.step(optimiser)
-        self.scaler.update()
-        if self.projection is not None:
-            self.projection.after_step()
+            optimiser.step()
         return loss
 
     def expect(self, train: Images, *steps: Tensor) -> None:
         """Let the files of this step's images and of the following steps' be read ahead."""
-        parts = [part for positions in steps for part in positions.split(self.settings.batch_size)]
-        train.expect([position for part in parts for position in self._own(part)[0].tolist()])
+        train.expect([position for part in steps for position in self._own(part)[0].tolist()])
 
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
         """Return this process's images of a batch, and their weight; where too few, all."""
@@ -146,29 +128,16 @@ class Descent:
         local_part = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
         return local_part, len(local_part) / len(part) if len(part) >= size else 1 / size
 
-    def _gradient(self, batches: list[tuple[Batch, float]], epsilon: float, where: str) -> float:
+    def _gradient(self, batch: Batch, weight: float, epsilon: float, where: str) -> float:
         """Set every `.grad` to that of the mean loss over all processes; return the mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
         if self.shares is not None:
             self.shares.forget()
-        if len(batches) == 1 and not self.team.several:
-            loss = self.objective.value(batches[0][0], self.pairs, epsilon)
-            if self.penalty is not None:
-                loss = loss + self.penalty()
-            return self._backward(loss, where)
-        # walk the bound's graph once: the batches add up the gradient of its value, which then goes
-        # through it
-        pairs = self.pairs()
-        leaf = None if pairs is None else pairs.detach().requires_grad_(True)
-        total = 0.0
-        for batch, weight in batches:
-            loss = self.objective.value(batch, lambda: leaf, epsilon)
-            total += self._backward(loss * weight, where)
-        if pairs is not None and leaf is not None and leaf.grad is not None:
-            pairs.backward(leaf.grad)
+        loss = self.objective.value(batch, self.pairs, epsilon) * weight
         if self.penalty is not None:  # it reads the weights alone: each process adds its share
-            total += self._backward(self.penalty() / self.team.size, where)
+            loss = loss + self.penalty() / self.team.size
+        total = self._backward(loss, where)
         if not self.team.several:
             return total
         added = torch.tensor(total, dtype=torch.float64)
@@ -187,29 +156,16 @@ class Descent:
             _require_finite(value, where)
         if self.shares is not None:
             loss = loss * self.team.size  # the backward pass takes the mean over the processes
-        self.scaler.scale(loss).backward()
+        loss.backward()
         return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """Return the penalty's and the projection's vectors, and half precision's scale."""
-        parts = {name: dict(part.vectors) for name, part in self._remembering()}
-        if self.scaler.is_enabled():
-            parts["scaler"] = {
-                name: torch.tensor(value) for name, value in self.scaler.state_dict().items()
-            }
-        return parts
+        """Return the penalty's vectors."""
+        return {} if self.penalty is None else {"penalty": dict(self.penalty.vectors)}
 
     def load(self, parts: dict[str, dict[str, Tensor]]) -> None:
-        for name, part in self._remembering():
-            part.vectors = {path: value.clone() for path, value in parts[name].items()}
-        if self.scaler.is_enabled():
-            self.scaler.load_state_dict(
-                {name: value.item() for name, value in parts["scaler"].items()}
-            )
-
-    def _remembering(self) -> list[tuple[str, SpectralPenalty | WeightProjection]]:
-        named = (("penalty", self.penalty), ("projection", self.projection))
-        return [(name, part) for name, part in named if part is not None]
+        if self.penalty is not None:
+            self.penalty.vectors = {path: value.clone() for path, value in parts["penalty"].items()}
 
 
 def _require_finite(loss: float, where: str) -> None:

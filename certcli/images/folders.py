@@ -61,7 +61,7 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
         unreadable.append(f"{failure.filename} ({failure.strerror})")
 
     for path in paths:
-        if not path.exists():
+        if is_absent(path):
             raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
         if not path.is_dir():
             files.append(path)
@@ -230,11 +230,7 @@ def _is_data(name: str) -> bool:
 
 
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]]:
-    classes = in_order(
-        child.name
-        for child in folder.iterdir()
-        if child.is_dir() and not child.name.startswith(".")
-    )
+    classes = in_order(folders_in(folder))
     if not classes:
         raise DataError(f"{folder} holds no class folders", "one folder a class, its images inside")
     paths: list[Path] = []

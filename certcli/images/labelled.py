@@ -76,6 +76,9 @@ class Images:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def __repr__(self) -> str:
+        return f"<{len(self)} images of {self.name} ({self.split}), {len(self.classes)} classes>"
+
     def batches(self, batch_size: int) -> Iterator[Batch]:
         """Yield all images in order. `indices`: positions in the split, also after `limit`."""
         for start in range(0, len(self), batch_size):
@@ -87,12 +90,6 @@ class Images:
     def expect_at(self, start: int, count: int) -> None:
         """Call `expect` for `count` images from `start`, as far as there are any."""
         self.expect(range(start, min(start + count, len(self))))
-
-    def read_by(self, workers: int | None) -> "Images":
-        """Set the number of threads that read files, unless it is None; return the images."""
-        if self.ahead is not None and workers is not None:
-            self.ahead.workers = workers
-        return self
 
     def answered(self, classes: Sequence[int], names: tuple[str, ...]) -> "Images":
         """Return the images with a network's answers as labels, as a split of its own name."""
@@ -118,39 +115,6 @@ class Images:
             }
         return part
 
-    def without(self, others: "Images") -> "Images":
-        """Return the images whose indices are not in `others`, a part of the same images."""
-        return self.select((~torch.isin(self.indices, others.indices)).nonzero().flatten().tolist())
-
-    def and_then(self, more: "Images") -> "Images":
-        """Return these images, then `more`; indices go on, and no image names its file."""
-        count = len(self)
-
-        def split_up(positions: Sequence[int]) -> tuple[list[int], list[int]]:
-            return [p for p in positions if p < count], [p - count for p in positions if p >= count]
-
-        def fetch(positions: Sequence[int]) -> Tensor:
-            mine, theirs = split_up(positions)
-            if not mine or not theirs:
-                return self.fetch(mine) if mine else more.fetch(theirs)
-            pixels = torch.cat([self.fetch(mine), more.fetch(theirs)])
-            at = torch.tensor(positions) >= count
-            return pixels[torch.where(at, len(mine) + at.cumsum(0) - 1, (~at).cumsum(0) - 1)]
-
-        def expect(positions: Sequence[int]) -> None:
-            mine, theirs = split_up(positions)
-            self.expect(mine)
-            more.expect(theirs)
-
-        return replace(
-            self,
-            labels=torch.cat([self.labels, more.labels]),
-            indices=torch.cat([self.indices, int(self.indices.max()) + 1 + more.indices]),
-            fetch=fetch,
-            expect=expect,
-            file=None,
-        )
-
     def limit(self, count: int | None, seed: int = 0) -> "Images":
         """Return a seeded, class-balanced sample of `count` images, in the order of the split."""
         if count is None or count >= len(self):
@@ -162,15 +126,6 @@ class Images:
     def in_turn(self, seed: int = 0) -> "Images":
         """Return all images, classes in turn: the first n are those of `limit(n, seed)`."""
         return self.select(_balanced(self.labels, len(self), seed))
-
-    def per_class(self, count: int, seed: int = 0) -> "Images":
-        """Return `count` images of every class."""
-        chosen: list[int] = []
-        generator = torch.Generator().manual_seed(seed)
-        for label in self.labels.unique().tolist():
-            members = (self.labels == label).nonzero().flatten()
-            chosen += members[torch.randperm(len(members), generator=generator)][:count].tolist()
-        return self.select(sorted(chosen))
 
     @cached_property
     def file_of(self) -> Mapping[int, str]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from PIL import Image
 
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, Refused
+from certcli.system.reading import open_regular
 
 FORMATS = ("PNG", "JPEG", "BMP", "WEBP", "PPM", "TIFF")
 """Formats that are tried, for any file name: Pillow would pass PostScript to an interpreter."""
@@ -28,10 +29,11 @@ def opened(path: Path) -> Iterator[Image.Image]:
     Raises:
         DataError: it is no file, or describes more than MOST_PIXELS pixels.
     """
-    if not path.is_file():
-        raise DataError(f"{path} is not a regular file", "remove it")
-    with path.open("rb") as file:
-        start = file.read(_WEBP_START)
+    try:
+        with open_regular(path) as file:
+            start = file.read(_WEBP_START)
+    except Refused as refusal:
+        raise DataError(f"{path} cannot be read: {refusal}", "remove it") from refusal
     size = _webp_size(start)
     # Pillow makes several canvases of a WebP file as it opens it, whatever its few bytes hold
     _require_size(path, size)

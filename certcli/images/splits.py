@@ -1,10 +1,12 @@
 """Which folders of a dataset are its splits, and which of them is judged."""
 
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
-from certcli.system.errors import one_line
+from certcli.system.errors import DataError, one_line
+from certcli.system.reading import is_absent
 
 ROLES = {
     "train": ("train", "training"),
@@ -21,9 +23,17 @@ def role_of(name: str) -> str | None:
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """Return the folders below one, by name, without hidden ones."""
-    inside = sorted(folder.iterdir())
-    return {each.name: each for each in inside if not each.name.startswith(".") and each.is_dir()}
+    """Return the folders below one, by name, without hidden ones; DataError: one cannot be looked
+    at, such as a link to nothing, and may be a folder.
+    """
+    inside = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    try:
+        return {each.name: each for each in inside if stat.S_ISDIR(each.stat().st_mode)}
+    except OSError as failure:
+        where = one_line(failure.filename)
+        raise DataError(
+            f"{where} cannot be read: {failure.strerror}", "mend or remove it"
+        ) from failure
 
 
 def splits_in(folder: Path) -> dict[str, Path]:
@@ -35,7 +45,7 @@ def splits_in(folder: Path) -> dict[str, Path]:
     classes = {name: set(folders_in(path)) for name, path in folders.items()}
     named = [name for name in folders if role_of(name)]
     shared = set().union(*(classes[name] for name in named))
-    is_plain = not shared and not any((folders[name] / "labels.csv").exists() for name in named)
+    is_plain = not shared and all(is_absent(folders[name] / "labels.csv") for name in named)
     if is_plain and len(named) < len(folders):
         return {}
     return {name: folders[name] for name in folders if name in named or classes[name] & shared}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.engine.endings import of_margins
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.tracer import Untraceable
@@ -207,7 +208,7 @@ def read_chain(model: nn.Module, size: tuple[int, int, int]) -> tuple[Chain, Lin
     """
     try:
         with replayed(model, size, rules) as traced:
-            layers: Chain = walk(traced, _ChainDomain())
+            layers: Chain = walk(of_margins(traced), _ChainDomain())
     except (NoRule, Untraceable) as reason:
         hint = "chains of Conv2d, Linear, ReLU and MaxMin are; others: certify --method local, finetune --loss margin"
         raise NoBoundError(f"the network is no chain: {reason}", hint) from reason

@@ -18,6 +18,7 @@ from certcli.lipschitz.numerics.outward import gamma, scale_to_unit, up
 from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate, trace_network
 from certcli.lipschitz.table import rules
+from certcli.lipschitz.value import LogProbabilities
 from certcli.models.build import load
 from certcli.models.pixels import PixelModel
 
@@ -80,7 +81,7 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
             Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ()
         )
     with torch.no_grad(), deep_recursion():
-        pairs = pair_constants(outcome, classes) if outcome.logits.base.finite else None
+        pairs = pair_constants(outcome, classes) if settled.base.finite else None
         blocks = tuple(
             (call.path, call.kind, before, after)
             for call, before, after in outcome.scopes
@@ -109,6 +110,8 @@ def pair_constants(outcome: Propagation, classes: int) -> Any:
     """
     arith = outcome.context.arith
     logits = outcome.logits
+    if isinstance(logits.waiting, LogProbabilities) and logits.waiting.axis == -1:
+        logits = logits.waiting.of
     pending = logits.pending
     effective = None if pending is None or pending.axis != -1 else pending.effective(arith)
     if (

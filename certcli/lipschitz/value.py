@@ -256,7 +256,15 @@ class Probabilities:
     scores: Scores
 
 
-Waiting = Affine | Convolution | Scores | Probabilities
+@dataclass(frozen=True)
+class LogProbabilities:
+    """log_softmax along an axis of a tensor: differences along it are those of the tensor."""
+
+    of: "Value"
+    axis: int
+
+
+Waiting = Affine | Convolution | Scores | Probabilities | LogProbabilities
 """A pending operation: charged together with the next one, or by the rule registered with `rules.settles`."""
 
 

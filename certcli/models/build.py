@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
@@ -25,7 +25,6 @@ from certcli.models.pixels import PixelModel
 from certcli.models.provenance import NOTHING_ASSUMED, Reading
 from certcli.models.weights import load_weights
 from certcli.nn import words
-from certcli.nn.initialisation import INITIALISATIONS
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
@@ -34,9 +33,18 @@ from certcli.system.seeds import seed_all
 
 @dataclass(frozen=True, repr=False)
 class OpenCheckpoint(Checkpoint):
-    """A checkpoint with its network, built once and handed on, and what was assumed in reading it."""
+    """A checkpoint with its network, built once and handed on, and what was assumed in reading it.
+
+    Attributes:
+        runtime: another program that runs the file, with `differences` from the network.
+    """
 
     reading: Reading = NOTHING_ASSUMED
+    runtime: Any = None
+
+    def differences(self, batches: Iterable[Tensor]) -> list[str]:
+        """Return doubts about images (b, c, h, w) where the file's own program answers otherwise."""
+        return [] if self.runtime is None else self.runtime.differences(load(self), batches)
 
     @cached_property
     def net(self) -> nn.Module:
@@ -45,7 +53,10 @@ class OpenCheckpoint(Checkpoint):
 
 
 def with_network(
-    checkpoint: Checkpoint, net: nn.Module | None = None, reading: Reading = NOTHING_ASSUMED
+    checkpoint: Checkpoint,
+    net: nn.Module | None = None,
+    reading: Reading = NOTHING_ASSUMED,
+    runtime: Any = None,
 ) -> OpenCheckpoint:
     """Return the checkpoint with its network, so that it is built at most once.
 
@@ -54,7 +65,7 @@ def with_network(
     """
     if isinstance(checkpoint, OpenCheckpoint):
         return checkpoint
-    opened = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading)
+    opened = OpenCheckpoint(checkpoint.tensors, checkpoint.record, reading, runtime)
     if net is not None:
         vars(opened)["net"] = net  # where `cached_property` looks first
     return opened
@@ -303,22 +314,16 @@ def initialise(
     *,
     mean: tuple[float, ...] | None = None,
     std: tuple[float, ...] | None = None,
-    initialisation: str | None = None,
 ) -> OpenCheckpoint:
     """Return a freshly initialised checkpoint; the same seed gives the same bytes.
 
     Without `spec` and `classes` they are the architecture's, with `mean` and `std` where given. The
     record names the shape that a new network of this name gets (`SHAPES`).
-
-    Args:
-        initialisation: a name of `INITIALISATIONS`; None leaves the architecture's own weights.
     """
     arch_args = {**SHAPES.get(arch, {}), **arch_args}
     with torch.random.fork_rng(devices=[]):
         seed_all(seed)
         net = create(arch, arch_args, initialise=True)
-        if initialisation is not None:
-            INITIALISATIONS.load(initialisation)(net)
     spec = spec or spec_of(net, size=input_size_of(net), mean=mean, std=std)
     record = Record(
         arch, arch_arguments(arch_args), spec, classes_of(net) if classes is None else classes

@@ -93,7 +93,7 @@ def _of_another(path: Path, fields: ConfigFields) -> str | None:
         family in families and family != arch.partition("_")[0]
     ):
         return f"it says {arch}, and the file is called {path.name}"
-    other = next((name for name in HUB_NAMES if (path.parent / name).is_file()), None)
+    other = next((name for name in HUB_NAMES if not is_absent(path.parent / name)), None)
     if path.name not in HUB_NAMES and other is not None:
         return f"{other} lies there too"
     return None

@@ -6,16 +6,20 @@ value that leaves the function as it is.
 A field that is unknown here is refused: it may change the function.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import convert, decode
+from certcli.models.converters.prefixes import unwrapped
+from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
 from certcli.nn.schedules import BETAS, alpha_bars
@@ -25,18 +29,14 @@ from certcli.system.reading import is_absent, read_bounded
 
 T = TypeVar("T")
 
-EPSILON = "epsilon"
-SAMPLE = "sample"
-VELOCITY = "v_prediction"
-PREDICTIONS = (EPSILON, SAMPLE, VELOCITY)
+EPSILON: Final = "epsilon"
+SAMPLE: Final = "sample"
+VELOCITY: Final = "v_prediction"
+Prediction = Literal["epsilon", "sample", "v_prediction"]
 SCHEDULERS = ("DDPMScheduler", "DDIMScheduler", "PNDMScheduler")
 MOST_STEPS = 100_000
-WIDEST = 1 << 14
-"""Channels of a level at most; a config file alone may not ask for more memory than its tensors have."""
-DEEPEST = 10
-
-DOWN = ("DownBlock2D", "AttnDownBlock2D", "ResnetDownsampleBlock2D")
-UP = ("UpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D")
+Steps = Annotated[int, Meta(ge=2, le=MOST_STEPS)]
+Beta = Annotated[float, Meta(ge=0, le=1)]
 
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "act_fn": ("silu", "swish"),
@@ -67,6 +67,8 @@ LATENT = ("vae", "vqvae", "text_encoder")
 """Parts of a pipeline whose UNet takes no pixels, or texts beside them."""
 _PIXELS = "certvit reads unconditional diffusion models of pixels"
 _UNET = "a UNet2DModel; models of text or of latent images are no denoisers of pixels"
+_FIRST = re.compile(r"((?:\w+\.)*?)(conv_in|input_blocks\.0\.0|dncnn\.0)\.weight")
+"""The first map of each kind of denoiser."""
 OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 """Linear maps of an attention in files of 2022 -> their names today."""
 
@@ -75,12 +77,12 @@ OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_o
 class Schedule:
     """The noise of each step, and what the network predicts. Names and defaults are diffusers'."""
 
-    num_train_timesteps: int = 1000
-    beta_start: float = 0.0001
-    beta_end: float = 0.02
-    beta_schedule: str = "linear"
-    trained_betas: tuple[float, ...] | None = None
-    prediction_type: str = EPSILON
+    num_train_timesteps: Steps = 1000
+    beta_start: Beta = 0.0001
+    beta_end: Beta = 0.02
+    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = "linear"
+    trained_betas: Annotated[tuple[Beta, ...], Meta(min_length=2)] | None = None
+    prediction_type: Prediction = EPSILON
     rescale_betas_zero_snr: bool = False
 
     @property
@@ -105,6 +107,28 @@ class Schedule:
         return step
 
 
+def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
+    """Return a denoiser's tensors without what programs put around its names.
+
+    Raises:
+        ArchitectureError: the file holds two sets of weights, or a normaliser of its images.
+    """
+    by_torch = path.suffix in TORCH_SUFFIXES
+    bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
+    bare = unwrapped(bare, path, None, _roots)
+    if bare.normaliser is not None:
+        raise ArchitectureError(
+            f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
+            "write the network alone",
+        )
+    return bare.tensors
+
+
+def _roots(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Return the prefixes under which denoisers lie."""
+    return sorted({match[1] for name in tensors if (match := _FIRST.fullmatch(name))})
+
+
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     """Return the UNet, its schedule and the digest of its tensors.
 
@@ -113,21 +137,21 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
         ArchitectureError: the network is another one than an unconditional UNet for this number of
         channels.
     """
-    inner = path / "unet" if (path / "unet").is_dir() else path
-    scheduler_folder = path / "scheduler" if (path / "scheduler").is_dir() else path
+    inner = path if is_absent(path / "unet") else path / "unet"
+    scheduler_folder = path if is_absent(path / "scheduler") else path / "scheduler"
     _require_pixels(path)
     config = _fields(inner / "config.json")
     rule = _fields(scheduler_folder / "scheduler_config.json")
 
     def stored() -> dict[str, Tensor]:
         file = inner / WEIGHTS
-        if not file.exists() and file.with_suffix(".bin").exists():
+        if is_absent(file) and not is_absent(file.with_suffix(".bin")):
             raise CheckpointError(
                 f"{inner} holds its weights as a pickle",
                 "diffusers writes safetensors: "
                 "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
             )
-        return read_tensors(file)[0]
+        return unwrapped_tensors(file)
 
     return assembled(config, rule, stored, channels, str(path))
 
@@ -140,7 +164,7 @@ def _require_pixels(path: Path) -> None:
     parts = _fields(index)
     latent = [part for part in LATENT if part in parts]
     name = one_line(str(parts.get("_class_name", "pipeline")))
-    if latent or (not (path / "unet").is_dir() and not (path / "config.json").exists()):
+    if latent or all(is_absent(path / name) for name in ("unet", "config.json")):
         why = f"it has a {latent[0]}" if latent else "it has no UNet"
         raise ArchitectureError(f"{path} is a {name} ({why}): {_PIXELS}", _UNET)
 
@@ -205,37 +229,8 @@ def _shape(config: Mapping[str, Any], path: str) -> UNetShape:
     if name != "UNet2DModel":
         raise ArchitectureError(f"{path} is a {one_line(str(name))}: {_PIXELS}", _UNET)
     shape = _closed(config, UNetShape, FIXED, IDLE, path)
-    levels = len(shape.block_out_channels)
-    sound = (
-        1 <= levels <= DEEPEST
-        and len(shape.down_block_types) == len(shape.up_block_types) == levels
-        and all(2 <= width <= WIDEST for width in shape.block_out_channels)
-        and 1 <= shape.layers_per_block <= DEEPEST
-        and shape.norm_num_groups >= 1
-        and all(
-            count is None or 1 <= count <= WIDEST
-            for count in (
-                shape.attention_head_dim,
-                shape.attn_norm_num_groups,
-                shape.time_embedding_dim,
-            )
-        )
-        and shape.downsample_padding in (0, 1)
-        and shape.mid_block_scale_factor > 0
-        and shape.norm_eps > 0
-        and shape.block_out_channels[0] // 2 != shape.freq_shift
-    )
-    words: list[tuple[str, tuple[str, ...]]] = [
-        *((kind, DOWN) for kind in shape.down_block_types),
-        *((kind, UP) for kind in shape.up_block_types),
-        (shape.downsample_type, ("conv", "resnet")),
-        (shape.upsample_type, ("conv", "resnet")),
-        (shape.resnet_time_scale_shift, ("default", "scale_shift")),
-    ]
-    unknown = [word for word, allowed in words if word not in allowed]
-    if unknown:
-        raise ArchitectureError(f"{path} names '{one_line(unknown[0])}', which is not known here")
-    if not sound:
+    levels = [shape.block_out_channels, shape.down_block_types, shape.up_block_types]
+    if len(set(map(len, levels))) > 1 or shape.block_out_channels[0] // 2 == shape.freq_shift:
         raise ArchitectureError(f"{path}: the levels and widths that it states make no UNet")
     return shape
 
@@ -247,19 +242,9 @@ def _schedule(config: Mapping[str, Any], path: str) -> Schedule:
             f"{path} is a {one_line(str(name))}", f"certvit reads {', '.join(SCHEDULERS)}"
         )
     schedule = _closed(config, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
-    if schedule.prediction_type not in PREDICTIONS:
-        raise ArchitectureError(
-            f"{path} predicts '{one_line(schedule.prediction_type)}'",
-            f"certvit knows {', '.join(PREDICTIONS)}",
-        )
     betas = schedule.trained_betas
     steps = schedule.num_train_timesteps if betas is None else len(betas)
-    if betas is None and schedule.beta_schedule not in BETAS:
-        raise ArchitectureError(
-            f"{path} has the schedule '{one_line(schedule.beta_schedule)}'",
-            f"certvit knows {', '.join(BETAS)}",
-        )
-    if not 2 <= steps <= MOST_STEPS or steps != schedule.num_train_timesteps:
+    if steps != schedule.num_train_timesteps:
         raise ArchitectureError(f"{path}: {steps} steps make no schedule")
     signal = schedule.alpha_bars
     if not bool((signal.diff() < 0).all() and signal[0] < 1 and signal[-1] >= 0):

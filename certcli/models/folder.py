@@ -7,6 +7,7 @@ from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.shards import INDEX
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch
 from certcli.system.errors import CheckpointError
+from certcli.system.reading import is_absent
 
 HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
 """Names that the hub's libraries give to weights; which of them comes first differs between libraries."""
@@ -21,7 +22,7 @@ def weights_of(folder: Path, weights: str | None) -> Path:
     Raises:
         CheckpointError: there is none, or two differ.
     """
-    paths = [folder / name for name in HUB_NAMES if (folder / name).is_file()]
+    paths = [folder / name for name in HUB_NAMES if not is_absent(folder / name)]
     if not paths:
         raise CheckpointError(
             f"folder {folder} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
@@ -50,5 +51,7 @@ def _digests(paths: list[Path], weights: str | None) -> Iterator[tuple[Path, str
             else:
                 tensors, _ = read_tensors(path)
         except CheckpointError:
-            continue
+            if path.is_file():
+                continue
+            raise
         yield path, tensors_digest(tensors)

@@ -14,41 +14,37 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 import torch
-from msgspec import Meta
 from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.schema import StrictStruct, decode
 from certcli.models.diffusion import (
-    DEEPEST,
     EPSILON,
-    MOST_STEPS,
     SAMPLE,
-    WIDEST,
     Schedule,
+    Steps,
     require_channels,
 )
 from certcli.models.weights import load_weights
-from certcli.nn.unet import RESNET_DOWN, RESNET_UP, UNet, UNetShape
+from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 from certcli.system.reading import is_absent, read_bounded
 
 MARK = "input_blocks.0.0.weight"
 """A tensor of every such UNet, and of no other network that is read."""
 GROUPS = 32
-Positive = Annotated[int, Meta(ge=1, le=WIDEST)]
 
 
 class Flags(StrictStruct):
     """What no tensor shows, under the names of the scripts' flags; None: the file does not say."""
 
     noise_schedule: Literal["linear", "cosine"]
-    diffusion_steps: Annotated[int, Meta(ge=2, le=MOST_STEPS)]
-    num_heads: Positive | None = None
-    num_head_channels: Positive | None = None
+    diffusion_steps: Steps
+    num_heads: Width | None = None
+    num_head_channels: Width | None = None
     use_new_attention_order: bool | None = None
     rescale_timesteps: bool | None = None
     predict_xstart: bool = False
@@ -290,7 +286,7 @@ class _Layout:
         """Return the names of a step between levels: a residual block, or one convolution."""
         return {new: old} if self.by_resnet else {f"{new}.conv": f"{old}.{convolution}"}
 
-    def kinds(self, plain: str, attention: str, resnet: str) -> tuple[str, ...]:
+    def kinds(self, plain: str, attention: str, resnet: str) -> tuple[Any, ...]:
         without = resnet if self.by_resnet else plain
         return tuple(attention if attends_here else without for attends_here in self.attending)
 
@@ -303,7 +299,7 @@ def _shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) -> Guid
     waves = tensors["time_embed.0.weight"].shape[1]
     if waves % 2:
         raise ValueError(f"an odd number of waves of t, {waves}")
-    resampling = "resnet" if layout.by_resnet else "conv"
+    resampling: Resampling = "resnet" if layout.by_resnet else "conv"
     return GuidedShape(
         in_channels=tensors[MARK].shape[1],
         out_channels=len(tensors["out.2.bias"]),

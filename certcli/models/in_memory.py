@@ -14,11 +14,11 @@ from torch.nn.parameter import is_lazy
 from certcli.checkpoint.file import Checkpoint, require_numbers
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixels
-from certcli.models import build
+from certcli.models import build, exported
 from certcli.models.foreign_tensors import foreign_tensor
-from certcli.models.open import require_classifier, require_features
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.models.program import program_digest
+from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
 
 PREFIX = "module."
@@ -73,7 +73,13 @@ def open_module(
                 "give neither mean nor std, or the network without its first layer",
             )
     try:
-        net = copy.deepcopy(module).cpu().eval()
+        if exported.is_exported(module):
+            net, size = exported.network_of(module)
+            input_size = input_size or size
+        else:
+            net = copy.deepcopy(module).cpu().eval()
+    except ArchitectureError:
+        raise
     except Exception as failure:  # copying runs code of the module
         raise ArchitectureError(
             f"the {kind} cannot be copied: {one_line(failure)}", _removal_of_old_hooks(module)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
-from certcli.models.timm_file import headless, open_timm_file
+from certcli.models.timm_file import open_timm_file
 
 # isort: split
 import timm
@@ -45,14 +45,14 @@ from certcli.models.normaliser import read_with, with_statistics
 from certcli.models.overrides import Hints
 from certcli.models.provenance import KEY as ASSUMED
 from certcli.models.provenance import Fact
-from certcli.models.weights import require_computed, require_fitting
+from certcli.models.weights import require_classifier, require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     CheckpointError,
-    UsageError,
     one_line,
 )
+from certcli.system.reading import is_absent
 
 
 def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
@@ -92,34 +92,20 @@ def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint
     reading = replace(old, facts=facts)
     if record.foreign.get(ASSUMED) == old.line():  # of a foreign file, which was read just now
         record = reading.noted(record)
-    return build.with_network(Checkpoint(checkpoint.tensors, record), checkpoint.net, reading)
-
-
-def require_classifier(checkpoint: Checkpoint, source: str) -> None:
-    """Raise ArchitectureError for a network that ends in features."""
-    if not checkpoint.record.classes:
-        raise headless(source)
-
-
-def require_features(checkpoint: Checkpoint, source: str) -> None:
-    """Raise UsageError for a network that ends in a classifier."""
-    if checkpoint.record.classes:
-        raise UsageError(
-            f"{one_line(source)} has a classifier of {checkpoint.record.classes} classes, and --features is for networks "
-            "without",
-            "leave out --features",
-        )
+    resized = Checkpoint(checkpoint.tensors, record)
+    return build.with_network(resized, checkpoint.net, reading, checkpoint.runtime)
 
 
 def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
-        exists = path.exists()
+        exists = not is_absent(path)
+        is_folder = path.is_dir()
     except OSError as failure:
         raise CheckpointError(
             f"cannot open {one_line(source)}: {failure.strerror}", "check its name and permissions"
         ) from failure
-    if exists and path.is_dir():
+    if is_folder:
         return _from_file(weights_of(path, hints.weights), hints)
     if exists:
         return _from_file(path, hints)
@@ -137,11 +123,7 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
 def _nearest(source: str) -> str:
     """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
-    files = (
-        {file.name: str(file) for file in path.parent.glob("*.safetensors")}
-        if path.parent.is_dir()
-        else {}
-    )
+    files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
     near = near or (
         get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []
@@ -153,14 +135,20 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
     if not path.is_file():
         raise CheckpointError(f"{path} is not a regular file")
+    if path.suffix == ".onnx":
+        from certcli.models.onnx.open import open_onnx  # which opens its network as a module
+
+        return open_onnx(path, hints)
     if path.suffix in TORCH_SUFFIXES:
         bare = read_torch(path, hints.weights)
     else:
         tensors, metadata = read_tensors(path)
         bare = Bare(tensors)
     if KEY in metadata:
-        return _with_record(Checkpoint(bare.tensors, Record.from_json(metadata[KEY])), path, hints)
+        tensors = hints.adapted(bare.tensors)
+        return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
     bare = unwrapped(bare, path, hints.weights, _roots)
+    bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
     converted = _converted(bare.tensors, path, all_hints)
@@ -281,7 +269,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     record = Record(
         arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net)
     )
-    tensors = {key: value.detach() for key, value in net.state_dict().items()}
+    tensors = hints.adapted({key: value.detach() for key, value in net.state_dict().items()})
     require_numbers(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)

@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.schema import require_statistics
+from certcli.models.adapters import Adapter
 from certcli.system.errors import Refused, UsageError
 
 
@@ -19,6 +22,7 @@ class Hints:
         features: Open a network without a classifier, which ends in features.
         image_size: Side of the images, and of the pixels in which radii are measured, where it is
             not the network's own: its first layer resizes them. It goes with every file.
+        adapter: To be merged into the file's weights, by the names that it has.
     """
 
     arch: str | None = None
@@ -29,6 +33,7 @@ class Hints:
     weights: str | None = None
     features: bool = False
     image_size: int | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         try:
@@ -38,6 +43,10 @@ class Hints:
             raise UsageError(
                 str(refusal), "see --arch-arg, --mean and --std; pixels are in [0, 1]"
             ) from refusal
+
+    def adapted(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors with the adapter in them, where there is one."""
+        return tensors if self.adapter is None else self.adapter.merged(tensors)
 
     @property
     def given(self) -> list[str]:

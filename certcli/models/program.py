@@ -1,16 +1,25 @@
 """The program of a module in memory, as a digest: its classes' code, its attributes, its constants.
 
 Names and shapes of tensors are those of many networks, and so is what `repr` prints: torch.fx's
-graphs all print as `GraphModule()`. Code counts by its instructions, so it belongs to one version of
-Python; library code counts by its name.
+graphs all print as `GraphModule()`. A graph counts by its operations, whatever their names are. Code
+counts by its instructions, so it belongs to one version of Python; library code counts by its name.
 """
 
+import copyreg
 import functools
 import hashlib
 import json
+import operator
 import sys
 from collections.abc import Iterator, Mapping
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any
 
 import numpy as np
@@ -18,7 +27,8 @@ import torch
 from torch import Tensor, fx, nn
 
 LIBRARIES = ("builtins", "torch", "torchvision", "timm", "certcli", "numpy")
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
+_TORCH = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), *_TORCH)
 _BESIDE = ("_parameters", "_buffers", "_modules", "training", "_graph", "_code")
 """Attributes that tensors, paths of modules and a graph's own text stand for."""
 
@@ -32,16 +42,32 @@ def program_digest(net: nn.Module) -> str:
     visited = {id(part): (number, part) for number, part in enumerate(net.modules())}
     for path, part in net.named_modules(remove_duplicate=False):
         facts.append([path, _described(type(part), visited)])
-        if isinstance(part, fx.GraphModule):
-            facts.append(
-                [part.code, [_described(node.target, visited) for node in part.graph.nodes]]
-            )
+        unstored = {name: part._buffers[name] for name in sorted(part._non_persistent_buffers_set)}
+        facts.append(["buffers", _described(unstored, visited)])
+        is_graph = isinstance(part, fx.GraphModule)
+        if is_graph:
+            facts += _operations(part, visited)
         for name, value in sorted(vars(part).items()):
-            if name not in _BESIDE:
+            if _is_hooks(name, value):
                 # hooks are keyed by numbers that count all hooks of the process
-                shown = list(value.values()) if _is_hooks(name, value) else value
-                facts.append([name, _described(shown, visited)])
+                facts.append([name, _described(list(value.values()), visited)])
+            elif name not in _BESIDE and not is_graph:
+                facts.append([name, _described(value, visited)])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def _operations(module: fx.GraphModule, visited: dict[int, tuple[int, Any]]) -> Iterator[Any]:
+    """Yield each operation of a graph: its kind, what it calls, its arguments, which name earlier
+    operations by their numbers.
+    """
+    stored = module.state_dict().keys()
+    for node in module.graph.nodes:
+        called = "" if node.op == "placeholder" else node.target
+        if node.op == "get_attr" and called not in stored:
+            called = operator.attrgetter(called)(module)
+        about = (called, node.args, sorted(node.kwargs.items()))
+        yield [node.op, _described(about, visited)]
+        visited[id(node)] = len(visited), node
 
 
 def _described(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
@@ -96,8 +122,25 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.fget
     elif not isinstance(value, (ModuleType, FunctionType)):
         yield type(value)
-        if type(value).__module__.partition(".")[0] not in sys.stdlib_module_names:
-            yield getattr(value, "__dict__", {})
+        yield _state(value)
+
+
+def _state(value: Any) -> Any:
+    """Return what an object holds: of the standard library, what a copy would be made from."""
+    if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
+        try:
+            reduce = copyreg.dispatch_table.get(type(value))
+            state = reduce(value) if reduce else value.__reduce_ex__(2)
+        except TypeError:  # locks, weak references: nothing that a function depends on
+            return None
+        return [list(part) if isinstance(part, Iterator) else part for part in state]
+    slots = [
+        [name, getattr(value, name, None)]
+        for kind in type(value).__mro__
+        for name, attribute in vars(kind).items()
+        if isinstance(attribute, MemberDescriptorType)
+    ]
+    return [slots, getattr(value, "__dict__", {})]
 
 
 def _is_hooks(name: str, value: Any) -> bool:
@@ -106,7 +149,7 @@ def _is_hooks(name: str, value: Any) -> bool:
 
 def _counts(name: str, attribute: Any) -> bool:
     """Tell whether an attribute of a class is code or a value: descriptors of C are neither."""
-    if name in ("__firstlineno__", "__doc__"):
+    if name in ("__firstlineno__", "__doc__", "__slotnames__"):
         return False
     kinds = (FunctionType, staticmethod, classmethod, property, Tensor, tuple, list, dict, *_PLAIN)
     return isinstance(attribute, kinds)

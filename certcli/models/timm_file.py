@@ -24,11 +24,12 @@ from certcli.models.config_json import (
     require_consistent,
 )
 from certcli.models.converters.alignment import cause, rivals
+from certcli.models.converters.base import ALONE
 from certcli.models.converters.original import filtered
 from certcli.models.converters.prefixes import aligned
 from certcli.models.converters.wrapping import Bare
 from certcli.models.overrides import Hints
-from certcli.models.weights import FITTING_HINT, require_computed, require_fitting
+from certcli.models.weights import FITTING_HINT, headless, require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     one_line,
@@ -53,9 +54,9 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         description, net = _described(path, bare, hints, config)  # the head's rows are read now
     record = description.record
     try:
-        bare = _fitting(path, bare, net, hints)
+        bare = _fitting(bare, net)
     except ArchitectureError as failure:
-        if not hints.features and _ends_in_features(path, bare, record, hints):
+        if not hints.features and _ends_in_features(bare, record):
             raise headless(str(path)) from None
         advised = advice(net, bare.tensors)
         if not advised and failure.hint != FITTING_HINT:
@@ -68,12 +69,13 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
             target, first, second = (one_line(name) for name in both)
             raise ArchitectureError(
                 f"{path} holds '{first}' and '{second}': which is the '{target}' of {record.arch}?",
-                "save the state_dict() of the network alone",
+                ALONE,
             ) from failure
         if not advised:
+            other = "" if config is None else f"; or {config_path(path)} belongs to another file"
             raise ArchitectureError(
                 f"{path} is another network than {record.arch} as named: {failure.message}",
-                _by_cause(net, bare),
+                _by_cause(net, bare) + other,
             ) from failure
         raise ArchitectureError(
             f"{path} is another network than {record.arch} as named: it has '{one_line(advised[0].tensor)}' "
@@ -124,7 +126,10 @@ def _by_cause(net: nn.Module, bare: Bare) -> str:
     surplus = sorted(bare.tensors.keys() - expected)
     if surplus:
         name = one_line(bare.prefix + surplus[0])
-        return f"name an architecture that has '{name}'; or save the state_dict() of the network alone, if it has none"
+        return (
+            f"{ALONE}, without '{name}', if its answer does not depend on it; else it is "
+            "of an architecture that was not named"
+        )
     if expected - bare.tensors.keys():
         return "the file is not whole, or of an architecture without them: save the network's whole state_dict()"
     return "--arch-arg key=value for the sizes that it was trained with"
@@ -143,13 +148,13 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
         return failure.message
 
 
-def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
+def _fitting(bare: Bare, net: nn.Module) -> Bare:
     """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
     tensors = bare.tensors
     try:
         require_fitting(net, tensors)
         return bare
-    except ArchitectureError as failure:
+    except ArchitectureError:
         matching = filtered(tensors, net)
         if (matching is None or not _fits(net, matching)) and bare.prefix:
             matching = filtered(bare.whole, net)  # OpenCLIP's begin with `visual`
@@ -164,32 +169,14 @@ def _fitting(path: Path, bare: Bare, net: nn.Module, hints: Hints) -> Bare:
                 },
             )
             return replace(bare, tensors=matching, original=True)
-        if hints.arch is None and not hints.arch_args:
-            raise ArchitectureError(
-                failure.message,
-                f"does {config_path(path)} belong to another file? Name the architecture with --arch",
-            ) from failure
         raise
 
 
-def _ends_in_features(path: Path, bare: Bare, record: Record, hints: Hints) -> bool:
+def _ends_in_features(bare: Bare, record: Record) -> bool:
     """Tell whether the tensors are those of the same network without a classifier."""
     arguments = {**record.arch_args, "num_classes": 0}
     try:
-        _fitting(
-            path,
-            bare,
-            build.create(record.arch, arguments, initialise=False, like=bare.tensors),
-            hints,
-        )
+        _fitting(bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors))
         return True
     except ArchitectureError:
         return False
-
-
-def headless(source: str) -> ArchitectureError:
-    return ArchitectureError(
-        f"{one_line(source)} has no classifier: its network ends in features",
-        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
-        "on the features with timm or transformers",
-    )

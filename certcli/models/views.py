@@ -34,8 +34,6 @@ def band_views(grid: Grid, kind: str, width: int) -> Tensor:
     across = [_ring(columns, width)] if kind != "rows" else []
     down = [_ring(rows, width)] if kind != "columns" else []
     sides = {"columns": columns, "rows": rows, "blocks": min(rows, columns)}
-    if kind not in sides:
-        raise UsageError(f"--bands of {kind}: one of {', '.join(sides)}")
     if not 1 <= width < sides[kind]:
         raise UsageError(
             f"bands of {width} {kind}: the image has {rows} rows and {columns} columns of cells",

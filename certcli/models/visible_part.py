@@ -26,7 +26,6 @@ from certcli.system.errors import UsageError, one_line
 AUTO = "auto"
 TOKENS = "tokens"
 PIXELS = "pixels"
-HIDING = (AUTO, TOKENS, PIXELS)
 _COARSE = 32
 _FINE = 112
 """Cells a side where hidden pixels are grey, at most: where each takes a pass, and where masks are made of them."""
@@ -180,8 +179,6 @@ def seen_part(
         cell: pixels (height, width) that are hidden together, where pixels are grey. Without it
             they are few (fine), else as many as a token has, where there are tokens.
     """
-    if hide not in HIDING:
-        raise UsageError(f"--hide {hide}: one of {', '.join(HIDING)}")
     size: tuple[int, int, int] = model.input_size
     why = ""
     if hide != PIXELS:

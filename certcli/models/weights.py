@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint import mapped
-from certcli.checkpoint.file import FLOATS, INTEGERS
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
+from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 FITTING_HINT = "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file"
 """The hint where nothing but the misfit is known."""
@@ -100,3 +100,27 @@ def _kind(tensor: Tensor) -> str:
 def _some(names: list[str], count: int = 3) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:count])
     return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
+
+
+def headless(source: str) -> ArchitectureError:
+    return ArchitectureError(
+        f"{one_line(source)} has no classifier: its network ends in features",
+        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
+        "on the features with timm or transformers",
+    )
+
+
+def require_classifier(checkpoint: Checkpoint, source: str) -> None:
+    """Raise ArchitectureError for a network that ends in features."""
+    if not checkpoint.record.classes:
+        raise headless(source)
+
+
+def require_features(checkpoint: Checkpoint, source: str) -> None:
+    """Raise UsageError for a network that ends in a classifier."""
+    if checkpoint.record.classes:
+        raise UsageError(
+            f"{one_line(source)} has a classifier of {checkpoint.record.classes} classes, and --features is for networks "
+            "without",
+            "leave out --features",
+        )

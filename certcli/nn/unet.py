@@ -8,40 +8,58 @@ the meaning of each field).
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.nn import functional
 
 RESNET_DOWN = "ResnetDownsampleBlock2D"
 RESNET_UP = "ResnetUpsampleBlock2D"
 ATTENTION_BLOCKS = ("AttnDownBlock2D", "AttnUpBlock2D")
+WIDEST = 1 << 14
+"""Channels of a level at most; a config file alone may not ask for more memory than its tensors have."""
+DEEPEST = 10
+
+_Levels = Meta(min_length=1, max_length=DEEPEST)
+Down = Annotated[
+    tuple[Literal["DownBlock2D", "AttnDownBlock2D", "ResnetDownsampleBlock2D"], ...], _Levels
+]
+Up = Annotated[tuple[Literal["UpBlock2D", "AttnUpBlock2D", "ResnetUpsampleBlock2D"], ...], _Levels]
+Resampling = Literal["conv", "resnet"]
+Width = Annotated[int, Meta(ge=1, le=WIDEST)]
 
 
 @dataclass(frozen=True)
 class UNetShape:
     """What decides the function of a UNet beside its tensors. Names and defaults are diffusers'."""
 
-    in_channels: int = 3
-    out_channels: int = 3
+    in_channels: Width = 3
+    out_channels: Width = 3
     center_input_sample: bool = False
-    freq_shift: int = 0
+    freq_shift: Annotated[int, Meta(ge=-WIDEST, le=WIDEST)] = 0
     flip_sin_to_cos: bool = True
-    down_block_types: tuple[str, ...] = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
-    up_block_types: tuple[str, ...] = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
-    block_out_channels: tuple[int, ...] = (224, 448, 672, 896)
-    layers_per_block: int = 2
-    mid_block_scale_factor: float = 1.0
-    downsample_padding: int = 1
-    downsample_type: str = "conv"
-    upsample_type: str = "conv"
-    attention_head_dim: int | None = 8
-    norm_num_groups: int = 32
-    attn_norm_num_groups: int | None = None
-    norm_eps: float = 1e-5
-    resnet_time_scale_shift: str = "default"
+    down_block_types: Down = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
+    up_block_types: Up = (*("AttnUpBlock2D",) * 3, "UpBlock2D")
+    block_out_channels: Annotated[tuple[Annotated[int, Meta(ge=2, le=WIDEST)], ...], _Levels] = (
+        224,
+        448,
+        672,
+        896,
+    )
+    layers_per_block: Annotated[int, Meta(ge=1, le=DEEPEST)] = 2
+    mid_block_scale_factor: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    downsample_padding: Literal[0, 1] = 1
+    downsample_type: Resampling = "conv"
+    upsample_type: Resampling = "conv"
+    attention_head_dim: Width | None = 8
+    norm_num_groups: Width = 32
+    attn_norm_num_groups: Width | None = None
+    norm_eps: Annotated[float, Meta(gt=0, le=1)] = 1e-5
+    resnet_time_scale_shift: Literal["default", "scale_shift"] = "default"
     add_attention: bool = True
-    time_embedding_dim: int | None = None
+    time_embedding_dim: Width | None = None
 
     @property
     def factor(self) -> int:
@@ -308,10 +326,10 @@ class UNet(nn.Module):
             skips += [width] * (shape.layers_per_block + (not last))
         self.mid_block = MidBlock(width, time, shape)
         self.up_blocks = nn.ModuleList()
-        for level, kind in enumerate(shape.up_block_types):
+        for level, rising in enumerate(shape.up_block_types):
             taken = [skips.pop() for _ in range(shape.layers_per_block + 1)]
             outputs = widths[final - level]
-            block = UpBlock(kind, width, outputs, taken, time, shape, level == final)
+            block = UpBlock(rising, width, outputs, taken, time, shape, level == final)
             self.up_blocks.append(block)
             width = outputs
         self.conv_norm_out = nn.GroupNorm(shape.norm_num_groups, width, shape.norm_eps)

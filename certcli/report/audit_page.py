@@ -111,8 +111,11 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
             *(
                 []
                 if machine is None
-                else [f"{audit.date} UTC; {machine.cpu}, threads {machine.threads}"]
+                else [
+                    f"{audit.date} UTC; {machine.cpu or machine.device}, threads {machine.threads}"
+                ]
             ),
+            *([audit.left_out] if audit.left_out else []),
             "Versions: "
             + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",

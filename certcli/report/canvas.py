@@ -76,21 +76,17 @@ STYLE: Any = {
 
 
 @contextmanager
-def grid(
-    path: Path, rows: int, columns: int, size: tuple[float, float], title: str = ""
-) -> Iterator[list[Any]]:
-    """Axes row by row; the figure appears at `path`, by its ending's format, on success."""
+def figure(path: Path, size: tuple[float, float], title: str = "") -> Iterator[Any]:
+    """One pair of axes; the figure appears at `path`, by its ending's format, on success."""
     with matplotlib.rc_context():
         # no settings of the user's or of a folder: figures are alike everywhere
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(STYLE)
-        canvas, cells = pyplot.subplots(
-            rows, columns, figsize=size, layout="constrained", squeeze=False
-        )
+        canvas, axes = pyplot.subplots(figsize=size, layout="constrained")
         try:
             if title:
                 canvas.suptitle(title, x=0.01, ha="left")
-            yield list(cells.flat)
+            yield axes
             kind = FIGURES[path.suffix.lower()]
             # names of files: no control characters in SVG, no mathematics
             for text in canvas.findobj(Text):
@@ -104,10 +100,3 @@ def grid(
                 canvas.savefig(temporary, format=kind, metadata=undated[kind])
         finally:
             pyplot.close(canvas)
-
-
-@contextmanager
-def figure(path: Path, size: tuple[float, float], title: str = "") -> Iterator[Any]:
-    """One pair of axes: see `grid`."""
-    with grid(path, 1, 1, size, title) as cells:
-        yield cells[0]

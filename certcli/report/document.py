@@ -13,11 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
+from certcli.checkpoint.schema import MOST_CLASSES, Log10, Measured, Number, Seed, Upper
+from certcli.checkpoint.schema import Share as Unit
 from certcli.evaluation.intervals import share_interval
+from certcli.evaluation.radii import LARGEST
 
-Unit = Annotated[float, Meta(ge=0, le=1)]
-Natural = Annotated[int, Meta(ge=0)]
-Seconds = Annotated[float, Meta(ge=0)]
+Natural = Annotated[int, Meta(ge=0, le=2**53)]
+Class = Annotated[int, Meta(ge=-1, le=MOST_CLASSES)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+Length = Annotated[float, Meta(ge=0, le=LARGEST)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -62,7 +66,7 @@ class Network(_Part):
     name: str
     arch: str
     classes: Natural
-    input: list[int]
+    input: list[Natural]
     parameters: Natural
     reading: dict[str, Any]
     path: str | None = None
@@ -84,7 +88,7 @@ class Block(_Part):
 
     path: str
     kind: str
-    log10: float
+    log10: Number
     text: str
     why: str
 
@@ -92,9 +96,9 @@ class Block(_Part):
 class GlobalBound(_Part):
     """The proven bound |f(x) - f(y)| <= upper |x - y|, pixel l2, for all images in [0, 1]."""
 
-    upper: Annotated[float, Meta(ge=0)] | Literal["inf"]
+    upper: Upper
     upper_finite: bool
-    log10_upper: float | None
+    log10_upper: Log10 | None
     upper_text: str
     why: str
     drivers: str
@@ -105,7 +109,7 @@ class GlobalBound(_Part):
 class Slope(_Part):
     """A slope that some image really has: no bound, a measured value below it."""
 
-    lower: Annotated[float, Meta(ge=0)]
+    lower: Measured
     images: Natural
     of: str
     seconds: Seconds
@@ -131,7 +135,7 @@ class CertifiedShares(_Part):
     dataset: Dataset
     clean: Share
     certified: dict[str, Share]
-    average_radius: Annotated[float, Meta(ge=0)]
+    average_radius: Length
     abstained: Unit
     parameters: dict[str, Any]
     seconds: Seconds
@@ -163,6 +167,7 @@ class AttackShares(_Part):
 
     Attributes:
         fooled_8bit: of these, how many adversarial images fool it as 8-bit files, too.
+        largest: of these, the largest change of a single pixel value, in [0, 1].
     """
 
     attacks: list[str]
@@ -171,10 +176,11 @@ class AttackShares(_Part):
     clean: Share
     robust: dict[str, Share]
     fooled: dict[str, Natural]
-    median_norm: float | None
+    median_norm: Length | None
     settings: dict[str, Any]
     seconds: Seconds
     fooled_8bit: dict[str, Natural] = {}
+    largest: dict[str, Unit] = {}
 
 
 class PatchAttack(_Part):
@@ -196,13 +202,13 @@ class ImageRow(_Part):
     """
 
     index: Natural
-    label: int
-    prediction: int | None = None
-    radius: dict[str, float | Literal["inf"]] = {}
+    label: Class
+    prediction: Class | None = None
+    radius: dict[str, Length | Literal["inf"]] = {}
     withstood: dict[str, bool] = {}
     proven: list[str] = []
-    adversarial_prediction: int | None = None
-    norm: float | None = None
+    adversarial_prediction: Class | None = None
+    norm: Length | None = None
     file: str | None = None
 
 
@@ -226,7 +232,7 @@ class GateResult(_Part):
     fail_on: str
     passed: bool
     verdict: Verdict
-    measured: float | Literal["inf"] | None
+    measured: Number | Literal["inf"] | None
     reason: str
 
 
@@ -244,7 +250,7 @@ class LineageStep(_Part):
 
     command: str
     parameters: dict[str, Any]
-    seed: int
+    seed: Seed
     parent: str | None
 
 
@@ -256,6 +262,10 @@ class Machine(_Part):
     cpu: str
     threads: Natural
     device: str
+
+
+BUSY = 1.5
+"""Wall seconds for each second of computing from which on a machine is called busy."""
 
 
 class Change(_Part):
@@ -280,6 +290,8 @@ class Audit(_Part):
         reference: the same figures of a published network.
         date: UTC, ISO 8601.
         changes: against the audit of --compare.
+        left_out: what an anonymous document does not say.
+        computed: seconds of the CPU, like those of its stages; all of them on another device.
     """
 
     schema: Literal[1]
@@ -309,10 +321,20 @@ class Audit(_Part):
     points: list[str] = []
     scale: str = ""
     reference: str = ""
-    attention_weight: float | None = None
+    attention_weight: Measured | None = None
     date: str = ""
     machine: Machine | None = None
     changes: list[Change] = []
+    computed: Seconds = 0.0
+    left_out: str = ""
+
+    @property
+    def times(self) -> str:
+        """Return "60 of 60 s", on a busy machine with what of it the process computed."""
+        wall = f"{self.seconds:.0f} of {self.budget:.0f} s"
+        if not 0 < BUSY * self.computed < self.seconds:
+            return wall
+        return f"{wall}, in which a busy machine let it compute {self.computed:.0f} s"
 
 
 def schema() -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from certcli.evaluation.intervals import interval_of_few
 from certcli.evaluation.radii import (
     attacked_percent,
     attacked_radius,
@@ -22,7 +21,7 @@ class ShareRow:
 
     Args:
         key: name in machine formats, "certified.smoothing@0.12".
-        kind: of the metric, as model cards name it.
+        kind: "accuracy", "certified_accuracy" or "robust_accuracy".
         name, what: for a terminal, and for a page.
         size: radius or patch, rounded to what holds; empty for clean accuracy.
         holds: "proven", "measured", or the promise of each certificate.
@@ -36,25 +35,6 @@ class ShareRow:
     share: Share
     holds: str
     dataset: Dataset
-
-    @property
-    def metric(self) -> str:
-        """Return "certified accuracy, l2 0.5, lipschitz (proven), n = 200", for a model card."""
-        what = {"accuracy": "accuracy", "robust_accuracy": f"accuracy {self.what}"}.get(
-            self.kind, "certified accuracy"
-        )
-        at = (
-            ""
-            if not self.size
-            else f", patch {self.size}"
-            if "x" in self.size
-            else f", l2 {self.size}"
-        )
-        how = (
-            f", {self.name.split()[0]} ({self.holds})" if self.kind == "certified_accuracy" else ""
-        )
-        few = interval_of_few(self.share.hits, self.share.images)
-        return f"{what}{at}{how}, n = {self.share.images}{few}"
 
     @property
     def percent(self) -> str:

@@ -150,6 +150,22 @@ def softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> W
     return value, rounding_error + total(shifted, size) * (0.5 * ROUNDED)
 
 
+@rule("_log_softmax")
+@covers("any order", "function")
+def log_softmax(op: ExecutedOperation, x: Tensor, dim: int, *_: Any, **__: Any) -> WithError:
+    """Slope sqrt(k) a row of k (docs/bounds.md, 3.1); the numbers on the way are below this size."""
+    value = op.run()
+    classes = x.shape[dim]
+    largest = x.abs().amax() * 4 + 2 * math.log(classes + 1)
+    rounding_error = (largest * (8 * FUNCTION) + 2 * gamma(classes + 8)) * math.sqrt(
+        x.numel()
+    ) + TINY
+    size = op.size(x)
+    return value, total(
+        rounding_error, None if size is None else size * (math.sqrt(classes) * ROUNDED)
+    )
+
+
 @rule("linalg_vector_norm")
 @covers("any order", "function")
 def length(op: ExecutedOperation, x: Tensor, order: Any = 2, *_: Any, **__: Any) -> WithError:

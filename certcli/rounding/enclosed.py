@@ -1,5 +1,6 @@
 """Rounding in walks that enclose executed tensors near an image: by the sizes they find."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.rounding.head import Head
 from certcli.rounding.operation_errors import Executed, Sizes
-from certcli.rounding.precisions import Precision
+from certcli.rounding.precisions import Precision, compounded
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class ErrorStep:
 
     Attributes:
         node: the name of the node that made it.
+        shifts: it is the logits' log_softmax, whose margins are theirs.
     """
 
     node: str
@@ -29,6 +31,7 @@ class ErrorStep:
     rounding: Callable[[Sizes], Real]
     box: Executed
     entries: int
+    shifts: bool = False
 
 
 def carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:
@@ -44,10 +47,17 @@ def errors_of_pairs(
     steps: Sequence[ErrorStep],
     last: int,
     head: Head | None,
+    precision: Precision,
     sizes: Mapping[int, Executed] | Sequence[Executed],
     errors: Mapping[int, Real] | Sequence[Real],
 ) -> Tensor:
     """Return E_ij of all logits, (k, k), from all tensors' errors; last: the logits' place."""
+    if steps[last].shifts:
+        # less two numbers that all logits share: their difference, and the results, are rounded
+        (source,) = steps[last].sources
+        of_logits = errors_of_pairs(steps, source, head, precision, sizes, errors)
+        largest = sizes[source].peak * 4.0 + 2.0 * math.log(of_logits.shape[0] + 1)
+        return of_logits + 2 * float(largest * compounded(as_real(2 * precision.unit)))
     if head is None:
         both = errors[last] * (1 + 2.0**-1)  # |z_i - z_j| moves by sqrt(2) |z| at most
         classes = steps[last].box.shape[-1]
@@ -137,6 +147,13 @@ class EnclosedWalk:
             added = step.rounding(lambda x: sizes[x.place])
             error = carried(step.slopes, [errors[source] for source in step.sources]) + added
             sizes[place] = step.box
-            errors[place] = error if step.box.peak < analysis.precision.largest else INF
-        errors_of = errors_of_pairs(analysis.steps, analysis.last, analysis.head, sizes, errors)
+            peak = step.box.peak
+            if place == analysis.last and analysis.head is not None:
+                # logits of features near the image are smaller than those on the whole box
+                features = sizes[step.sources[0]].total
+                peak = min(peak, analysis.head.layer.reach(features) + added)
+            errors[place] = error if peak < analysis.precision.largest else INF
+        errors_of = errors_of_pairs(
+            analysis.steps, analysis.last, analysis.head, analysis.precision, sizes, errors
+        )
         return errors_of if self.holds[image] else torch.full_like(errors_of, torch.inf)

@@ -89,7 +89,7 @@ def dot_product(
     p = op.precision
     count = module.num_heads
     parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * count)
-    scale = as_real(module.head_dim**-0.5 * (1 + 2.0**-50))
+    scale = as_real(module.scale * (1 + 2.0**-50))
     width = module.head_dim
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:

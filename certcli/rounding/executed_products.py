@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.attention import CAUSAL, fused_attention
+from certcli.engine.endings import LOG_SOFTMAX
 from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
@@ -105,6 +106,26 @@ def softmax(
     tokens = x.shape[dim]
     rows = as_real(x.entries / tokens).sqrt()
     return lambda sizes: softmax_error(op.precision, tokens, sizes(x).peak, ZERO) * rows
+
+
+@rules.method("log_softmax")
+@rules.function(*LOG_SOFTMAX[:2])
+@covers("any order", "function")
+def log_softmax(
+    op: Operation, x: Followed, dim: int, _stacklevel: int = 3, dtype: Any = None
+) -> Rounding:
+    """Logits less their maximum, and less the log of the sum of their exps, which is at least 1."""
+    op.require(dtype is None, "a softmax in another precision")
+    p, classes = op.precision, x.shape[dim]
+    root = as_real(float(x.entries)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        largest = sizes(x).peak * 4.0 + 2.0 * math.log(classes + 1)
+        of_sum = largest * (2 * p.sums.unit) + p.sums.function * 4.0 + p.order(classes)
+        inside = compounded(of_sum) + p.sums.function * math.log(classes + 1)
+        return (inside + largest * (2 * p.unit) + p.lost(classes, 1.0)) * root
+
+    return rounding
 
 
 rules.module(nn.Softmax)(with_attributes(softmax, "dim"))

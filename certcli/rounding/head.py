@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm)
+from certcli.engine.endings import last_of
 from certcli.engine.table import runs_known_code
 from certcli.engine.trace import Trace
 from certcli.lipschitz.numerics.real import Real
@@ -58,7 +58,7 @@ class Head:
 
 def head_of(traced: Trace, precision: Precision) -> Head | None:
     """Return the linear layer that makes the logits, where one does."""
-    node: Any = next(node for node in traced.graph.nodes if node.op == "output").args[0]
+    node = last_of(traced)
     if node.op != "call_module" or len(node.meta["shape"]) != 2:
         return None
     module = traced.root.get_submodule(str(node.target))

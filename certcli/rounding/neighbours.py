@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from certcli.engine.endings import of_margins, shifts_logits
 from certcli.engine.replay import executed, noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
@@ -142,8 +143,7 @@ class _Stepwise(GlobalDomain):
             own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
             several = isinstance(operands[0], list)
             parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            node = "" if ctx.call.node is None else ctx.call.node.name
-            steps = [self._step(node, sources, values, own_rounding) for values in parts]
+            steps = [self._step(ctx.call, sources, values, own_rounding) for values in parts]
             return steps if several else steps[0]
 
         return apply
@@ -176,7 +176,7 @@ class _Stepwise(GlobalDomain):
 
     def _step(
         self,
-        node: str,
+        call: Call,
         sources: Sequence[Followed],
         values: Sequence[Value],
         rounding: Callable[[Sizes], Real],
@@ -188,7 +188,10 @@ class _Stepwise(GlobalDomain):
         added = rounding(lambda x: self.steps[x.place].box)
         error = carried(bases, [self.errors[place] for place in places]) + added
         box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
-        return self._kept(ErrorStep(node, places, bases, rounding, box, math.prod(shape)), error)
+        assert call.node is not None
+        entries, shifts = math.prod(shape), shifts_logits(call.node)
+        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts)
+        return self._kept(step, error)
 
     def shape(self, value: Any) -> Any:
         return value.shape
@@ -240,7 +243,7 @@ class NeighbourErrors:
                 domain = _Stepwise(Operation(precision, self._traced.made))
                 self._last: Followed = walk(self._traced, domain)
                 self._steps = domain.steps
-                self._head = head_of(self._traced, precision)
+                self._head = head_of(of_margins(self._traced), precision)
                 require_same_program(model, size, precision, self._traced, self.tables)
         except Untraceable as reason:
             raise NoRule(str(reason)) from reason
@@ -345,7 +348,9 @@ class NeighbourErrors:
             box = step.box.within(as_real(length) + error)
             errors.append(error if box.peak < self.precision.largest else INF)
             sizes.append(box)
-        return errors_of_pairs(self._steps, self._last.place, self._head, sizes, errors)
+        return errors_of_pairs(
+            self._steps, self._last.place, self._head, self.precision, sizes, errors
+        )
 
 
 def _floats(values: Sequence[Real]) -> Tensor:

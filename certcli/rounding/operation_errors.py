@@ -14,12 +14,12 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.averages import pair
 from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.lipschitz.rules.moves import pair
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding.algorithms import covers

@@ -1,8 +1,12 @@
 """An options dataclass' field on the command line; `cli.shared.command` makes Typer's option."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from certcli.system.errors import UsageError
+from certcli.system.registry import one_of
 
 NOTE = "option"
 """Key of an `Option` in the metadata of its field."""
@@ -38,3 +42,29 @@ def option(default: Any, help: str, *names: str, **words: Any) -> Any:
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def choices(hint: Any) -> tuple[str, ...]:
+    """Return the values that a type names: those of its Literal, without the None of a union."""
+    parts = [hint] if get_origin(hint) is Literal else get_args(hint)
+    names = (value for part in parts if get_origin(part) is Literal for value in get_args(part))
+    return tuple(names)
+
+
+def require_choices(options: object) -> None:
+    """Raise UsageError where a field of a dataclass has none of the values that its type names.
+
+    Types that allow other values too, as `float | Literal["auto"]`, are left to others. Values also
+    come from records, which anyone may have written.
+    """
+    for name, names in _choices_of(type(options)).items():  # type: ignore[arg-type]
+        value = getattr(options, name)
+        if value not in names and value is not None:
+            raise UsageError(f"unknown {name} '{value!s:.40}'", one_of(str(value), names))
+
+
+@cache
+def _choices_of(kind: Any) -> dict[str, tuple[str, ...]]:
+    hints = get_type_hints(kind)
+    closed = {name: hint for name, hint in hints.items() if not set(get_args(hint)) & {float, int}}
+    return {item.name: names for item in fields(kind) if (names := choices(closed.get(item.name)))}

@@ -1,5 +1,7 @@
 """The one reader of whole files of strangers: a regular file of bounded size, or Refused in a line."""
 
+import errno
+import io
 import os
 import stat
 from collections.abc import Iterator
@@ -21,12 +23,18 @@ def is_absent(path: Path) -> bool:
     """Tell whether nothing has this name. A broken link, a pipe or a file that may not be read is
     there: what it would say is not known, and may not be taken for nothing.
     """
-    return not os.path.lexists(path)
+    try:
+        os.lstat(path)
+    except OSError as failure:
+        return failure.errno in (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
+    except ValueError:  # no name of a file
+        return True
+    return False
 
 
 @contextmanager
-def open_bounded(path: Path, largest: int) -> Iterator[BinaryIO]:
-    """Open a file to read; Refused: more than `largest` bytes, or no regular file; OSError: unreadable.
+def open_regular(path: Path) -> Iterator[io.BufferedReader]:
+    """Open a file to read; Refused: no regular file; OSError: unreadable.
 
     The file is opened first and looked at then, without waiting for the other end of a pipe.
     """
@@ -36,8 +44,15 @@ def open_bounded(path: Path, largest: int) -> Iterator[BinaryIO]:
         os.close(number)
         raise Refused("it is no regular file")
     with open(number, "rb") as file:
-        if about.st_size > largest:
-            raise Refused(f"it has {about.st_size:,} bytes, more than {largest:,}")
+        yield file
+
+
+@contextmanager
+def open_bounded(path: Path, largest: int) -> Iterator[BinaryIO]:
+    """Open a file as `open_regular` does; Refused: more than `largest` bytes."""
+    with open_regular(path) as file:
+        if (size := os.fstat(file.fileno()).st_size) > largest:
+            raise Refused(f"it has {size:,} bytes, more than {largest:,}")
         yield file
 
 

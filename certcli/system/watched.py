@@ -15,6 +15,7 @@ from pathlib import Path
 
 from certcli.system.errors import CheckpointError
 from certcli.system.memory import free_bytes
+from certcli.system.reading import open_regular
 
 IN_MEMORY = 1 / 4
 """Of the free memory: larger files are not read into it."""
@@ -65,7 +66,7 @@ def _copied(path: Path, size: int, until_read: ExitStack) -> Path | None:
             if size > ON_DISK * shutil.disk_usage(copy.name).free:
                 return None
             os.posix_fallocate(copy.fileno(), 0, size)
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 shutil.copyfileobj(file, copy, _AT_ONCE)
             copy.flush()
         except (OSError, AttributeError):  # no space, no such folder, no such call on this system

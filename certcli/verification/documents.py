@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Digest, Json, convert
+from certcli.checkpoint.schema import Digest, Json, Share, convert
 from certcli.evaluation.evidence import count_of
-from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, JudgedImages
+from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, ImageCount, JudgedImages
 from certcli.evaluation.intervals import share_interval
 from certcli.system.errors import Refused, one_line
 
@@ -70,16 +70,17 @@ def contradictions(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one_line(name)[:40]} is another one in its methods"
     for part in parts:
         intervals = part.get("intervals")
-        shares = {"clean": part.get("clean"), **convert(part.get("certified"), dict[str, float])}
-        images = convert(part.get("images"), int)
+        claimed = {"clean": part.get("clean"), **convert(part.get("certified"), Json)}
+        shares = convert(claimed, dict[str, Share])
+        images = convert(part.get("images"), ImageCount)
         if intervals is None:
             continue
         if not isinstance(intervals, dict) or intervals.keys() != shares.keys():
             yield "its intervals are not those of its shares"
             return
         for key, share in shares.items():
-            interval = convert(intervals[key], tuple[float, float])
-            ends = share_interval(count_of(convert(share, float), images), images)
+            interval = convert(intervals[key], tuple[Share, Share])
+            ends = share_interval(count_of(share, images), images)
             if not all(map(_near, interval, ends)):
                 yield f"the interval at {one_line(key)[:40]} is not that of its share"
 

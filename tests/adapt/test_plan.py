@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.adapt.families import end, family_of
+from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings
-from certcli.adapt.streams import AdaptedPart
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network, trial_upper
@@ -233,14 +233,6 @@ def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     assert bound.upper.finite, bound.bound.why
 
 
-def test_a_floor_that_is_given_is_the_floor() -> None:
-    original = make("deit3")
-    _, result = run(original, AdaptSettings(epochs=0, norm_floor=0.25), pixels(original))
-    floors = [float(value) for name, value in result.tensors.items() if name.endswith(".floor")]
-    assert floors
-    assert set(floors) == {0.25}
-
-
 HEADS: tuple[tuple[int, ...] | None, ...] = (None, (), (16, 16))
 PAIRS = [
     (norm, residual, HEADS[(row + column) % 3])
@@ -323,8 +315,6 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
         {"residual": "magic"},
         {"activation": "magic"},
         {"epochs": -2},
-        {"norm_floor": 0.1},
-        {"norm": "floor", "norm_floor": -1.0},
     ):
         with pytest.raises(UsageError):
             AdaptSettings(**{"goal": "certify", **wrong})  # type: ignore[arg-type]
@@ -332,7 +322,7 @@ def test_refusals(plain: Checkpoint, images: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "named",
-    [{"head": ()}, {"activation": "relu"}, {"attention": "l2"}, {"norm_floor": 0.5}, {"epochs": 0}],
+    [{"head": ()}, {"activation": "relu"}, {"attention": "l2"}, {"epochs": 0}],
     ids=str,
 )
 def test_a_named_part_is_refitted_under_the_goal_keep(named: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ that was measured.
 """
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,9 @@ import torch
 from msgspec import to_builtins
 
 from certcli.adapt import trials
-from certcli.adapt.candidates import FLOOR, Candidate
 from certcli.adapt.keep import Keeper
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.trials import Trials, hull
+from certcli.adapt.trials import RaisedFloor, Trials
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import datasets
@@ -28,28 +28,19 @@ from tests.helpers.commands import attempt
 CPU = torch.device("cpu")
 
 
-def candidate(digits: float, error: float) -> Candidate:
-    return Candidate("a", FLOOR, "", digits, lambda: None, error)
-
-
-def test_a_part_is_moved_on_at_a_rising_price() -> None:
-    """Sums of the moves are the options that are left; none of these is dearer than a mixture of
-    two others.
-    """
+def test_a_part_is_moved_on_at_a_rising_price(plain: Checkpoint, split: Any) -> None:
+    """The changes of one norm end at the most digits; none is dearer than a mixture of two others."""
+    keeper = Keeper(plain, AdaptSettings(), split[0].tensors()[0], CPU)
+    tried = Trials(keeper.student, keeper.images, 50)
+    path = next(iter(tried.norms))
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         draws = torch.rand(6, 2, generator=generator).tolist()
-        candidates = [candidate(digits - 0.2, error) for digits, error in draws]
-        moves = hull(candidates)
-        prices = [move.cost / move.digits for move in moves]
+        tried.candidates = [RaisedFloor(path, 1.0, digits - 0.2, error) for digits, error in draws]
+        corners = [(0.0, 0.0), *((each.digits, each.error**2) for each in tried.changes())]
+        prices = [max(0.0, b - a) / (y - x) for (x, a), (y, b) in pairwise(corners)]
         assert prices == sorted(prices)
-        digits = cost = 0.0
-        for move in moves:
-            digits = digits + move.digits
-            cost = cost + move.cost
-            assert digits == pytest.approx(move.candidate.digits)
-            assert cost >= move.candidate.error**2 * (1 - 1e-12)
-        assert digits == pytest.approx(max([0.0, *(each.digits for each in candidates)]))
+        assert corners[-1][0] == max([0.0, *(each.digits for each in tried.candidates)])
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +74,7 @@ def test_more_is_changed_as_far_as_enough_is_kept(
     )
     assert told.agreement == taken.agreement
     assert told.error == pytest.approx(taken.error, rel=1e-3)
-    replaced = {path for path, each in keeper.trade.placed.items() if each.kind != FLOOR}
-    assert replaced == {each.path for each in result.record.surgery if each.kind != "floor-norm"}
+    assert {each.kind for each in result.record.surgery} == {"floor-norm"}
 
 
 def test_floors_leave_room_for_images_that_took_no_part(plain: Checkpoint, split: Any) -> None:
@@ -110,7 +100,7 @@ def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> No
     before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
     tried = Trials(keeper.student, keeper.images, 50)
     assert len(list(tried.run())) > 4
-    assert tried.moves()
+    assert tried.changes()
     after = keeper.student.net.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -155,7 +145,7 @@ def test_the_command_shows_the_trade_and_records_it(workshop: Path, tmp_path: Pa
     assert evidence.result["trade"] == told["trade"]
     table = attempt(*words, "--force", "--quiet")
     assert "digits gained" in table.stdout
-    named = attempt(*words, "--norm-floor", "0.5", "--epochs", "-1", "--force", "--json", "--quiet")
+    named = attempt(*words, "--epochs", "-1", "--force", "--json", "--quiet")
     assert "trade" not in json.loads(named.stdout)
     adapted = Checkpoint.read(output).record.lineage[-1]
     assert adapted.parameters["calibration_images"] == 80  # none of those that would choose is lost

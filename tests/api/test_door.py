@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import certvit
 from certcli import api
-from certcli.api.arguments import READERS
 from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.grids import EVERY
@@ -74,6 +74,7 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "list of images": lambda: (list(images()[0]), images()[1].numpy()),
     "list of arrays": lambda: ([x.numpy() for x in images()[0]], images()[1]),
     "pair": lambda: (images(), None),
+    "pairs": lambda: (list(zip(*images())), None),
     "pair of arrays": lambda: (tuple(part.numpy() for part in images()), None),
     "DataLoader": lambda: (DataLoader(TensorDataset(*images()), batch_size=4), None),
     "TensorDataset": lambda: (TensorDataset(*images()), None),
@@ -82,6 +83,9 @@ FORMS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "list of batches": lambda: (list(generated()), None),
     "generator": lambda: (generated(), None),
     "generator of images": lambda: ((x for x in images()[0]), images()[1]),
+    "dictionary": lambda: (dict(zip(("pixel_values", "labels"), images())), None),
+    "dictionaries": lambda: ([{"image": x, "label": int(y)} for x, y in zip(*images())], None),
+    "foreign bytes": lambda: (images()[0].numpy().astype(">f4"), images()[1]),
     "labels as floats": lambda: (images()[0], images()[1].double()),
 }
 
@@ -101,6 +105,7 @@ def test_images_are_taken_as_people_hold_them(network: OpenCheckpoint, form: str
     assert certvit.predict(network, given) == certvit.predict(network, images()[0])
 
 
+PICTURE = Image.new("RGB", (2, 2))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes of pixels": (lambda: (images()[0] * 255).byte().numpy(), "pixels of type uint8"),
     "channels last": (lambda: images()[0].permute(0, 2, 3, 1).numpy(), "do not fit"),
@@ -108,6 +113,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "sizes": (lambda: [torch.rand(3, 2, 2), torch.rand(3, 3, 3)], "several sizes"),
     "texts": (lambda: ["a", "b"], "not 'a'"),
     "objects": (lambda: np.array([object()]), "not a ndarray"),
+    "PIL": (lambda: PICTURE, "not a Image"),
+    "a pair of PIL": (lambda: (PICTURE, 0), "not a Image"),
+    "pairs of PIL": (lambda: [(PICTURE, 0)], "not a Image"),
+    "a batch of PIL, as datasets": (
+        lambda: {"image": [PICTURE] * 2, "label": [0, 1]},
+        "not a Image",
+    ),
+    "a triple": (lambda: (*images(), ["a.png"] * COUNT), "an item of 3 parts"),
     "dictionary": (lambda: {"inputs": [], "answers": []}, "is no pair of images and labels"),
     "labels twice": (lambda: generated(), "passed twice"),
 }
@@ -116,8 +129,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_holds_no_images_is_refused(network: OpenCheckpoint, name: str) -> None:
     given, message = REFUSED[name]
-    with pytest.raises(DataError, match=message):
-        certvit.certify(network, given(), images()[1])
+    with pytest.raises(DataError, match=message) as refusal:
+        certvit.certify(network, given(), None if "PIL" in name else images()[1])
+    assert refusal.value.hint
 
 
 @pytest.mark.parametrize(
@@ -157,18 +171,18 @@ def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
         "network": whole,
         "images": {**whole, "dataset": "digits"},
         "bound": whole,
-        "bounds": {**whole, "data": x[:1], "eps": 0.01},
-        "slope": {**whole, "data": x, "iterations": 1},
-        "certify": {**whole, "data": x, "labels": y},
-        "shares": {"certificates": certvit.certify(network, x, y), "sizes": [0.1]},
-        "predict": {**whole, "pixels": x},
-        "attack": {**whole, "data": x, "labels": y, "attacks": ["fgsm"]},
-        "audit": {**whole, "data": x, "labels": y, "seconds": 0.01},
+        "bounds": {**whole, "images": x[:1], "radii": 0.01},
+        "slope": {**whole, "images": x, "iterations": 1},
+        "certify": {**whole, "images": x, "labels": y},
+        "shares": {"certificates": certvit.certify(network, x, y), "radii": [0.1]},
+        "predict": {**whole, "images": x},
+        "attack": {**whole, "images": x, "labels": y, "attacks": ["fgsm"]},
+        "audit": {**whole, "images": x, "labels": y, "seconds": 0.01},
     }
 
 
 OPTIONS = {
-    "certify": ("arithmetic", "samples", "sigma", "at", "patches", "effort"),
+    "certify": ("arithmetic", "samples", "sigma", "radii", "patches", "effort"),
     "attack": ("steps", "step_size", "seed", "stop_early", "precision", "restarts"),
     "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
     "predict": ("patches", "hide"),
@@ -201,24 +215,36 @@ def test_no_argument_of_any_type_ends_in_a_raw_error(
     assert not raw, "\n".join(raw)
 
 
-def test_every_parameter_has_a_reader() -> None:
-    parameters: set[str] = set()
-    for name in api.FUNCTIONS:
-        signature = inspect.signature(getattr(api, name))
-        parameters |= {
-            one.name for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD
-        }
-    assert parameters == set(READERS)
-
-
-def test_gates_and_times_have_the_names_of_the_function(network: OpenCheckpoint) -> None:
-    for wrong, right in (("gates", "fail_on"), ("budget", "seconds")):
+def test_words_of_the_command_line_lead_to_those_of_python(network: OpenCheckpoint) -> None:
+    for wrong, right in (("gates", "fail_on"), ("time_budget", "seconds"), ("epsilon", "radii")):
         with pytest.raises(UsageError, match=f"no option '{wrong}'") as refusal:
             certvit.audit(network, *images(), **{wrong: ["clean<0.1"]})
         assert f"did you mean '{right}'" in refusal.value.hint
-    with pytest.raises(UsageError, match="is no gate") as refusal:
-        certvit.audit(network, *images(), fail_on="nosuch")
-    assert 'fail_on=["certified@0.25<0.4"]' in refusal.value.hint
+
+
+@pytest.mark.parametrize(
+    "gate",
+    ["nosuch", "certifed @ 0.25 < 0.4", "clean>0.4", "clean < 4", 'a "b" --dataset x', "a'b"],
+)
+def test_a_gate_is_quoted_as_it_was_typed(network: OpenCheckpoint, gate: str) -> None:
+    with pytest.raises(UsageError) as refusal:
+        certvit.audit(network, *images(), fail_on=gate)
+    assert gate in refusal.value.message
+    assert "fail_on" in refusal.value.message
+    assert "--fail-on" not in refusal.value.hint
+
+
+def test_radii_are_answered_as_they_were_typed(network: OpenCheckpoint) -> None:
+    certificates = certvit.certify(network, *images())
+    summary = certvit.shares(certificates, ["8/255", 0.1])
+    assert list(summary.certified) == ["8/255", "0.1"]
+    assert summary.certified["8/255"] == summary.certified[repr(8 / 255)]
+    assert summary.against(summary.threats[0]) == summary.certified["8/255"]
+    assert set(summary.to_json()["intervals"]) == {"clean", "8/255", "0.1"}
+    with pytest.raises(KeyError):
+        summary.certified["9/255"]
+    with pytest.raises(UsageError, match="one radius"):
+        certvit.bounds(network, images()[0], [0.1, 0.2])
 
 
 def test_examples_are_returned(network: OpenCheckpoint) -> None:
@@ -227,6 +253,10 @@ def test_examples_are_returned(network: OpenCheckpoint) -> None:
     curve = certvit.attack(network, x, labels, radii=[0.01, 1], attacks="pgd", return_examples=True)
     examples = curve.examples
     assert examples is not None
+    for one in curve:
+        assert one.examples is not None
+        assert len(one.examples["indices"]) == one.fooled
+        assert bool((one.examples["epsilons"] <= one.epsilon).all())
     fallen = len(examples["indices"])
     assert fallen == round(len(x) * (1 - curve[-1].robust)) > 0
     answers = certvit.network(network)(examples["adversarial"]).argmax(1)

@@ -51,7 +51,7 @@ def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> N
     distance = exact_distances(model, images, labels, norm)
     radius = float(distance.median())
     for record in attack_images(
-        model, batches(images, labels, 10), [name], Region(norm, radius), SHORT, refine_steps=8
+        model, batches(images, labels, 10), [name], Region(norm, radius), SHORT
     ):
         if record.norm is not None:
             assert distance[record.index] * (1 - ROUNDING) <= record.norm <= radius

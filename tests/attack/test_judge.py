@@ -1,12 +1,10 @@
 """The judge believes nobody: what counts as broken, and what is kept of an attack."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.judge import judge, predict, refine, tuck_in
+from certcli.attack.judge import judge, predict, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
@@ -14,7 +12,6 @@ from certcli.evaluation.perturbation import Norm, Region, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from tests.helpers.attack_nets import (
     NORMS,
-    ROUNDING,
     batches,
     exact_distances,
     labelled,
@@ -108,11 +105,6 @@ def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
     waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
     assert predict(waver, images, samples=3).tolist() == [2, 2]
     assert waver.calls == 3
-    labels = torch.full((2,), 2)
-    verdict = judge(linear(2), images, labels, images, Region("l2", 1.0), prediction=labels)
-    verdict = replace(verdict, success=torch.tensor([True, False]))
-    refine(waver, images, labels, verdict, Region("l2", 1.0), steps=2, samples=3)
-    assert waver.calls == 9  # the images have their classes already
 
 
 def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
@@ -125,27 +117,6 @@ def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
     assert torch.equal(verdict.adversarial, images)
     assert verdict.norm.tolist() == [0.0, 0.0, 0.0]
     assert torch.equal(verdict.adversarial_prediction, verdict.prediction)
-
-
-def test_refining_keeps_successes_and_finds_the_boundary() -> None:
-    model = linear(2)
-    images = pictures(8)
-    labels = labelled(model, images)
-    distance = exact_distances(model, images, labels, "l2")
-    direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
-    region = Region("l2", 3.0)
-    coarse = judge(model, images, labels, images + 3 * direction, region)
-    fine = refine(model, images, labels, coarse, region, steps=16)
-    assert coarse.success.any()
-    assert torch.equal(coarse.success, fine.success)
-    assert (fine.norm <= coarse.norm).all()
-    inner = fine.success & (images + 1.1 * (fine.adversarial - images) > 0).flatten(1).all(dim=1)
-    # 2^-16 of a segment of length at most 3, where the box does not bend it
-    assert (fine.norm[inner] >= distance[inner] * (1 - ROUNDING)).all()
-    nearer = images + (1 - 2.0**-12) * (
-        fine.adversarial - images
-    )  # 2^-16 of the segment, an eighth of it from the image
-    assert torch.equal(model(nearer).argmax(dim=1), labels)
 
 
 def test_solved_rows_cost_nothing_more() -> None:

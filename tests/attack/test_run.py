@@ -281,11 +281,7 @@ def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
     labels = labelled(model, images, wrong=2)
     exact = exact_distances(model, images, labels, "l2")
     region = Region(norm, 2.0 if norm == "l2" else 0.5)
-    records = list(
-        attack_images(
-            model, batches(images, labels), ["margin-pgd"], region, SHORT, refine_steps=12
-        )
-    )
+    records = list(attack_images(model, batches(images, labels), ["margin-pgd"], region, SHORT))
     honest = {index: float(exact[index]) * (1 - ROUNDING) for index in range(10)}
     honest |= dict.fromkeys(
         range(2), 1.0

@@ -10,7 +10,7 @@ import pytest
 from certcli.report.document import Audit, Block, GateReport, GateResult, LineageStep, from_json
 from tests.helpers.commands import certvit
 
-SUFFIXES = ("json", "csv", "html", "sarif", "xml", "svg", "md")
+SUFFIXES = ("json", "html", "sarif", "xml")
 QUICK = (
     "--limit",
     24,

@@ -4,15 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
-from certcli.audit import gates, judging
-from certcli.audit.clock import StageTime
+from certcli.audit import gates
 from certcli.audit.findings import AuditFindings
-from certcli.certify.methods import prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.verdicts import Sample
-from certcli.images import datasets
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
 from tests.audit.conftest import QUICK
@@ -171,20 +167,13 @@ def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: P
 
 
 def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -> None:
-    """The stages stop where the gate is decided, and leave the rest of the time to others."""
-    checkpoint = Checkpoint.read(workshop / "certified.safetensors")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
-    certifier = prepare("lipschitz", checkpoint, torch.device("cpu"))
-    stage = judging.Certifying(certifier, images, 25, (0.05,))
-    gate = gates.parse("certified@0.05<0.3")
-
-    def waiting() -> bool:
-        return any(
-            gates.waits_for([gate], key, stage.proven, sample, (8, 8))
-            for key, sample in stage.samples.items()
-        )
-
-    assert waiting()
-    stage.go(StageTime(1e6), lambda: not waiting())
-    assert len(stage.rows) == 50
-    assert not waiting()
+    """The gate's stage goes first, and stops where it is decided: the rest of the time is others'."""
+    words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 60, "--json")
+    gate = gates.parse("certified@0.05<0.01")
+    open_at = [
+        gates.waits_for([gate], ("lipschitz", "0.05"), True, Sample([True] * n, 60), (8, 8))
+        for n in (0, 49, 50)
+    ]
+    assert open_at == [True, True, False]
+    judged = document(*words, "--fail-on", gate.text)["gate"]["judged"]
+    assert judged[0]["verdict"] == "passed"

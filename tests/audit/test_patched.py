@@ -20,7 +20,7 @@ def folder(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("patched")
     reports = [
         part
-        for suffix in ("json", "html", "sarif", "xml", "md", "csv")
+        for suffix in ("json", "html", "sarif", "xml")
         for part in ("--report", made / f"a.{suffix}")
     ]
     gates = ("--fail-on", "patched@1<0.01", "--fail-on", "patched@1<0.99")
@@ -67,7 +67,7 @@ def test_the_audit_says_what_certify_finds(folder: Path, workshop: Path) -> None
     assert json.loads(certvit(*same).stdout)["certified"] == {"1x1": kept.share}
 
 
-@pytest.mark.parametrize("suffix", ["html", "sarif", "xml", "md"])
+@pytest.mark.parametrize("suffix", ["html", "sarif", "xml"])
 def test_every_report_tells_it(folder: Path, suffix: str) -> None:
     text = (folder / f"a.{suffix}").read_text()
     assert "patch changes the answer" in text or "patched@1" in text
@@ -85,7 +85,7 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
 ) -> None:
     judged = json.loads((folder / "a.json").read_text())["gate"]["judged"]
     assert [row["passed"] for row in judged] == [True, False]
-    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 2)
+    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 9)
     done = attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
     assert isinstance(done.exception, GateError), done.output
     assert "patched@" in done.exception.message

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 
 import certcli
 from certcli.checkpoint.schema import convert
-from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, Schedule
+from certcli.models.diffusion import EPSILON, SAMPLE, Prediction, Schedule
 from certcli.system.errors import CertvitError
 from tests.certify.test_one_shot import SIGMAS, Oracle
 from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, images
@@ -50,7 +50,7 @@ def cleans(faulty: ModuleType) -> None:
     """A perfect prediction gives the clean image, at each sigma, for each kind of prediction."""
     torch.manual_seed(0)
     clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
-    for sigma, kind, learned in itertools.product(SIGMAS, PREDICTIONS, (False, True)):
+    for sigma, kind, learned in itertools.product(SIGMAS, get_args(Prediction), (False, True)):
         schedule = Schedule(prediction_type=kind)
         noisy = clean + sigma * torch.randn_like(clean)
         shot = faulty.OneShot(Oracle(clean, schedule, learned), schedule, sigma, "")

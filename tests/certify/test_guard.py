@@ -2,8 +2,11 @@
 stated, and no network changes while it is certified.
 """
 
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import permutations, product
 from typing import Any
 
@@ -12,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.api import _images
-from certcli.api.arguments import options_of as read_options
+from certcli.api.data import images_of
+from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify, options_of, prepare
 from certcli.certify.patch.ablation import stays, winner
@@ -40,12 +43,11 @@ def chain() -> nn.Sequential:
 
 def ready(method: str, net: nn.Module) -> tuple[Certifier, Images]:
     checkpoint = certvit.load(net, mean=0.0, std=1.0, input_size=SIZE)
-    kind = type(options_of(method, {}))
-    options = read_options(kind, OPTIONS[method], method)
+    options = options_of(method, OPTIONS[method])
     pixels = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(1))
     labels = net(pixels).argmax(1)
-    return prepare(method, checkpoint, torch.device("cpu"), options), _images(
-        checkpoint, pixels, labels
+    return prepare(method, checkpoint, torch.device("cpu"), options), images_of(
+        checkpoint.record, pixels, labels
     )
 
 
@@ -69,6 +71,27 @@ def test_a_network_that_changes_while_it_is_certified_has_no_certificate(method:
         list(certify(certifier, images, 2))
 
 
+OTHERS = {
+    "torch.autocast('cpu')": True, "the default dtype": torch.float64, "oneDNN": False,
+    "the precision of float32 products": "medium",
+}  # fmt: skip
+
+
+@contextmanager
+def other_settings() -> Iterator[None]:
+    """Run the body as a caller with other settings would; they are the same after it."""
+    before = {name: setting.read() for name, setting in SETTINGS.items()}
+    try:
+        for name, value in OTHERS.items():
+            SETTINGS[name].write(value)
+        with torch.inference_mode(), pytest.warns(UserWarning, match=r"autocast.*yours: True"):
+            yield
+        assert {name: SETTINGS[name].read() for name in OTHERS} == OTHERS
+    finally:
+        for name, value in before.items():
+            SETTINGS[name].write(value)
+
+
 @pytest.mark.parametrize("method", OPTIONS)
 def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
     certifier, images = ready(method, chain())
@@ -82,22 +105,52 @@ def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
         return batch(*args)
 
     certifier.batch = watched  # type: ignore[method-assign]
-    others = {
-        "torch.autocast('cpu')": True, "the default dtype": torch.float64, "oneDNN": False,
-        "the precision of float32 products": "medium",
-    }  # fmt: skip
-    before = {name: setting.read() for name, setting in SETTINGS.items()}
-    try:
-        for name, value in others.items():
-            SETTINGS[name].write(value)
-        with torch.inference_mode(), pytest.warns(UserWarning, match=r"autocast.*yours: True"):
-            list(certify(certifier, images, 2))
-        assert {name: SETTINGS[name].read() for name in others} == others
-    finally:
-        for name, value in before.items():
-            SETTINGS[name].write(value)
+    with other_settings():
+        list(certify(certifier, images, 2))
     assert seen
     assert all(one == {name: setting.value for name, setting in SETTINGS.items()} for one in seen)
+
+
+MADE = chain()
+Run = Callable[[Any, torch.Tensor, torch.Tensor], Any]
+BRIEF = {"attacks": ("fgsm",), "methods": ("lipschitz",), "radii": (0.1,)}
+RUNS: dict[str, Run] = {
+    "load": lambda net, x, y: certvit.load(MADE, mean=0.0, std=1.0, input_size=SIZE).digest,
+    "bound": lambda net, x, y: certvit.bound(net).upper,
+    "slope": lambda net, x, y: certvit.slope(net, x, iterations=2),
+    "bounds": lambda net, x, y: certvit.bounds(net, x, 0.1).lower.tolist(),
+    "certify": lambda net, x, y: [
+        replace(row, seconds=0.0)
+        for row in certvit.certify(net, x, y, method="smoothing", sigma=0.5, samples=50)
+    ],
+    "predict": lambda net, x, y: certvit.predict(net, x),
+    "audit": lambda net, x, y: certvit.audit(net, x, y, seconds=20.0, **BRIEF).clean,
+    **{
+        f"attack {name}": lambda net, x, y, name=name: list(
+            certvit.attack(net, x, y, attacks=[name], norm=ATTACKS[name].norms[-1], steps=2)
+        )
+        for name in ATTACKS.names()
+        if name not in ("saga", "autoattack-full")  # of attention; the same as autoattack
+    },
+}  # fmt: skip
+"""What is stated of a network at images, for each function of Python that runs it."""
+RUN_NOTHING = {"history", "images", "network", "save", "shares"}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_is_stated_in_python_is_of_the_settings_that_are_stated(name: str) -> None:
+    torch.manual_seed(0)
+    net = certvit.load(chain(), mean=0.0, std=1.0, input_size=SIZE)
+    pixels, labels = torch.rand(4, *SIZE), torch.zeros(4, dtype=torch.long)
+    expected = RUNS[name](net, pixels, labels)
+    with other_settings():
+        again = RUNS[name](net, pixels, labels)
+    assert again == expected
+
+
+def test_every_function_of_python_is_among_these() -> None:
+    functions = {name for name in certvit.__all__ if inspect.isfunction(getattr(certvit, name))}
+    assert {name.partition(" ")[0] for name in RUNS} | RUN_NOTHING == functions
 
 
 def test_a_caller_of_python_is_told_once_and_an_ordinary_one_nothing() -> None:

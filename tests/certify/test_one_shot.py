@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
 from certcli.checkpoint.file import Checkpoint
-from certcli.models.diffusion import EPSILON, PREDICTIONS, SAMPLE, VELOCITY, Schedule
+from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, console, document
@@ -65,7 +65,7 @@ class Oracle(UNet):
 
 
 @pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("kind", PREDICTIONS)
+@pytest.mark.parametrize("kind", get_args(Prediction))
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
     """t for another sigma, noise of another size and the other half fail; what the network is given

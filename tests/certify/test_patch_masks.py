@@ -125,10 +125,3 @@ def test_the_bands_that_a_patch_meets(kind: str, grid: Grid, patch: Patch) -> No
     sets = masks.met_views(views, grid, patch)
     assert all(bool((found <= sets).all(dim=1).any()) for found in met)
     assert all(bool((found == met).all(dim=1).any()) for found in sets)
-
-
-@pytest.mark.parametrize("field", ["masks", "band_width", "rows"])
-def test_true_is_no_number_of_masks(field: str) -> None:
-    """Records are files, and JSON's true is Python's 1."""
-    with pytest.raises(UsageError, match="has the wrong type"):
-        Patches(["1"], **{field: True})

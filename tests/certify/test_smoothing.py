@@ -14,19 +14,18 @@ from scipy import stats
 from scipy.special import ndtri
 from torch import Tensor, nn
 
-from certcli.certify import methods
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier, classifier
-from certcli.certify.smoothing.method import SmoothingCertifier, _chance_of_so_few
+from certcli.certify.smoothing.method import STATED, SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
-from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
+from certcli.evaluation.evidence import method_of
 from certcli.evaluation.radii import proven_percent
-from certcli.evaluation.records import read_records
+from certcli.evaluation.records import Run, read_records
 from certcli.models.in_memory import open_module
-from certcli.system.errors import CertvitError, UsageError
+from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
 
@@ -242,11 +241,12 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
         {"precision": 3},
     ],
 )
-def test_parameters_from_a_file_are_not_believed(
-    certified: Checkpoint, given: dict[str, Any]
-) -> None:
-    with pytest.raises(UsageError):
-        methods.prepare("smoothing", certified, CPU, methods.options_of("smoothing", given))
+def test_parameters_from_a_file_are_not_believed(given: dict[str, Any]) -> None:
+    honest = {name: getattr(Smoothing(), name) for name in STATED} | {"noise": noise.VERSION}
+    run = Run("certify", "0" * 64, {}, "smoothing", "l2", parameters=honest)
+    assert method_of(run, Path("r")) == "smoothing"
+    with pytest.raises(DataError, match="states parameters that no smoothing has"):
+        method_of(replace(run, parameters={**honest, **given}), Path("r"))
 
 
 # the command

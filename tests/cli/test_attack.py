@@ -17,7 +17,6 @@ from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Bar
-from certcli.evaluation.perturbation import Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.models import build
 from certcli.report.gallery import AttackedImage, draw_gallery
@@ -130,32 +129,6 @@ def test_a_preset_of_one_part_moves_to_other_radii(net: Path) -> None:
     assert list(found["curve"]) == ["0.1", "1.58"]
 
 
-REFUSED = [
-    ("--preset nobody", "nobody"),
-    ("--preset certvit -a pgd", "certvit"),
-    ("--preset certvit --norm l2", "certvit"),
-    ("--preset certvit --steps 3", "certvit"),
-    ("--preset cauchy -e 1.0", "cauchy"),
-    ("-a pgd -a pgd", "twice"),
-    ("--norm l1", "l1"),
-    ("--step-size 0", "step_size"),
-    ("-a cw --norm linf", "cw"),
-    ("--resume", "--records"),
-    ("--resume --records r.jsonl --save-examples x.safetensors", "--resume"),
-    ("--compare other.safetensors", "gallery"),
-    ("--limit 5 --per-class 1", "--per-class"),
-]
-
-
-@pytest.mark.parametrize(("words", "named"), REFUSED)
-def test_options_that_contradict_are_refused_before_any_work(
-    net: Path, words: str, named: str
-) -> None:
-    failure = certvit("attack", net, *words.split(), code=2).exception
-    assert isinstance(failure, UsageError)
-    assert named in failure.message + failure.hint
-
-
 BUDGETS = {
     "steps": ("-e 0.15", "--steps 1", "--steps 30"),
     "step size": ("-e 0.15 --steps 3", "--step-size 1e-4", ""),
@@ -204,13 +177,6 @@ def test_a_seed_is_a_run(net: Path, tmp_path: Path) -> None:
     assert found[0] == found[1] != found[2]
 
 
-def test_selection_takes_k_images_of_every_class(net: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.jsonl"
-    document("attack", net, "-a", "fgsm", "--per-class", 2, "--no-checks", "--records", path)
-    labels = [row["label"] for row in record_lines(path)]
-    assert sorted(labels) == sorted([*range(10)] * 2)
-
-
 RUN = ("-a", "fgsm", "-a", "pgd-5", "-e", 0.2, "-e", 0.4, *QUICK, "--batch-size", 15)
 
 
@@ -252,7 +218,6 @@ def test_records_of_another_run_are_not_continued(net: Path, proven: Path, tmp_p
     others = [
         ("checkpoint", proven, ""),
         ("seed", net, "--seed 1"),
-        ("refine", net, "--refine 3"),
         ("batch_size", net, "--batch-size 20"),
         ("radii", net, "-e 0.3"),
         ("norm", net, "--norm linf"),
@@ -288,22 +253,6 @@ def test_transfer_is_judged_on_the_tested_network(net: Path, proven: Path, tmp_p
     assert torch.equal(logits.argmax(dim=1), saved["adversarial_predictions"])
     assert (saved["adversarial_predictions"] != saved["labels"]).all()
     assert len(saved["labels"]) == round((found["clean"] - found["robust"]) * found["images"])
-
-
-def test_refining_finds_smaller_norms_of_the_same_successes(net: Path, tmp_path: Path) -> None:
-    found = []
-    for steps in (0, 6):
-        path = tmp_path / f"{steps}.safetensors"
-        words = ("-a", "fgsm", "-e", 0.5, *QUICK, "--refine", steps)
-        found.append((document("attack", net, *words, "--save-examples", path), load_file(path)))
-    (coarse, far), (fine, near) = found
-    assert coarse["robust"] == fine["robust"]
-    assert torch.equal(far["indices"], near["indices"])
-    assert (near["norms"] <= far["norms"]).all()
-    assert fine["median_norm"] < coarse["median_norm"]
-    norms = image_norms(near["adversarial"].double() - near["images"].double(), "l2")
-    assert torch.equal(norms, near["norms"])
-    assert Region("l2", 0.5).contains(near["adversarial"], near["images"]).all()
 
 
 def test_a_gallery_is_drawn_alone_and_beside_another_network(

@@ -3,6 +3,7 @@ shell, as users do.
 """
 
 import errno
+import gc
 import json
 import shutil
 import tempfile
@@ -14,6 +15,7 @@ import safetensors.torch
 import torch
 from PIL import Image
 
+from certcli.checkpoint import outputs
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.shards import INDEX
 from certcli.cli.finetune import proof
@@ -204,20 +206,39 @@ def test_a_network_without_a_bound_certifies_nothing(
         assert "mlp" in failure.message
 
 
+ENDED = {
+    "finetune": (
+        "adapted",
+        "--loss margin --optimiser stiefel --epochs 2 --limit 100",
+        proof,
+        "prove",
+    ),
+    "adapt": (
+        "plain",
+        "--dataset digits --limit 20 --epochs 1 --distill 1",
+        outputs,
+        "discard_state",
+    ),
+}
+"""The start of a run, its options, and what it does when its weights are on disk and its state is."""
+
+
+@pytest.mark.parametrize("command", ENDED)
 def test_a_run_that_ends_between_its_weights_and_its_evidence_is_resumed(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights are on disk then, and plain --resume replaces them; another file stays."""
-    given = "--loss margin --optimiser stiefel --epochs 2 --limit 100 --quiet -o"
-    words = ["finetune", str(workshop / "adapted.safetensors"), *given.split()]
+    source, given, module, next_step = ENDED[command]
+    words = [command, str(workshop / f"{source}.safetensors"), *given.split(), "--quiet", "-o"]
     whole, parts = tmp_path / "whole.safetensors", tmp_path / "parts.safetensors"
 
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as stopped:
-        stopped.setattr(proof, "prove", stop)
+        stopped.setattr(module, next_step, stop)
         attempt(*words, parts)
+    gc.collect()  # the frames that hold the state's lock: a process that ends has none
     assert parts.exists()
     assert (tmp_path / "parts.state.safetensors").exists()
     assert attempt(*words, parts).exit_code

@@ -16,7 +16,7 @@ from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt
 
 JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")
-READING = (*JUDGING, "verify", "predict", "log")
+READING = (*JUDGING, "verify", "predict", "merge", "log")
 MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
     "dataset": (JUDGING, ("--dataset", "nosuch"), 6),
     "output": (
@@ -77,7 +77,7 @@ def test_a_mistyped_file_is_one_line(
     (tmp_path / "model.safetensors").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(opening, "open_checkpoint", lambda *given: pytest.fail("opened"))
-    more = ("x.png",) if command == "predict" else ()
+    more = ("x.png",) if command in ("predict", "merge") else ()
     done = attempt(command, "modle.safetensors", *more)
     assert isinstance(done.exception, CertvitError)
     assert done.exception.code == 3

@@ -66,7 +66,7 @@ def test_no_command_is_forged_by_the_name_of_its_file(
 ) -> None:
     path = tmp_path / name.replace("/", "_")
     words = [command, str(path.name), *(["-o", "x.safetensors"] if command == "init" else [])]
-    words += [str(path.name)] if command == "predict" else []
+    words += [str(path.name)] if command in ("predict", "merge") else []
     words += ["--json"] if as_json else []
     done = console(*words, folder=tmp_path)
     assert done.code != 0
@@ -94,7 +94,7 @@ RUNS = {
     "predict": ("d",),
     "predict --json": ("d", "--json"),
     "attack": ("--dataset", "digits", "--limit", 2, "--steps", 1),
-    "constrain": ("--dataset", "digits", "--limit", 8, "--beta", 0.1, "--iterations", 1, "-o", "y\n::error::z.safetensors"),
+    "constrain": ("--dataset", "digits", "--limit", 8, "--beta", 0.1, "-o", "y\n::error::z.safetensors"),
 }  # fmt: skip
 
 

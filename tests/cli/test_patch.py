@@ -1,6 +1,7 @@
 """certify --method patch, predict and attack --norm patch: records, their check, what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import decode
-from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import PatchCertificateFields
+from certcli.evaluation.records import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import CertvitError, DataError, Refused, UsageError
+from certcli.system.errors import DataError, Refused, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
@@ -97,9 +99,20 @@ def test_the_command_its_records_and_their_check(
      {"patches": "2"}, {"patches": ["2"] * 99}, {"procedure": []}],
     ids=str,
 )  # fmt: skip
-def test_parameters_of_files_are_checked(plain: Checkpoint, forged: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
-        prepare("patch", plain, CPU, Patches.of({"patches": ["2"], "hide": "pixels", **forged}))
+def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
+    """Records are files, and JSON's true is Python's 1."""
+    honest = {
+        "procedure": "double-masking",
+        "patches": ["2x2"],
+        "masks": 3,
+        "hide": "pixels",
+        "cell": [1, 1],
+        "rows": 8,
+    }
+    run = Run("certify", "0" * 64, {}, "patch", "patch", parameters=honest)
+    assert method_of(run, Path("r.jsonl")) == "patch"
+    with pytest.raises(DataError, match="states parameters that no patch has"):
+        method_of(replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
 
 
 @pytest.mark.parametrize(
@@ -119,45 +132,6 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         decode(json.dumps({**line, **row}), PatchCertificateFields)
 
 
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ("", "needs a patch"),
-        ("--patch 9", "do not fit"),
-        ("--patch soup", "is no patch"),
-        ("--patch 8", "hide the whole image"),
-        ("--patch 2 --masks 1", "--masks 1"),
-        ("--patch 2 -e 0.5", "--epsilon does not go"),
-        ("--patch 2 --method lipschitz", "stands alone"),
-        ("--patch 2 --procedure prayer", "unknown procedure"),
-        ("--patch 2 --procedure voting --bands rings", "--bands of rings"),
-        ("--patch 2 --procedure voting --band-width 9", "bands of 9 columns"),
-        ("--patch 2 --hide faces", "--hide faces"),
-        ("--patch 2 --min-certified 0.5@3", "names a patch that is not certified"),
-    ],
-)
-def test_bad_input_is_one_clear_line(workshop: Path, words: str, named: str) -> None:
-    base = (
-        "certify",
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        4,
-        "--method",
-        "patch",
-    )
-    failure = certvit(*base, *words.split(), code=2).exception
-    assert isinstance(failure, CertvitError)
-    assert named in failure.message
-
-
-def test_a_patch_without_the_method_is_refused(workshop: Path) -> None:
-    certvit(
-        "certify", workshop / "certified.safetensors", "--dataset", "digits", "--patch", 2, code=2
-    )
-
-
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
@@ -175,13 +149,13 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     assert [row["proven"] for row in rows] == [
         list(one.proven) for one in certifier.batch(range(6), stored, predictions)
     ]
-    found = document("predict", network, tmp_path / "0.png", "--top", 3)
+    found = document("predict", network, tmp_path / "0.png")
     assert "unreadable" not in found
     (bare,) = found["predictions"]
     assert "proven" not in bare
     assert "top" not in rows[0]  # a vote has no probabilities
     logits = build.load(Checkpoint.read(network))(stored[:1]).double()[0]
-    likely = logits.softmax(0).topk(3)
+    likely = logits.softmax(0).topk(5)
     assert [one["class"] for one in bare["top"]] == likely.indices.tolist()
     assert bare["top"][0]["class"] == bare["prediction"]
     shares = [one["probability"] for one in bare["top"]]
@@ -201,27 +175,13 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
             Image.new("L", (8, 8), 40 * (number + index)).save(
                 tmp_path / "images" / synset / f"{index}.png"
             )
-    certvit("init", "certvit_vit_digits", *shape(), "--classes", 1000, "-o", start)
+    certvit("init", "certvit_vit_digits", *shape(), "--arch-arg", "num_classes=1000", "-o", start)
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
     assert Checkpoint.read(tuned).record.class_names is None
     found = document("predict", tuned, tmp_path / "images")["predictions"]
     assert all("name" not in row for row in found)
-
-
-@pytest.mark.parametrize(
-    ("words", "code"),
-    [
-        ("--defence prayer", 2), ("--prove", 2), ("--patch 2", 2), ("--defence patch", 2),
-        ("--defence patch --patch 99", 2), ("nowhere.png", 6),
-    ],
-)  # fmt: skip
-def test_predict_refuses_in_one_line(workshop: Path, tmp_path: Path, words: str, code: int) -> None:
-    Image.new("L", (8, 8)).save(tmp_path / "0.png")
-    certvit(
-        "predict", workshop / "plain.safetensors", tmp_path / "0.png", *words.split(), code=code
-    )
 
 
 @pytest.fixture(scope="module")

@@ -35,13 +35,11 @@ def words(workshop: Path) -> tuple[object, ...]:
 
 @pytest.fixture(scope="module")
 def honest(words: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what one run writes: records, a page, a checkpoint with evidence, the document."""
+    """A folder with what one run writes: records, a checkpoint with evidence, the document."""
     folder = tmp_path_factory.mktemp("patch")
     written = (
         "--records",
         folder / "r.jsonl",
-        "--html",
-        folder / "r.html",
         "-o",
         folder / "e.safetensors",
         "--json",
@@ -134,12 +132,6 @@ def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kin
         "--proven-only",
         code=7,
     )
-
-
-def test_the_page_speaks_of_patches(honest: Path) -> None:
-    page = (honest / "r.html").read_text()
-    assert "every patch of 1x1 pixels" in page
-    assert "pixel l2" not in page
 
 
 @pytest.mark.parametrize(

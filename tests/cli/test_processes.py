@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.clock import StageTime
 from certcli.audit.shared_stages import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
@@ -63,9 +62,7 @@ REFIT = typed(
 REFIT += typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
     "kept": typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": typed(
-        "constrain plain.safetensors --limit 30 --prox clip --target 3e7 --layers head* --layers *mlp*"
-    ),
+    "met": typed("constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"),
 }
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
@@ -163,7 +160,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     """
 
     def late(team: Team) -> tuple[list[int], bool]:
-        return in_turns(team, StageTime(0.0 if team.rank == 1 else 60.0), lambda: team.rank)
+        return in_turns(team, 0.0 if team.rank == 1 else 60.0, lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
@@ -172,7 +169,7 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
             raise DataError("image 7 is broken", "remove it")
         return team.rank
 
-    found = together(3, lambda team: in_turns(team, StageTime(60.0), lambda: refused(team)))
+    found = together(3, lambda team: in_turns(team, 60.0, lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [
         (DataError, "image 7 is broken", "remove it")
     ] * 3
@@ -328,6 +325,7 @@ def test_two_processes_audit_as_one(both: tuple[Path, Path, str]) -> None:
     alone = json.loads((one / "audit.json").read_text())
     measured = (
         "seconds",
+        "computed",
         "attack",
         "withstood",
         "norm",

@@ -35,54 +35,6 @@ def only_document(text: str) -> dict:
 # ---- one document, and one line
 
 
-USAGE = [
-    ("lipschitz m --frobnicate", "--frobnicate"),
-    ("certfy", "'certify'"),
-    ("certify", "CKPT"),
-    ("lipschitz m --max large", "--max"),
-    ("lipschitz m --max nan", "--max"),
-    ("constrain m --target inf", "--target inf"),
-    ("constrain m --beta nan", "--beta nan"),
-    ("certify m -e nan", "nan"),
-    ("certify m -e inf", "inf"),
-    ("certify m -e -1", "-1"),
-    ("attack m -e 1/0", "1/0"),
-    ("attack m -e -0.1", "-0.1"),
-    ("attack m -e nan", "nan"),
-    ("certify m --min-certified nan", "nan"),
-    ("certify m --min-certified 90", "90"),
-    ("attack m --min-robust nan", "nan"),
-    ("attack m --min-robust 90", "90"),
-    ("lipschitz m --max -1", "--max"),
-    ("constrain m --target -1", "--target"),
-    ("constrain m --memory 1e400", "--memory"),
-    ("finetune m --batch-size 99999999999999999999", "--batch-size"),
-    ("finetune m -e nan", "nan"),
-    ("finetune m --schedule cosin", "cosin"),
-]
-
-
-@pytest.mark.parametrize(("words", "named"), USAGE)
-def test_wrong_usage_is_one_line_and_with_json_one_document(
-    workshop: Path, words: str, named: str
-) -> None:
-    given = [workshop / "plain.safetensors" if word == "m" else word for word in words.split()]
-    code, out, err = console(*given)
-    assert (code, out) == (2, "")
-    assert named in err.splitlines()[0]
-    assert err.count("certvit:") == 1
-    code, out, _ = console(*given, "--json")
-    error = only_document(out)
-    assert (code, error["code"]) == (2, 2)
-    assert named in error["error"]
-    assert error["hint"]
-
-
-def test_a_name_that_was_nearly_right_is_offered(workshop: Path) -> None:
-    _, _, err = console("attack", workshop / "plain.safetensors", "-a", "pdg")
-    assert "did you mean 'pgd'" in err
-
-
 PASSED = {"passed": True, "verdict": "passed", "reasons": []}
 GATES = [
     ("lipschitz m --no-estimate --max", "1", "1e300", "exceeds --max"),

@@ -11,7 +11,7 @@ from certcli.models import hub
 from certcli.models.build import create
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.commands import attempt, certvit
+from tests.helpers.commands import attempt
 
 
 def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
@@ -66,10 +66,3 @@ def test_no_network_is_one_line_at_once(
     with pytest.raises(CheckpointError, match=r"no network: hub.invalid cannot be reached"):
         open_checkpoint(source)
     assert constants.HF_HUB_OFFLINE is False
-
-
-def test_rare_options_wait_for_help_all() -> None:
-    few, all_of_them = (certvit("finetune", word) for word in ("--help", "--help-all"))
-    assert "--loss" in few.output
-    assert "--adaptive-sam" not in few.output
-    assert "--adaptive-sam" in all_of_them.output

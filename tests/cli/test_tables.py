@@ -20,7 +20,7 @@ WIDE = 2000
 COMMANDS = [
     "init certvit_vit_digits -o OUT",
     "lipschitz plain --limit 2",
-    "lipschitz plain --layers --heads --no-estimate",
+    "lipschitz plain --layers --no-estimate",
     "lipschitz certified --worst --compare plain --no-estimate",
     "lipschitz certified --jacobian --limit 2 --no-estimate",
     "certify certified --limit 5 -e 0.1 -e 0.25",
@@ -28,8 +28,7 @@ COMMANDS = [
     "attack certified --limit 5 -a fgsm -a pgd-2 -e 0.25 --no-checks",
     "audit certified --limit 8 -e 0.1 -a fgsm --fail-on clean<0.01",
     "audit plain --limit 4 -e 0.1 -a fgsm --method smoothing",
-    "constrain plain --limit 20 --eta 0.05 --iterations 2 -o OUT",
-    "adapt plain --dry-run",
+    "constrain plain --limit 20 --eta 0.05 -o OUT",
     "finetune plain --epochs 1 --limit 64 -o OUT",
     "log constrained",
     "log plain adapted certified",

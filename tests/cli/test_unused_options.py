@@ -17,29 +17,21 @@ from certcli.system.options import NOTE
 from tests.helpers.commands import console
 
 OTHERS: dict[str, Any] = {
-    "mix_probability": 0.3,
     "penalty_places": (1.0, 1.0, 1.0),
-    "project_radius": 2.0,
-    "adaptive_sam": True,
     "attack_norm": "l2",
     "attack_steps": 3,
     "attack_step_size": 0.1,
-    "trades_beta": 3.0,
     "ard": 0.3,
     "prm": 0.3,
-    "mask_decay": 0.3,
     "attack_ramp": 0.5,
     "attack_epsilon": 0.1,
-    "distill_weight": 0.3,
-    "distill_temperature": 4.0,
     "stiefel_lr": 0.2,
     "weight_decay": 0.2,
     "ramp": 0.7,
-    "sparsity": (0.01, 0.1),
     "worst_weight": 0.2,
     "enclosed": 4,
 }
-PANELS = {"Attacks on training images": "adversarial", "Teacher": "teacher"}
+PANELS = {"Attacks on training images": "adversarial"}
 """Panels of finetune whose options all serve one switch."""
 
 
@@ -82,8 +74,8 @@ def test_a_penalty_of_nothing_is_refused() -> None:
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
     option, values = OF_A_CHOICE[name]
     others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
-    wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed", "sparsity"), "ce")
-    wrong |= {"attack_steps": "fgsm", "trades_beta": "pgd", "stiefel_lr": "adamw"}
+    wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
+    wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
     others |= {option: wrong.get(name, "stiefel")}
     assert others[option] not in values
     with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):

@@ -54,7 +54,7 @@ def test_statistics_of_a_convolution_are_those_of_its_outputs(module: nn.Conv2d,
     if module.padding_mode == "circular":
         outputs = module(images) - module.bias[:, None, None]
     assert statistics.kind == "conv"
-    assert float(statistics.energies) == pytest.approx(
+    assert float(statistics.output_energy) == pytest.approx(
         float(outputs.detach().square().sum()), rel=1e-12
     )
     changed = constrain(statistics, eta=0.2).weight
@@ -78,14 +78,12 @@ def test_statistics_of_a_network(net: Net) -> None:
     net.head.register_forward_pre_hook(
         lambda _, args, kwargs: inputs.append(kwargs["input"]), with_kwargs=True
     )
-    statistics = collect(net, IMAGES.split(4), PATHS, groups=2, held_out_batches=[IMAGES[:2]])
+    statistics = collect(net, IMAGES.split(4), PATHS, held_out_batches=[IMAGES[:2]])
     assert list(statistics) == ["embed", "fc1", "fc2", "head"]  # hidden is never called as a module
     assert [len(value) for value in inputs] == [4, 4, 4, 2]
     rows = [value.double() for value in inputs]
-    assert torch.allclose(
-        statistics["head"].grams[0], rows[0].mT @ rows[0] + rows[2].mT @ rows[2], rtol=1e-12
-    )
-    assert torch.allclose(statistics["head"].grams[1], rows[1].mT @ rows[1], rtol=1e-12)
+    expected_gram = sum(value.mT @ value for value in rows[:3])
+    assert torch.allclose(statistics["head"].gram, expected_gram, rtol=1e-12)
     result = constrain(statistics["head"], eta=0.2)
     change = result.weight.double() - statistics["head"].weight
     expected = (rows[3] @ change.mT).norm() / (rows[3] @ statistics["head"].weight.mT).norm()
@@ -121,7 +119,7 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
         assert held_out is not None
         assert torch.equal(layer.held_out, held_out)
         assert not held_out.is_inference()
-        assert torch.equal(layer.grams, together[path].grams)
+        assert torch.equal(layer.gram, together[path].gram)
     limited = calibration(memory_limit_bytes=2**20)
     with limited.watching():
         pass
@@ -130,22 +128,21 @@ def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) 
 
 
 @pytest.mark.parametrize("rows", [1, 70, 10**6])
-@pytest.mark.parametrize("groups", [1, 2])
 def test_rows_that_wait_for_one_product_all_count(
-    net: Net, rows: int, groups: int, monkeypatch: pytest.MonkeyPatch
+    net: Net, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of float32 products are those of float64 ones, whenever they are taken."""
     net = net.float()
     batches = [images.float() for images in gaussian(*IMAGES.shape).split(3)]
     monkeypatch.setattr(gram_sums, "ROWS", rows)
-    sampled = collect(net, batches, PATHS, groups=groups, sample=10**6)
+    sampled = collect(net, batches, PATHS, sample=10**6)
     exact = [images.double() for images in batches]
-    whole = collect(net.double(), exact, PATHS, groups=groups)
+    whole = collect(net.double(), exact, PATHS)
     for path, layer in whole.items():
-        grams = sampled[path].grams
+        gram = sampled[path].gram
         assert sampled[path].tokens == layer.tokens
-        scale = float(layer.grams.diagonal(dim1=1, dim2=2).max())
-        assert float((grams - layer.grams).abs().max()) < 1e-5 * scale
+        scale = float(layer.gram.diagonal().max())
+        assert float((gram - layer.gram).abs().max()) < 1e-5 * scale
 
 
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
@@ -160,16 +157,16 @@ def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     whole = collect(net, IMAGES.split(3), PATHS)
     parts = collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit)
     assert list(parts) == list(whole)
-    assert all(torch.equal(parts[path].grams, whole[path].grams) for path in whole)
+    assert all(torch.equal(parts[path].gram, whole[path].gram) for path in whole)
 
 
 def test_statistics_that_do_not_fit_are_made_in_passes(
     net: Net, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     called = [path for path in PATHS if path != "hidden"]
-    assert room_for(net, called, 1) is None
+    assert room_for(net, called) is None
     monkeypatch.setattr(network, "free_bytes", lambda: 1000.0)
-    limit = room_for(net, called, 1)
+    limit = room_for(net, called)
     assert limit is not None
     parts = passes_within(net, called, copies=2, memory_limit_bytes=limit)
     assert len(parts) > 1
@@ -182,8 +179,6 @@ def test_bad_input_is_named(net: Net) -> None:
         collect(net, batches, PATHS, memory_limit_bytes=8 * 16 * 16 - 1)
     with pytest.raises(UsageError, match="iterated once only"):
         collect(net, iter(batches), PATHS, memory_limit_bytes=8 * 16 * 16)
-    with pytest.raises(DataError, match="groups need at least 4 batches"):
-        collect(net, batches, PATHS, groups=4)
     with pytest.raises(DataError, match="no calibration images"):
         collect(net, [], PATHS)
     with pytest.raises(UsageError, match="no layer 'fc9'"):
@@ -231,9 +226,8 @@ def test_an_absolute_eta_bounds_the_mean_squared_error_of_an_output_vector(
     statistics = collect(net, batches, PATHS)
     for result in network.constrain_to(calibration, settings):
         layer = statistics[result.path].widened()
-        (tokens,) = layer.tokens
         old = layer.weight
-        error = energy(result.weight.flatten(1).double() - old, layer.grams)
-        assert float(error) <= tokens * mean_squared * (1 + 1e-5)
-        allowed = math.sqrt(tokens * mean_squared / float(layer.energies))
+        error = energy(result.weight.flatten(1).double() - old, layer.gram)
+        assert float(error) <= layer.tokens * mean_squared * (1 + 1e-5)
+        allowed = math.sqrt(layer.tokens * mean_squared / float(layer.output_energy))
         assert result.eta == pytest.approx(min(MOST_ETA, allowed))

@@ -122,7 +122,7 @@ def test_parts_of_the_layers_are_gathered_in_one_run(
     )
     assert list(parts) == list(whole)
     for path, layer in parts.items():
-        assert torch.equal(layer.grams, whole[path].grams)
+        assert torch.equal(layer.gram, whole[path].gram)
         held_out = layer.held_out
         there = whole[path].held_out
         assert held_out is not None

@@ -137,7 +137,7 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
     "linear function": (
         lambda x: layers.linear_function(context(), x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
-    "zeros around": (lambda x: layers.padded(context(), x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
+    "zeros around": (lambda x: layers.arranged(F.pad, x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
     "MaxMin": (lambda x: activations.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
@@ -358,10 +358,10 @@ def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyP
 
 
 def test_what_has_no_theorem_is_named() -> None:
-    with pytest.raises(NoRule, match=r"mlp\.act.*'mish'"):
-        NormsNetwork(network("mish"), SIZE)
+    with pytest.raises(NoRule, match=r"mlp\.act.*'cumsum'"):
+        NormsNetwork(network("cumulative"), SIZE)
     with pytest.raises(NoBoundError, match=r"blocks\.0\.mlp\.act") as refused:
-        LocalCertifier(network("mish"), SIZE, Local())
+        LocalCertifier(network("cumulative"), SIZE, Local())
     assert "--method smoothing" in str(refused.value.hint)
 
 

@@ -329,6 +329,17 @@ def test_a_network_without_an_open_unit_is_told() -> None:
     assert certifier.remark == NOTHING_OPEN
 
 
+def test_an_enclosure_without_bounds_is_not_said_to_have_no_open_units() -> None:
+    parts = (nn.Flatten(), nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 2))
+    model = nn.Sequential(*parts).double().eval().requires_grad_(False)
+    parts[1].weight *= 1e300
+    certifier = LocalCertifier(model, SIZE, Local("branch", norm="linf", at=[0.5], seconds=LONG))
+    pixels = torch.tensor([[[[0.2, 0.4, 0.7]]]]).double()
+    (row,) = certifier.batch([0], pixels, [int(model(pixels).argmax())])
+    assert row.radius == 0
+    assert "wide" in certifier.remark or "without bounds" in certifier.remark
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
 def test_no_time_is_refused(seconds: float) -> None:
     with pytest.raises(UsageError, match="--seconds"):

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls import table as balls
@@ -30,6 +29,9 @@ QUICK = [
     "gelu-tanh", "spelled-rounded-enclosed", "linear-function", "maxmin", "attention-windows", "attention-written",
     "pad-channels", "roll-flat", "softmax", "center-norm", "batch-norm-folded", "l2-normalize", "attention-pool",
     "silu", "spelled-rounded-views", "spelled-rounded-moves",
+    "quick-gelu", "mish", "sigmoid", "clamp", "softplus", "square", "max-pool", "avg-pool", "avg-pool-1d", "adaptive",
+    "upsample", "resize", "conv1d", "broadcast", "conv-reflect", "spelled-rounded-hard", "einsum", "spelled-lines",
+    "spelled-curves", "spelled-rounded-curves", "conv-3-stride", "conv-3d", "spelled-images",
 ]  # fmt: skip
 """They reach every entry of both tables; the other rows are other sizes and compositions of the
 same.
@@ -43,6 +45,8 @@ ROWS = [
     *("attention-talking", "rolled"),
     *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly"),
 ]  # fmt: skip
+OF_BALLS = ["spelled-jumps", "spelled-rounded-jumps"]
+"""Curves whose second derivative jumps: zonotopes bound it between grid points."""
 RADII = (1e-6, 0.02, 0.3) if EVERY else (0.05,)
 PLACES = 8 if EVERY else 2
 WALKS = ZONOTOPES | BALLS
@@ -79,6 +83,7 @@ def walked(name: str, kind: str) -> list[Walked]:
 
 
 CASES = [(name, kind) for number, name in enumerate(ROWS if EVERY else QUICK) for kind in variants(number)]  # fmt: skip
+CASES += [(name, kind) for name in OF_BALLS for kind in variants(0) if kind in BALLS]
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
@@ -108,25 +113,26 @@ def hardswish_of_one_piece(ctx: object, module: nn.Module, x: Form) -> Form:
     return middle.scale(inside) + x.scale((x.centre >= 3).double())
 
 
-def hardswish_of_slope_one(ctx: object, module: nn.Module, x: object) -> Near:
+def threshold_of_slope_one(ctx: object, module: nn.Module, x: object) -> Near:
+    """Which it is beside its jump."""
     near = settled(x)
-    return Near.of(functional.hardswish(near.centre), near.fibre, near.whole)
+    return Near.of(module(near.centre), near.fibre, near.whole)
 
 
 PLANTED = {
-    "zonotopes": (zonotopes.rules, hardswish_of_one_piece, "l2 with squares"),
-    "balls": (balls.rules, hardswish_of_slope_one, "l2 ball"),
+    "zonotopes": (zonotopes.rules, hardswish_of_one_piece, "l2 with squares", nn.Hardswish()),
+    "balls": (balls.rules, threshold_of_slope_one, "l2 ball", nn.Threshold(0.1, 20.0)),
 }
 
 
 @pytest.mark.parametrize("domain", PLANTED)
 def test_a_wrong_rule_that_is_added_is_caught(domain: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table, rule, kind = PLANTED[domain]
-    pin(nn.Hardswish)
-    planted = ModuleRule(nn.Hardswish, rule, lambda module: True)
-    monkeypatch.setitem(table.modules, nn.Hardswish, planted)
-    assert without_a_row(table, reached_by_rows(table)) == [title(("modules", nn.Hardswish))]
-    row = Enclosed(pixel_model(on_tokens(nn.Hardswish(), scale=8.0)))
+    table, rule, kind, module = PLANTED[domain]
+    name = type(module)
+    pin(name)
+    monkeypatch.setitem(table.modules, name, ModuleRule(name, rule, lambda module: True))
+    assert without_a_row(table, reached_by_rows(table)) == [title(("modules", name))]
+    row = Enclosed(pixel_model(on_tokens(module, scale=8.0)))
     walk = WALKS[kind](row, images(1)[0], 0.02, 8)
-    assert ("modules", nn.Hardswish) in row.reached[table.domain]
+    assert ("modules", name) in row.reached[table.domain]
     assert list(walk.faults(row.model)) != []

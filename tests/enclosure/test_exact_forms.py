@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.enclosure.balls.activations import gelu
+from certcli.enclosure.balls.activations import curved
 from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.layers import mean, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork, _margins
@@ -19,7 +19,7 @@ from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, margins, pointwise, products
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.functions import RSQRT, SQRT, Function
+from certcli.enclosure.zonotopes.functions import GELU, RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
@@ -165,7 +165,7 @@ def test_what_is_capped_to_a_number_holds_it() -> None:
 
 def test_a_gelu_loses_as_much_as_a_function_may() -> None:
     far = torch.full((1, 1, 1, 3), 1e9).double()
-    assert float(gelu(context(), still(far)).fibre) >= FUNCTION * float(far.norm())
+    assert float(curved(context(), still(far), GELU).fibre) >= FUNCTION * float(far.norm())
 
 
 def test_a_shift_behind_a_norm_loses_as_much_as_its_terms_say(

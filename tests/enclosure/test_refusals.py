@@ -36,7 +36,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     rms_norm,
     unit_length,
 )
-from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
@@ -127,15 +127,14 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "softmax over the tokens": (lambda: Tokens(lambda m, x: x.softmax(1)), "another axis"),
     "a product with a matrix": (lambda: Tokens(lambda m, x: x @ MATRIX), "with a constant"),
     "zeros around": (lambda: Tokens(lambda m, x: F.pad(x, (1, 0, 2, 0)), 42), None),
-    "ones around": (lambda: Tokens(lambda m, x: F.pad(x, (1, 1), value=1.0), 32), "other than zeros"),
-    "an edge repeated": (lambda: Tokens(lambda m, x: F.pad(x, (1, 1), mode="replicate"), 32), "other than zeros"),
+    "an edge repeated": (lambda: Tokens(lambda m, x: F.pad(x, (1, 1), mode="replicate"), 32), "padding mode"),
     "a part without entries": (lambda: Tokens(lambda m, x: torch.cat(x.split([6, 0], 2), 2)), "without entries"),
     "rows of length 1": (lambda: Tokens(lambda m, x: F.normalize(x, dim=-1, eps=0.1)), None),
     "columns of length 1": (lambda: Tokens(lambda m, x: F.normalize(x, dim=1)), "rows of length 1"),
     "rows of sum 1": (lambda: Tokens(lambda m, x: F.normalize(x, p=1.0, dim=-1)), "rows of length 1"),
     "a map pooled to four places": (
         lambda: Tokens(lambda m, x: F.adaptive_avg_pool2d(x[:, None], 2)[:, 0], 4),
-        "other than one place",
+        None,
     ),
     "shares of a sum": (lambda: Tokens(shares), None),
     "a sum of the batch": (lambda: Tokens(lambda m, x: x.sum(0, keepdim=True)), "a sum over the batch"),
@@ -167,7 +166,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
         lambda: Tokens(
             lambda m, x: m.conv(x[:, None]), conv=nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")
         ),
-        "'conv2d'",
+        None,
     ),
 }  # fmt: skip
 
@@ -281,10 +280,6 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     "balls, a mean over no axes": (lambda: layers.mean(context(), BALL, ()), "the batch"),
     "forms, joined along the batch": (lambda: shapes.cat(NO_TOKEN, [FORM, FORM]), "the batch"),
     "balls, joined along the batch": (lambda: layers.cat(context(), [BALL, BALL]), "the batch"),
-    "forms of two shapes": (
-        lambda: rules.functions[torch.add](NO_TOKEN, FORM, FORM.choose(0)),
-        "repeats a tensor",
-    ),
     "a constant of more axes": (lambda: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
     "a larger constant": (lambda: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
 }

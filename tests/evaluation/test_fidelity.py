@@ -222,7 +222,11 @@ DOUBTS = {
         None,
         "same first choice",
     ),
-    "another network's classes": (lambda pixels: images_of(pixels), "wrong", "about chance"),
+    "another network's classes": (
+        lambda pixels: images_of(pixels),
+        "wrong",
+        "fewer than by chance: is this a permutation",
+    ),
 }
 
 

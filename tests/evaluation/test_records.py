@@ -432,32 +432,6 @@ def test_a_failed_gate_prints_one_document(proven: Path) -> None:
     certvit(*words, "--min-certified", "0.01@0.1")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-e", "nan"],
-        ["-e", "inf"],
-        ["-e", "-1"],
-        ["--min-certified", "nan"],
-        ["--min-certified", "90"],
-        ["--min-certified", "0.5@nan"],
-        ["--min-certified", "0.5@inf"],
-        ["--min-certified", "half"],
-        ["--method", "nobody"],
-    ],
-    ids=" ".join,
-)
-def test_gates_and_radii_that_mean_nothing_are_refused(proven: Path, words: list[str]) -> None:
-    for command in ("certify", "attack") if words[0] == "-e" else ("certify",):
-        failure = attempt(command, proven, *words).exception
-        assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
-
-
-@pytest.mark.parametrize("share", ["nan", "90", "-0.5"])
-def test_shares_of_attack_that_mean_nothing_are_refused(proven: Path, share: str) -> None:
-    assert getattr(attempt("attack", proven, "--min-robust", share).exception, "code", None) == 2
-
-
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
     for certificate in (
         Certificate(3, 1, None, 0.0, "smoothing", 0.001, seconds=0.5),

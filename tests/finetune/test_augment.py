@@ -48,23 +48,6 @@ def test_translations_move_each_image_as_a_whole() -> None:
     assert 0 < sum(same) < len(images)
 
 
-@pytest.mark.parametrize("channels", [3, 1])
-@pytest.mark.parametrize("amount", [-0.4, 0.3, 0.5])
-def test_changes_of_colour_are_those_of_torchvision(channels: int, amount: float) -> None:
-    transforms = pytest.importorskip("torchvision.transforms.functional")
-    images = torch.rand(4, channels, 7, 9, generator=torch.Generator().manual_seed(0))
-    images[0] = 0.5  # grey has no hue
-    amounts = torch.full((4, 1, 1, 1), amount)
-    for change, theirs, by in (
-        (moves._brighten, transforms.adjust_brightness, 1 + amount),
-        (moves._contrast, transforms.adjust_contrast, 1 + amount),
-        (moves._saturate, transforms.adjust_saturation, 1 + amount),
-        (moves._turn_hue, transforms.adjust_hue, amount),
-    ):
-        # a dozen float32 operations on numbers of at most 6
-        assert torch.allclose(change(images, amounts), theirs(images, by), rtol=0, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("name", "moved"),
     [("color-jitter:0.4", 3), ("color-jitter:0.4x0x0x0", 3), ("color-jitter:0x0x0x0.5", 3)]
@@ -86,27 +69,26 @@ def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved
     assert torch.equal(jittered, again)
 
 
-def test_the_order_of_the_changes_differs_between_images() -> None:
+def test_an_image_takes_its_own_changes_of_torchvision_in_its_own_order() -> None:
     """Brightness doubled and clipped, then hue turned, differs from the other order."""
+    transforms = pytest.importorskip("torchvision.transforms.functional")
     images = torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(1)).repeat(64, 1, 1, 1)
-    orders = []
-    for seed in range(2):
-        generator = torch.Generator().manual_seed(seed)
-        order = torch.rand(64, 4, generator=generator).argsort(dim=1)
-        amounts = torch.tensor([0.9, 0.0, 0.0, 0.5]) * (
-            2 * torch.rand(64, 4, generator=generator) - 1
-        )
-        bright, hue = amounts[:, 0].view(-1, 1, 1, 1), amounts[:, 3].view(-1, 1, 1, 1)
-        first = moves._turn_hue(moves._brighten(images, bright), hue)
-        second = moves._brighten(moves._turn_hue(images, hue), bright)
-        bright_first = (order == 0).int().argmax(dim=1) < (order == 3).int().argmax(dim=1)
-        expected = torch.where(bright_first.view(-1, 1, 1, 1), first, second)
-        reach = (0.9, 0.0, 0.0, 0.5)
-        jittered = moves.color_jitter(images, reach, torch.Generator().manual_seed(seed))
-        assert torch.equal(jittered, expected)
-        orders.append(bright_first)
-        assert not torch.equal(first, second)
-    assert all(0 < int(order.sum()) < 64 for order in orders)
+    reach = (0.9, 0.0, 0.0, 0.5)
+    jittered = moves.color_jitter(images, reach, torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    order = torch.rand(64, 4, generator=generator).argsort(dim=1)
+    amounts = torch.tensor(reach) * (2 * torch.rand(64, 4, generator=generator) - 1)
+    bright_first = (order == 0).int().argmax(dim=1) < (order == 3).int().argmax(dim=1)
+    assert 0 < int(bright_first.sum()) < 64
+    for image, result, first, amount in zip(images, jittered, bright_first, amounts):
+        bright = float(1 + amount[0])
+        hue = float(amount[3])
+        if first:
+            bright_image = transforms.adjust_brightness(image, bright)
+            assert torch.equal(result, transforms.adjust_hue(bright_image, hue))
+        else:
+            turned = transforms.adjust_hue(image, hue)
+            assert torch.equal(result, transforms.adjust_brightness(turned, bright))
 
 
 @pytest.mark.parametrize(
@@ -162,28 +144,6 @@ def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
             FinetuneSettings(augment=(wrong,))
 
 
-@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0)])
-def test_mixed_labels_weigh_what_the_pixels_show(mixup: float, cutmix: float) -> None:
-    images = numbered()
-    labels = torch.arange(6)
-    settings = FinetuneSettings(mixup=mixup, cutmix=cutmix)
-    for seed in range(20):
-        mixed, how = moves.mix(images, labels, settings, torch.Generator().manual_seed(seed))
-        assert how is not None
-        assert torch.equal(how.partners, labels.flip(0))
-        if mixup:
-            assert torch.allclose(mixed, how.weight * images + (1 - how.weight) * images.flip(0))
-        else:
-            own = (mixed == images).float().mean().item()
-            assert own == pytest.approx(
-                how.weight, abs=1e-6
-            )  # a count of pixels, exact but for the division
-    never = FinetuneSettings(mixup=0.5, mix_probability=0.0)
-    same, how = moves.mix(images, labels, never, torch.Generator())
-    assert how is None
-    assert torch.equal(same, images)
-
-
 @contextmanager
 def watched_hooks(model: nn.Module) -> Iterator[None]:
     """The network is left as it was: no hook, same mode, same gradients."""
@@ -194,7 +154,7 @@ def watched_hooks(model: nn.Module) -> Iterator[None]:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["fgsm", "pgd", "trades"])
+@pytest.mark.parametrize("kind", ["fgsm", "pgd"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
 @pytest.mark.parametrize("masks", [{}, {"ard": 0.7, "prm": 0.5}], ids=["", "masked"])
 def test_attacked_images_stay_in_the_ball_and_cost_more(
@@ -233,7 +193,6 @@ def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -
     common = {
         "loss": "ce",
         "adversarial": "pgd",
-        "mask_decay": 0.5,
         "attack_norm": "l2",
         "attack_steps": 3,
     }
@@ -251,7 +210,12 @@ def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -
     adversary.model(pixels).square().sum().backward()
     assert torch.equal(dropped, pixels.grad)
     assert torch.equal(adversary.model(images), whole)  # values pass on, gradients do not
-    assert [adversary.share_left(share) for share in (0.0, 0.25, 0.5, 0.9)] == [1.0, 0.5, 0.0, 0.0]
+    assert [adversary.share_left(share) for share in (0.0, 0.125, 0.25, 0.9)] == [
+        1.0,
+        0.5,
+        0.0,
+        0.0,
+    ]
     masking = Adversary(build.load(tiny), FinetuneSettings(**common, prm=1.0), torch.Generator())  # type: ignore[arg-type]
     assert torch.equal(masking._masked(images + 0.1, images, 1.0), images)
     assert torch.equal(masking._masked(images + 0.1, images, 0.0), images + 0.1)

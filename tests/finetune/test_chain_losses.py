@@ -20,8 +20,7 @@ from certcli.images import datasets
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import ClippedReLU
-from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS, SIZE, images, neighbours, network
 
 KINDS = {"bcp": BcpCertifier, "local-lip": LocalLipCertifier}
@@ -74,7 +73,7 @@ def test_gradients_are_those_of_finite_differences(name: str, loss: str) -> None
 
     def value() -> Tensor:
         return worst_logits(
-            model(pixels), labels, bound.slopes(bound.reach(pixels, 0.05), 0.05)(labels), 0.05, 0.0
+            model(pixels), labels, bound.slopes(bound.reach(pixels, 0.05), 0.05)(labels), 0.05
         )
 
     generator = torch.Generator().manual_seed(4)
@@ -125,7 +124,6 @@ def trained(kind: str) -> PixelModel:
                 labels,
                 bound.slopes(bound.reach(pixels, reached), reached)(labels),
                 reached,
-                0.0,
             ).backward()
         optimiser.step()
     return model.double().eval().requires_grad_(False)
@@ -153,70 +151,13 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
         datasets.load("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
     ]
-    settings = FinetuneSettings(
-        loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16, accumulate=1
-    )
+    settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
     run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
     (record,) = run.run(*sets)
     assert run.pairs() is None
     assert record.certified_estimate is not None
     assert record.certified_estimate <= record.clean
     assert run.state().vectors  # singular vectors go on where they were
-
-
-def clipping() -> PixelModel:
-    """Return a chain whose only activation clips at thresholds of 0.3 and 1.5."""
-    clipped = ClippedReLU((6,))
-    torch.manual_seed(1)
-    with torch.no_grad():
-        clipped.threshold.copy_(torch.tensor([0.3, 1.5]).repeat(3))
-    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 6), clipped, nn.Linear(6, 10))
-    return PixelModel(SPEC, net).double().eval()
-
-
-def test_the_sparsity_is_what_units_lack_to_be_constant() -> None:
-    """Around grey the ball lies in the box of pixels: |w|_2 epsilon / std is how far a unit moves."""
-    model = clipping()
-    bound = chain(model, "local-lip")
-    bound.factor = 0.25
-    linear, clipped = model.net[1], model.net[2]
-    pixels = torch.full((2, 1, 8, 8), 0.5, dtype=torch.float64)
-    unit = linear(torch.zeros(2, 64, dtype=torch.float64))
-    move = linear.weight.norm(dim=1) * 0.2 / 0.5
-    above = (unit + move).clamp_min(0).mean()
-    below = (clipped.threshold - unit + move).clamp_min(0).mean()
-    sparsity = bound.reach(pixels, 0.2).sparsity.detach()
-    assert float(sparsity) == pytest.approx(float((above + 0.25 * below).detach()), rel=1e-9)
-    bound.factor = None
-    assert float(bound.reach(pixels, 0.2).sparsity) == 0
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_a_run_with_sparsity_leaves_fewer_units_that_move(loss: str) -> None:
-    net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
-    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
-    train, val = (
-        datasets.load("digits", checkpoint.record.input, split).limit(32)
-        for split in ("train", "val")
-    )
-    moving = {}
-    for sparsity in (None, (1.0, 0.1)):
-        settings = FinetuneSettings(
-            loss=loss, epsilon=0.05, ramp=0, steps=4, batch_size=16, sparsity=sparsity, lr=3e-3
-        )
-        run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
-        list(run.run(train, val))
-        assert run.chain is not None
-        with torch.no_grad():
-            moving[sparsity] = float(run.chain.reach(val.tensors()[0], 0.05).moving.mean())
-    assert moving[1.0, 0.1] < moving[None]
-
-
-def test_sparsity_without_an_activation_that_is_constant_anywhere_is_refused() -> None:
-    model = network("maxmin")
-    arithmetic = TrainableArithmetic(torch.device("cpu"), iterations=1)
-    with pytest.raises(UsageError, match="--sparsity"):
-        ChainBound(model, lambda: arithmetic, drop=False, factor=0.1)
 
 
 def test_a_network_that_is_no_chain_is_refused() -> None:

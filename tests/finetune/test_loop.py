@@ -186,18 +186,14 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
     labels = torch.tensor([0, 2])
     wrong = torch.tensor([[0.0, 3.0, 0.0], [3.0, 0.0, 0.0]], requires_grad=True)
     right = torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
-    assert float(loss(right, labels, pairs, 0.1, 0.0)) < float(
-        loss(wrong.detach(), labels, pairs, 0.1, 0.0)
-    )
-    loss(wrong, labels, pairs, 0.1, 0.0).backward()
+    assert float(loss(right, labels, pairs, 0.1)) < float(loss(wrong.detach(), labels, pairs, 0.1))
+    loss(wrong, labels, pairs, 0.1).backward()
     assert wrong.grad is not None
     assert float(wrong.grad.abs().sum()) > 0
     if name in NEEDS_PAIRS:
-        assert float(loss(right, labels, pairs, 20.0, 0.0)) > float(
-            loss(right, labels, pairs, 0.1, 0.0)
-        )
+        assert float(loss(right, labels, pairs, 20.0)) > float(loss(right, labels, pairs, 0.1))
         with pytest.raises(UsageError):
-            loss(right, labels, None, 0.1, 0.0)
+            loss(right, labels, None, 0.1)
 
 
 def test_the_trainable_estimate_approaches_the_proven_bound_from_below(

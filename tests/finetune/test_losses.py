@@ -27,9 +27,7 @@ def loaded(name: str) -> Callable[..., Tensor]:
     loss = LOSSES.load(name)
     if name not in NEEDS_CHAIN:
         return loss
-    return lambda logits, labels, pairs, epsilon, smoothing: loss(
-        logits, labels, pairs[labels], epsilon, smoothing
-    )
+    return lambda logits, labels, pairs, epsilon: loss(logits, labels, pairs[labels], epsilon)
 
 
 def batch(
@@ -46,15 +44,11 @@ def batch(
 
 
 @pytest.mark.parametrize("name", CERTIFIED)
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_larger_radius_never_lowers_the_loss(name: str, smoothing: float) -> None:
-    if smoothing and name in ("lmt", "emma", *NEEDS_CHAIN):
-        pytest.skip("smoothed targets ask the worst case for probability in the other classes")
+def test_a_larger_radius_never_lowers_the_loss(name: str) -> None:
     logits, labels, pairs = batch()
     loss = loaded(name)
     values = [
-        float(loss(logits, labels, pairs, radius, smoothing))
-        for radius in (0, 0.01, 0.1, 0.5, 1, 5, 1e4, 1e9)
+        float(loss(logits, labels, pairs, radius)) for radius in (0, 0.01, 0.1, 0.5, 1, 5, 1e4, 1e9)
     ]
     for before, after in pairwise(values):
         assert after >= before - 1e-12 * abs(before)  # rounding of float64
@@ -69,19 +63,18 @@ def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) ->
     """
     logits, labels, pairs = batch()
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
-    value = loaded(name)(logits, labels, scale * gain * pairs / pairs.max(), 1.0, 0.0)
+    value = loaded(name)(logits, labels, scale * gain * pairs / pairs.max(), 1.0)
     (slope,) = torch.autograd.grad(value, scale)
     assert float(slope) > 0.01  # a flat one has 1e-9 of it at 30, and none beyond
 
 
 @pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(NEEDS_CHAIN)])
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_at_radius_zero_only_cross_entropy_is_left(name: str, smoothing: float) -> None:
+def test_at_radius_zero_only_cross_entropy_is_left(name: str) -> None:
     logits, labels, pairs = batch()
-    expected = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    expected = functional.cross_entropy(logits, labels)
     # float64, sums of seven exponentials
     assert math.isclose(
-        float(loaded(name)(logits, labels, pairs, 0.0, smoothing)), float(expected), rel_tol=1e-12
+        float(loaded(name)(logits, labels, pairs, 0.0)), float(expected), rel_tol=1e-12
     )
 
 
@@ -92,8 +85,8 @@ def test_the_order_of_classes_does_not_matter(name: str) -> None:
     place = torch.empty_like(order)
     place[order] = torch.arange(K)
     loss = loaded(name)
-    plain = float(loss(logits, labels, pairs, 0.3, 0.1))
-    moved = float(loss(logits[:, order], place[labels], pairs[order][:, order], 0.3, 0.1))
+    plain = float(loss(logits, labels, pairs, 0.3))
+    moved = float(loss(logits[:, order], place[labels], pairs[order][:, order], 0.3))
     assert math.isclose(plain, moved, rel_tol=1e-12)
 
 
@@ -101,15 +94,15 @@ def test_the_order_of_classes_does_not_matter(name: str) -> None:
 def test_float32_agrees_with_float64_and_half_precision_is_widened(name: str) -> None:
     loss = loaded(name)
     logits, labels, pairs = batch(dtype=torch.float32)
-    single = loss(logits, labels, pairs, 0.3, 0.0)
-    double = loss(logits.double(), labels, pairs.double(), 0.3, 0.0)
+    single = loss(logits, labels, pairs, 0.3)
+    double = loss(logits.double(), labels, pairs.double(), 0.3)
     assert single.dtype == torch.float32
     assert double.dtype == torch.float64
     assert math.isclose(float(single), float(double), rel_tol=1e-5)  # float32 has 1.2e-7, 280 terms
     if name in CERTIFIED:
         rounded = logits.bfloat16()
         assert torch.equal(
-            loss(rounded, labels, pairs, 0.3, 0.0), loss(rounded.float(), labels, pairs, 0.3, 0.0)
+            loss(rounded, labels, pairs, 0.3), loss(rounded.float(), labels, pairs, 0.3)
         )
 
 
@@ -120,7 +113,7 @@ def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: f
     logits, labels, pairs = batch(scale, dtype=torch.float32)
     logits.requires_grad_(True)
     pairs = (slope * pairs.double()).requires_grad_(True)
-    value = loaded(name)(logits, labels, pairs, 1.5, 0.1)
+    value = loaded(name)(logits, labels, pairs, 1.5)
     assert torch.isfinite(value)
     value.backward()
     assert logits.grad is not None
@@ -137,7 +130,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
     if name == "emma":
         return  # its caps are detached on purpose: see the next test
     inputs = (logits.requires_grad_(True), pairs.requires_grad_(name in CERTIFIED))
-    assert torch.autograd.gradcheck(lambda z, k: loss(z, labels, k, 0.2, 0.1), inputs)
+    assert torch.autograd.gradcheck(lambda z, k: loss(z, labels, k, 0.2), inputs)
 
 
 def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
@@ -147,7 +140,7 @@ def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
     worst = torch.tensor([[5.0, 5.0, 2.0, 6.0 + 2 * EMMA_FLOOR]], dtype=torch.float64)
     expected = functional.cross_entropy(worst, torch.tensor([0]))
     assert math.isclose(
-        float(LOSSES.load("emma")(logits, torch.tensor([0]), pairs, 2.0, 0.0)), float(expected)
+        float(LOSSES.load("emma")(logits, torch.tensor([0]), pairs, 2.0)), float(expected)
     )
 
 
@@ -163,9 +156,7 @@ def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> N
     assert 10 < int(certified.sum()) < 190
     for index in range(200):
         value = float(
-            loss(
-                1e3 * logits[index : index + 1], labels[index : index + 1], 1e3 * pairs, radius, 0.0
-            )
+            loss(1e3 * logits[index : index + 1], labels[index : index + 1], 1e3 * pairs, radius)
         )
         assert (value < math.log(2)) == bool(certified[index])
 
@@ -176,12 +167,12 @@ def test_hinge_kr_and_trades_by_hand() -> None:
     pairs = torch.tensor([[0.0, 2.0, 2.0], [2.0, 0.0, 2.0], [2.0, 2.0, 0.0]], dtype=torch.float64)
     # radii 1 and 1.5; a radius of 1.25 asks the first for 0.25
     expected = (HINGE_WEIGHT * 0.25 - 1.0 - 1.5) / 2
-    assert math.isclose(float(LOSSES.load("hinge-kr")(logits, labels, pairs, 1.25, 0.0)), expected)
+    assert math.isclose(float(LOSSES.load("hinge-kr")(logits, labels, pairs, 1.25)), expected)
     p = logits.softmax(1)
     q = torch.tensor([[3.0, 2.0, 1.0]], dtype=torch.float64).softmax(1)
     divergence = float((p * (p / q).log()).sum())
     expected = float(functional.cross_entropy(logits, labels)) + TRADES_WEIGHT * divergence
-    assert math.isclose(float(LOSSES.load("trades")(logits, labels, pairs, 0.5, 0.0)), expected)
+    assert math.isclose(float(LOSSES.load("trades")(logits, labels, pairs, 0.5)), expected)
 
 
 def test_huge_gains_keep_their_order_and_their_slope() -> None:
@@ -198,9 +189,7 @@ def test_huge_gains_keep_their_order_and_their_slope() -> None:
 def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
     logits, labels, pairs = batch()
     with pytest.raises(UsageError, match="bound"):
-        LOSSES.load(name)(logits, labels, None, 0.1, 0.0)
+        LOSSES.load(name)(logits, labels, None, 0.1)
     for wrong in (math.inf, math.nan):
         with pytest.raises(NoBoundError, match="beyond float64"):
-            LOSSES.load(name)(
-                logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1, 0.0
-            )
+            LOSSES.load(name)(logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1)

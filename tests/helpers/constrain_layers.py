@@ -22,20 +22,19 @@ def layer(
     outputs: int = 12,
     inputs: int = 9,
     tokens: int = 80,
-    groups: int = 1,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
 ) -> tuple[LayerStatistics, Tensor]:
     """A layer with anisotropic inputs of non-zero mean, as real activations are, and the inputs
-    (groups, in, tokens).
+    (in, tokens).
     """
     weight = gaussian(outputs, inputs, seed=seed).to(dtype)
     scales = torch.logspace(0, -1.5, inputs, dtype=torch.float64)[:, None]
-    columns = scales * (gaussian(groups, inputs, tokens, seed=seed + 1) + 0.5)
+    columns = scales * (gaussian(inputs, tokens, seed=seed + 1) + 0.5)
     statistics = LayerStatistics(
         path="layer",
         weight=weight.double(),
-        grams=columns @ columns.mT,
+        gram=columns @ columns.mT,
         kind="linear",
         shape=(outputs, inputs),
         dtype=dtype,
@@ -43,10 +42,10 @@ def layer(
     return statistics, columns
 
 
-def measured_errors(weight: Tensor, original: Tensor, columns: Tensor) -> Tensor:
+def measured_error(weight: Tensor, original: Tensor, columns: Tensor) -> float:
     """The definition, from the activations themselves."""
     change = (weight.double() - original) @ columns
-    return change.flatten(1).norm(dim=1) / (original @ columns).flatten(1).norm(dim=1)
+    return float(change.norm() / (original @ columns).norm())
 
 
 def collect(

@@ -57,7 +57,8 @@ class Ordered(TorchDispatchMode):
         if name in ("mm", "bmm"):
             return self.product(*args)
         if name in ("addmm", "baddbmm"):
-            return args[0] + self.product(*args[1:3])
+            beta, alpha = ((kwargs or {}).get(name, 1) for name in ("beta", "alpha"))
+            return args[0] * beta + self.product(*args[1:3]) * alpha
         if name == "convolution" and args[8] == 1:
             x, weight, bias, stride, padding, dilation = args[:6]
             columns = F.unfold(

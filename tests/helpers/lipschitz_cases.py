@@ -217,6 +217,9 @@ RULES: dict[str, Callable[[], nn.Module]] = {
     "clipped-relu": lambda: nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), spread(ClippedReLU((3, 4, 4)))),
     "clamp": lambda: on_tokens(f(lambda m, x: x.clamp(0.1, 0.4))),
     "softplus": lambda: on_tokens(nn.Softplus(2.0, threshold=40.0)),
+    "log-softmax": lambda: on_tokens(
+        f(lambda m, x: torch.log_softmax(functional.log_softmax((3 * x).log_softmax(1), -1), 2))
+    ),
     "softmax": lambda: on_tokens(f(lambda m, x: (3 * x).softmax(-1))),
     "square": lambda: on_tokens(f(lambda m, x: x**2 + torch.square(x))),
     "maxmin": lambda: on_tokens(nn.Linear(8, 8), MaxMin()),

@@ -135,11 +135,11 @@ def of_ci() -> list[Printed]:
 PHOTO = ("vit_tiny_patch16_224", "vit_cifar10_p4_d128_l6_h4", "tuned.safetensors", "small_photo")
 CERTIFIED = ("certified", "audited", "constrain")
 NOT_HERE = {
+    "certvit merge": "needs an adapter (tests/models/test_adapters.py)",
     "--member": "needs two trained networks (tests/nn/test_mean_network.py)",
     "--pretrained": "fetches weights from the hub",
     "--arch ": "a downloaded file (tests/models/test_open.py)",
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
-    "--target": "searches for a minute (tests/constrain/test_targets.py)",
     "doctor": "looks at the whole installation (tests/cli/test_help.py)",
     "--denoiser": "needs a denoiser (tests/certify/test_denoiser.py)",
     "--shard-size": "a folder of shards (tests/checkpoint/test_shards.py)",

@@ -99,11 +99,30 @@ def unreadable(kind: str) -> Callable[[Path], None]:
     return spoil
 
 
+def link_in(folder: Path) -> None:
+    """A class whose folder is elsewhere: without it, the classes after it would have other numbers."""
+    (folder / "aa").symlink_to("no-such-folder")
+
+
+def circle(folder: Path) -> None:
+    (folder / "aa").symlink_to("aa")
+
+
+def split_with_a_lost_table(folder: Path) -> None:
+    """Beside other folders, train and test are splits because of their tables."""
+    for split in ("train", "test"):
+        (folder / split).mkdir()
+        (folder / split / "labels.csv").symlink_to("no-such-file")
+
+
 FOLDERS: list[tuple[str, Callable[[Path], None], str]] = [
     ("fifo", fifo, "x.png"),
     ("bomb", bomb, "x.png"),
     ("postscript", postscript, "x.png"),
     ("broken link", nowhere, "x.png"),
+    ("a class: broken link", link_in, "aa cannot be read"),
+    ("a class: circle of links", circle, "aa cannot be read"),
+    ("a split's table: broken link", split_with_a_lost_table, "labels.csv"),
     ("unknown scale", unknown_scale, "white"),
     ("truncated image", broken, "x.png"),
     ("unprintable class", unprintable, "print"),

@@ -61,14 +61,6 @@ def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> 
     assert found["jacobian"][0]["largest"] >= found["jacobian"][0]["mean"] > 0
     assert found["lower"] <= found["upper"]
     assert plot.stat().st_size > 1000
-    heads = report(workshop / "plain.safetensors", "--no-estimate", "--heads")["heads"]
-    weight = (
-        Checkpoint.read(workshop / "plain.safetensors").tensors["blocks.0.attn.qkv.weight"].double()
-    )
-    exact = [float(torch.linalg.matrix_norm(part, 2)) for part in weight.chunk(6)]
-    assert [entry["map"] for entry in heads] == ["q", "k", "v"]
-    proven = [norm for entry in heads for norm in entry["upper"]]
-    assert all(value >= true for value, true in zip(proven, exact, strict=True))
     layers = tmp_path / "layers.png"
     report(workshop / "plain.safetensors", "--no-estimate", "--plot", layers)
     assert layers.stat().st_size > 1000

@@ -15,12 +15,10 @@ from torch import Tensor, nn
 from certcli.models import build as models  # first: it makes torchvision importable
 
 # isort: split
-import timm.layers as timm_layers
 from timm.models.mlp_mixer import MlpMixer
 
 from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.lipschitz.bound import LAWS, check_proof
-from certcli.lipschitz.heads import head_norms
 from certcli.lipschitz.measured.estimate import jacobian_norms, measure
 from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models.build import replace_module
@@ -232,16 +230,3 @@ def test_linear_network_is_measured_at_its_bound() -> None:
     # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times
     # that
     assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)
-
-
-def test_norms_of_heads_are_those_of_their_rows() -> None:
-    """A map that the heads do not divide has none."""
-    attention = timm_layers.Attention(8, 2)
-    for part, rows in zip(
-        head_norms(attention), attention.qkv.weight.detach().split(8), strict=True
-    ):
-        assert part.upper == pytest.approx(
-            [float(torch.linalg.matrix_norm(head, 2)) for head in rows.split(4)]
-        )
-    attention.num_heads = 3
-    assert head_norms(attention) == []

@@ -78,7 +78,7 @@ OPTIONS: dict[str, Case] = {
     ),
     "constants multiplied beside the image": (
         lambda: f(lambda m, x: torch.addmm(x.view(8, 4), m.a, m.a.mT @ m.a[:, :4], beta=0)[None], a=torch.rand(8, 8)),
-        "a product of constants",
+        "'addmm'",
     ),
     "normalised, turned and padded": (
         lambda: nn.Sequential(PixelNormalize((0.4, 0.6), (0.2, 0.5)), Times(-2.0), nn.Conv2d(2, 3, 3, padding=1)), None,

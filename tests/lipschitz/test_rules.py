@@ -129,7 +129,7 @@ def test_further_derivatives_are_bounded(name: str) -> None:
     """Points lie 1e-4 apart, and 0 is one. The fourth derivative is below 8, so that the third is
     4e-4 higher at most between them (sigmoid's and tanh's largest is at 0). Beyond 6 they fall.
     """
-    shape: curves.Shape = getattr(curves, name)
+    shape: curves.Curve = getattr(curves, name)
     point = torch.linspace(-6, 6, 120_001, dtype=torch.float64).requires_grad_(True)
     values = {
         "GELU": functional.gelu,
@@ -143,7 +143,7 @@ def test_further_derivatives_are_bounded(name: str) -> None:
         (values,) = torch.autograd.grad(values.sum(), point, create_graph=True)
         largest.append(float(values.detach().abs().max()))
     assert largest[0] <= shape.slope
-    assert largest[1] <= shape.second
+    assert largest[1] <= shape.bend
     at_zero = name in ("SIGMOID", "TANH")
     assert largest[2] + (0.0 if at_zero else 4e-4) <= shape.third + 1e-12 * at_zero
 

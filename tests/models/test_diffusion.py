@@ -51,10 +51,10 @@ NETWORK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown block": ({"down_block_types": ["SkipDownBlock2D"] * 2}, "SkipDownBlock2D"),
     "levels": ({"block_out_channels": [8]}, "make no UNet"),
     "a type": ({"layers_per_block": "two"}, "layers_per_block"),
-    "heads": ({"attention_head_dim": -1}, "make no UNet"),
-    "heads of no width": ({"attention_head_dim": 0}, "make no UNet"),
-    "groups of attention": ({"attn_norm_num_groups": -1}, "make no UNet"),
-    "a time": ({"time_embedding_dim": 10**9}, "make no UNet"),
+    "heads": ({"attention_head_dim": -1}, "attention_head_dim"),
+    "heads of no width": ({"attention_head_dim": 0}, "attention_head_dim"),
+    "groups of attention": ({"attn_norm_num_groups": -1}, "attn_norm_num_groups"),
+    "a time": ({"time_embedding_dim": 10**9}, "time_embedding_dim"),
     "groups": ({"norm_num_groups": 3}, "is no UNet"),
     "channels": ({"in_channels": 3}, "3 channels"),
     "outputs": ({"out_channels": 3}, "gives 3"),
@@ -99,7 +99,9 @@ def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("unreadable", UNREADABLE)
-@pytest.mark.parametrize("name", ["scheduler_config.json", "config.json", "model_index.json"])
+@pytest.mark.parametrize(
+    "name", ["scheduler_config.json", "config.json", "model_index.json", "unet", "scheduler"]
+)
 def test_a_description_that_cannot_be_read_is_refused_unread(
     tmp_path: Path, name: str, unreadable: str
 ) -> None:

@@ -69,7 +69,7 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     assert f"{path} has no classifier" in str(refused)
     assert HINT in getattr(refused, "hint", "")
     report = tmp_path / "report.json"
-    found = document("lipschitz", path, *words, "--features", "--limit", 2, "--iterations", 5)
+    found = document("lipschitz", path, *words, "--features", "--limit", 2)
     assert 0 < found["lower"] <= found["upper"]
     assert (found["bound_of"], found["proof"][-1]["kind"]) == ("features", "features")
     assert "no classifier" in found["proof"][-1]["why"]

@@ -15,6 +15,7 @@ from certcli.models.folder import HUB_NAMES
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
 from certcli.system.errors import CheckpointError
+from tests.helpers.unreadable import UNREADABLE
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
@@ -65,3 +66,14 @@ def test_a_pointer_beside_weights_is_no_second_set(
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 110367416\n"
     (tmp_path / "pytorch_model.bin").write_text(pointer)
     assert open_checkpoint(str(tmp_path), HINTS).record.arch == ARCH
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "a terabyte"])
+def test_weights_that_cannot_be_read_are_not_absent(
+    kind: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The other weights may be another network."""
+    put(tmp_path, "pytorch_model.bin", tensors)
+    UNREADABLE[kind](tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is"):
+        open_checkpoint(str(tmp_path), HINTS)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from certcli.certify.smoothing.diffusion import Diffusion
 from certcli.models.diffusion import EPSILON, SAMPLE
 from certcli.models.guided import PUBLISHED
 from certcli.system.errors import CertvitError
+from tests.helpers import diffusion_folder
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 
 NETWORKS: dict[str, Guided] = {
@@ -220,3 +221,37 @@ def test_what_is_no_such_network_or_says_too_little_is_refused(tmp_path: Path, c
     said = f"{refused.value} {refused.value.hint}"
     assert words in said
     assert "\n" not in said
+
+
+Rename = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def by_guided(folder: Path, rename: Rename) -> Diffusion:
+    made = file(folder, Guided(head_channels=16), lambda state: replace_by(state, rename))
+    return cast(Diffusion, read_denoiser(made, 1))
+
+
+def by_diffusers(folder: Path, rename: Rename) -> Diffusion:
+    made = diffusion_folder.folder(folder, spoil=lambda state: replace_by(state, rename))
+    return cast(Diffusion, read_denoiser(made, 1))
+
+
+def replace_by(state: dict[str, Tensor], rename: Rename) -> None:
+    renamed = rename(dict(state))
+    state.clear()
+    state.update(renamed)
+
+
+@pytest.mark.parametrize("read", [by_guided, by_diffusers])
+def test_what_programs_put_around_names_is_taken_off(
+    tmp_path: Path, read: Callable[[Path, Rename], Diffusion]
+) -> None:
+    plain = read(tmp_path / "plain", lambda state: state)
+    for prefix in ("model.", "module.", "ema.", "state_dict.", "model.module.", "_orig_mod."):
+        wrapped = read(
+            tmp_path / prefix, lambda state, at=prefix: {at + name: x for name, x in state.items()}
+        )
+        assert wrapped.digest == plain.digest, prefix
+    statistics = {"norm.mean": torch.zeros(1), "norm.std": torch.ones(1)}
+    with pytest.raises(CertvitError, match=r"norm\.mean and norm\.std beside"):
+        read(tmp_path / "n", lambda state: {**state, **statistics})

@@ -1,8 +1,13 @@
 """The network that is made of a module in memory is the module: it gives its logits, or it is refused."""
 
+import copy
 import functools
+import re
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import certvit
+from certcli.models.program import program_digest
 from certcli.system.errors import ArchitectureError
 
 SIZE = (1, 2, 2)
@@ -298,6 +304,18 @@ class Setting:
         return self.between[0]["function"](x)
 
 
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("power",)
+
+    def __init__(self, power: int) -> None:
+        self.power = power
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x**self.power
+
+
 FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "relu": lambda: torch.relu,
     "sin": lambda: torch.sin,
@@ -325,3 +343,48 @@ def test_two_programs_with_the_same_weights_have_two_digests(
     ]
     assert all(one == again for one, again in digests)
     assert len({one for one, _ in digests}) == len(FUNCTIONS)
+
+
+STATES = (
+    *(slice(1, 3), slice(1, 4), range(4), range(5), deque([1]), deque([2]), Fraction(1, 2)),
+    *(Fraction(1, 3), SimpleNamespace(a=1), SimpleNamespace(a=2), Slotted(2), Slotted(3)),
+    *(torch.channels_last, torch.contiguous_format, re.compile("a"), re.compile("b")),
+)
+"""Objects that a program may depend on, in pairs of one type."""
+
+
+def test_what_an_object_holds_counts() -> None:
+    digests = [program_digest(Between(state)) for state in STATES]  # type: ignore[arg-type]
+    assert digests == [program_digest(Between(copy.deepcopy(state))) for state in STATES]
+    assert len(set(digests)) == len(STATES)
+
+
+class Sliced(nn.Module):
+    """A graph with a constant, a slice, an argument by name and a part."""
+
+    def __init__(self, start: int, shift: float, dim: int) -> None:
+        super().__init__()
+        self.part = nn.Linear(4, 2)
+        self.start, self.dim = start, dim
+        self.register_buffer("shift", torch.tensor([1.0, shift]), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.part(x.flatten(1))[:, self.start :] + self.shift, dim=self.dim)
+
+
+def test_a_graph_counts_by_its_operations() -> None:
+    """Not by the names of its nodes, nor by what nothing in it reads."""
+    graphs = [fx.symbolic_trace(Sliced(*about)) for about in ((0, 1, 1), (1, 1, 1), (0, 1, 0))]
+    digests = [program_digest(graph) for graph in graphs]
+    assert len(set(digests)) == 3
+    for graph in graphs:
+        for number, node in enumerate(graph.graph.nodes):
+            node._rename(f"step_{number}")
+        graph.meta["note"] = "unread"
+        graph.recompile()
+    assert [program_digest(graph) for graph in graphs] == digests
+
+
+def test_a_buffer_that_no_state_dict_holds_counts() -> None:
+    one, other = (certvit.load(Sliced(0, shift, 1), **OPTIONS).digest for shift in (1.0, 2.0))
+    assert one != other

@@ -39,8 +39,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "attack": ("attack", "m.safetensors", *DIGITS, "--steps", 2, "--source", "p.safetensors"),
     "audit": ("audit", "m.safetensors", *DIGITS, "--time-budget", "1s"),
     "adapt": ("adapt", "p.safetensors", *DIGITS, "--epochs", 0),
-    "adapt --dry-run": ("adapt", "p.safetensors", "--dry-run"),
-    "constrain": ("constrain", "m.safetensors", *DIGITS, "--beta", 0.1, "--iterations", 2),
+    "constrain": ("constrain", "m.safetensors", *DIGITS, "--beta", 0.1),
     "finetune": (
         "finetune",
         "m.safetensors",

@@ -2,6 +2,7 @@
 cause.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -163,14 +164,23 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("by", ["--arch", "config.json"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_may_change_the_function_is_refused_by_its_name(
-    name: str, tensors: Tensors, tmp_path: Path
+    name: str, by: str, tensors: Tensors, tmp_path: Path
 ) -> None:
+    """The hint is made from what the file has, whoever named the architecture."""
     wrap, named = REFUSED[name]
+    config = {"architecture": HINTS.arch, "num_classes": 10, "model_args": dict(HINTS.arch_args)}
+    config["pretrained_cfg"] = {"mean": [0.5] * 3, "std": [0.5] * 3, "input_size": [3, 16, 16]}
+    if by == "config.json":
+        (tmp_path / by).write_text(json.dumps(config))
     with pytest.raises(ArchitectureError, match=named) as refused:
-        opened(wrap(tensors), tmp_path)
-    assert "name the architecture with" not in refused.value.hint  # it is named
+        opened(wrap(tensors), tmp_path, HINTS if by == "--arch" else Hints())
+    hint = refused.value.hint.lower()
+    assert hint
+    assert "name the architecture" not in hint  # it is named
+    assert "--arch" not in hint
 
 
 @pytest.mark.parametrize(

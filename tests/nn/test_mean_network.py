@@ -215,13 +215,12 @@ def test_what_makes_no_mean_is_refused_before_anything_is_written(
 ) -> None:
     other = tmp_path / "other.safetensors"
     mean = tmp_path / "mean.safetensors"
-    certvit("init", "certvit_lip_digits", "--classes", 3, "-o", other)
+    certvit("init", "certvit_lip_digits", "--arch-arg", "num_classes=3", "-o", other)
     plain = tmp_path / "plain.safetensors"
     certvit("init", "certvit_vit_digits", "-o", plain)
     for arch, words, code, told in (
         ("certvit_lip_digits", ("--member", other), 2, "another classes"),
         ("certvit_lip_mnist", (), 2, "not certvit_lip_mnist"),
-        ("certvit_lip_digits", ("--classes", 10), 2, "--member takes"),
         ("certvit_lip_digits", ("--arch-arg", "width=8"), 2, "--member takes"),
         ("certvit_lip_digits", ("--arch-arg", "mirror=1"), 2, "a mean cannot be built"),
         ("certvit_lip_digits", ("--member", tmp_path / "none.safetensors"), 3, "none.safetensors"),

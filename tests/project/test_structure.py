@@ -5,7 +5,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "certcli"
@@ -103,6 +103,13 @@ def test_no_import_circles() -> None:
     assert not graph, f"these import one another, or what does: {sorted(graph)}"
 
 
+def test_what_commands_share_imports_no_command() -> None:
+    commands = {folder.name for folder in (PACKAGE / "cli").iterdir()} - {"shared", "main.py"}
+    for path in (PACKAGE / "cli" / "shared").glob("*.py"):
+        parts = [name.split(".") for name in imported(path) if name.startswith("certcli.cli.")]
+        assert not {part[2] for part in parts} & commands, path
+
+
 def test_domains_import_at_the_top_of_their_files() -> None:
     """An import inside a function hides which theorem rests on which."""
     for path in MODULES:
@@ -166,8 +173,8 @@ WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez",
 OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
+    ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
     ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/shared/pages.py", "save"): "the same",
 }
 """Calls outside the one writer, and where they write."""
 
@@ -206,25 +213,95 @@ def test_one_writer_writes_every_file() -> None:
     assert calls == OF_ANOTHER_KIND.keys()
 
 
-READERS = ("read_text", "read_bytes")
-READ_ELSEWHERE = {
-    "audit/document_builder.py": "/proc/cpuinfo",
-    "report/page.py": "the package's own template",
-    "report/published.py": "the package's own table",
-    "system/memory.py": "/proc and the control group",
-    "system/products.py": "/proc/cpuinfo",
-}
-"""Files of the system and of the package, which no stranger writes."""
-
-
-def test_one_reader_reads_whole_files() -> None:
-    """Else a file of a terabyte is read whole, and a pipe is waited for."""
-    files = {
+def places(matches: Callable[[ast.Call], bool]) -> set[str]:
+    """Return the files of the package with a call that matches."""
+    return {
         path.relative_to(PACKAGE).as_posix()
         for path in MODULES
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.Call)
-        and isinstance(node.func, ast.Attribute)
-        and (node.func.attr in READERS or ast.unparse(node.func) == "json.load")
+        if isinstance(node, ast.Call) and matches(node)
     }
-    assert files == READ_ELSEWHERE.keys()
+
+
+def called(*names: str) -> Callable[[ast.Call], bool]:
+    """Return whether a call is of a method or a function, by its last name."""
+    return lambda call: ast.unparse(call.func).rpartition(".")[2] in names
+
+
+def _reads(call: ast.Call) -> bool:
+    """Tell whether a call opens a file by its name: of `open` only those with a mode, or nothing."""
+    words = [*call.args, *(word.value for word in call.keywords)]
+    is_open = called("open")(call) and ast.unparse(call.func) not in (
+        "Image.open",
+        "webbrowser.open",
+    )
+    by_name = is_open and (not words or any(isinstance(word, ast.Constant) for word in words))
+    return by_name or ast.unparse(call.func) == "os.open" or called("read_text", "read_bytes")(call)
+
+
+READ_ELSEWHERE = {
+    "audit/document_builder.py": "/proc/cpuinfo",
+    "images/datasets.py": "the package's own digits",
+    "report/page.py": "the package's own template",
+    "report/published.py": "the package's own table",
+    "system/files.py": "the writer: what it has written, and folders, to lock them",
+    "system/memory.py": "/proc and the control group",
+    "system/products.py": "/proc/cpuinfo",
+    "system/reading.py": "the reader",
+    "checkpoint/writer.py": "the temporary file that it writes",
+    "cli/shared/streams.py": "/dev/null",
+}
+"""Files of the system and of the package, which no stranger writes."""
+DECODED_ELSEWHERE = {
+    "api/arguments.py": "values of Python",
+    "checkpoint/header.py": "entries of a header that the door has let in",
+    "checkpoint/schema.py": "the door",
+    "cli/shared/inputs.py": "the text of an option",
+    "cli/verify/again.py": "what this run states, as a file would hold it",
+    "evaluation/records.py": "the same",
+    "report/document.py": "the same",
+    "report/published.py": "the package's own table",
+    "system/processes.py": "messages of this run's other processes",
+}
+"""JSON that no stranger writes. All other goes through `decode`, and has ranges."""
+LOOKED_AT = {
+    "audit/plan.py": "which folder must be told from timm's network of its name",
+    "checkpoint/file.py": "what is no regular file is refused",
+    "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
+    "checkpoint/shards.py": "which files of an index could be deleted",
+    "certify/smoothing/denoiser.py": "what is no folder is read as a file",
+    "cli/log/command.py": "what is no folder is read as a file",
+    "cli/shared/inputs.py": "where an output goes by default",
+    "cli/verify/run.py": "what is no folder is read as a file",
+    "images/folders.py": "what is no regular file is refused",
+    "images/names.py": "what is no folder is refused",
+    "models/folder.py": "what is no regular file is refused",
+    "models/open.py": "what is no folder is read as a file, what is no regular file is refused",
+    "system/files.py": "what is no folder is refused",
+}
+"""Who asks what a name is, and what becomes of everything else."""
+
+
+def test_one_reader_reads_every_file() -> None:
+    """Else a file of a terabyte is read whole, and a pipe is waited for."""
+    assert places(_reads) == READ_ELSEWHERE.keys()
+
+
+def test_one_door_decodes_every_json() -> None:
+    """Else a number has no range, and of a key that occurs twice one reader takes the other value."""
+    decoders = ("json.load", "json.loads", "msgspec.json.decode", "msgspec.convert")
+
+    def decodes(call: ast.Call) -> bool:
+        return ast.unparse(call.func) in decoders or called("JSONDecoder", "literal_eval")(call)
+
+    assert places(decodes) == DECODED_ELSEWHERE.keys()
+    imports = {alias.name for path in MODULES for node in ast.walk(tree(path))
+               if isinstance(node, ast.ImportFrom) for alias in node.names
+               if node.module in ("json", "msgspec.json")}  # fmt: skip
+    assert not imports
+
+
+def test_what_is_there_but_unreadable_is_not_absent() -> None:
+    """A broken link as labels.csv counted as no labels, and the network's own answers were judged."""
+    assert places(called("exists", "lexists", "isfile", "isdir")) == {"report/canvas.py"}  # usetex
+    assert places(called("is_file", "is_dir")) == LOOKED_AT.keys()

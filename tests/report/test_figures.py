@@ -24,11 +24,6 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain: bound", "certified: bound"],
     ),
     (
-        ["lipschitz", "plain", "--no-estimate", "--heads"],
-        "--plot",
-        ["query", "key", "value", "attention layer", "proven", "plain"],
-    ),
-    (
         ["lipschitz", "plain", "--no-estimate", "--jacobian"],
         "--plot",
         ["plain", "12 images of digits (train)", "median"],
@@ -37,22 +32,6 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["lipschitz", "plain", "--no-estimate", "--jacobian", "--compare", "certified"],
         "--plot",
         ["plain", "certified", "12 images of digits (train)"],
-    ),
-    (
-        [
-            "constrain",
-            "plain",
-            "--eta",
-            "0.05",
-            "--iterations",
-            "2",
-            "--layers",
-            "*fc1",
-            "-o",
-            "c.safetensors",
-        ],
-        "--plot",
-        ["plain", "12 images of digits (train)", "chosen", "output error", "blocks.0.mlp.fc1"],
     ),
     (
         ["certify", "certified"],
@@ -66,7 +45,7 @@ DRAWN = [  # words of the command, its option; what the figure says
     ),
 ]
 IDS = [
-    " ".join(words[:1] + [word for word in words if word in ("--heads", "--jacobian", "--compare")])
+    " ".join(words[:1] + [word for word in words if word in ("--jacobian", "--compare")])
     for words, *_ in DRAWN
 ]
 

@@ -29,14 +29,14 @@ from tests.helpers.slopes import IMAGE
 WITHOUT_ROUNDING = {
     "conv-dilated", "conv-transposed", "conv-same-uneven", "conv1d", "rms-norm-2d", "rms-norm-act-2d", "avg-pool-1d",
     "simple-norm", "simple-norm-2d", "leaky", "curves", "softplus", "avg-pool", "avg-pool-ceil", "norm", "conv-reflect",
-    "conv-circular", "masked", "upsample", "resize", "einsum", "attention-torch", "attention-torch-layer",
+    "conv-circular", "masked", "upsample", "resize", "attention-torch", "attention-torch-layer",
     "attention-moving-mask", "attention-positional", "attention-l2-gated", "attention-l2-untied",
     "attention-l2-untied-bare", "attention-lipschitz-norm", "attention-lipschitz-norm-after-norm", "token-convolution",
     "token-convolution-after-norm", "token-convolution-after-linear", "spellings", "choice", "choice-of-scores",
-    "larger", "add-product", "add-products", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
+    "larger", "add-product", "lerp", "deviations", "variances", "fold", "conv-3d", "conv-3d-patches",
     "adaptive-max", "adaptive-3d", "attention-cosine-after-norm", "spelled-curves", "spelled-sums", "spelled-precisions",
     "spelled-at-rest", "spelled-images", "spelled-single", "spelled-single-images", "token-convolution-of-its-bias",
-    "side-by-side", "constant-branches", "scores-alone",
+    "spelled-jumps", "spelled-lines", "side-by-side", "constant-branches", "scores-alone",
 }  # fmt: skip
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
@@ -45,14 +45,14 @@ OTHER_BATCHES = (
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
-    "clipped-relu",
+    "clipped-relu", "log-softmax", "einsum", "add-products",
     "mix-matrices", "soft-pairs-partly", "sort-partly", "silu", "mish", "hard-swish", "quick-gelu", "sigmoid", "hard-mish",
     "rms-norm", "group-norm", "l2-normalize", "response-norm", "softmax", "roll-pad-flip", "constant-matrices",
     "constant-matrix", "gate", "swiglu", "product", "square", "adaptive", "clamp", "attention-windows", "attention-masked",
     "attention-causal", "attention-channels", "attention-talking", "attention-l2-windows",
     "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
     "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
-    "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard",
+    "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard", "spelled-rounded-jumps",
     "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves",
     "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
 ]  # fmt: skip

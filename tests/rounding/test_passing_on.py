@@ -122,6 +122,7 @@ ROWS: dict[str, Row] = {
     "inverse root": (torch.rsqrt, (at(0.01),), 1e-5, 0.49),
     "inverse root, a large error": (torch.rsqrt, (at(1.0),), 0.75, 0.16),
     "power": (lambda x: x**3, (at(2.0),), 1e-3, 0.99),
+    "log_softmax": (lambda x: x.log_softmax(-1), (at(20.0, 0.0, 0.0),), 1e-3, 0.8),
     "softmax": (lambda x: x.softmax(-1), (at(0.0, 0.0),), 1e-3, 0.99),
     "length": (lambda x: x.norm(dim=-1), (draw(1, 5),), 0.5, 0.99),
     "LayerNorm": (lambda x: F.layer_norm(x, (2,), None, None, 1e-4), (at(1.0, 1.002),), 1e-5, 0.9),

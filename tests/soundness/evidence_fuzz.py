@@ -23,11 +23,9 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import comparison, view
-from certcli.cli.shared import pages
 from certcli.evaluation.claim import statuses, verdict
 from certcli.evaluation.evidence import as_json, command_of
 from certcli.evaluation.evidence_schema import COMMANDS
-from certcli.report.page import render
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification
 from tests.helpers.workshop import Workshop
@@ -146,10 +144,8 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
         )
 
 
-def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, list[str]]:
-    """Return how an edited record ends, and every false figure that is shown. drawn: the page is
-    rendered, too.
-    """
+def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
+    """Return how an edited record ends, and every false figure that is shown."""
     try:
         record = Record.from_json(json.dumps(raw))
     except CertvitError:
@@ -161,17 +157,11 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
     screen = Screen()
     view.show(Path("m"), checkpoint, screen)
     comparison.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
-    page = pages.log_page([(Path("m"), checkpoint)], [claims])
-    cells = [cell for table in page.tables for row in table.rows for cell in row]
-    lies = ["a flood"] if max(map(len, (*screen.lines, *cells))) > LONGEST else []
-    if drawn:
-        render(page)
+    lies = ["a flood"] if max(map(len, screen.lines)) > LONGEST else []
     found = statuses(claims, len(record.evidence))
     measured = False
-    sentences = {status: set[str]() for status in found}
     for entry, about, status in zip(record.evidence, raw["evidence"], found, strict=True):
         sentence = view.sentence(entry)
-        sentences[status].add(sentence)
         if entry.digest != checkpoint.digest:
             continue
         if entry.command not in COMMANDS and (
@@ -187,14 +177,6 @@ def judge(lab: Laboratory, number: int, raw: Raw, drawn: bool) -> tuple[str, lis
         ):
             measured = True
             lies += [f"{sentence}: not called measured"] * ("(measured" not in sentence)
-    refuted = sentences.pop("refuted", set()).difference({view.NOT_UNDERSTOOD}, *sentences.values())
-    tables = [table for table in page.tables if table.title.startswith("Evidence")]
-    lies += [
-        f"refuted, and on the page: {row[1]}"
-        for table in tables
-        for row in table.rows
-        if row[1] in refuted
-    ]
     if any(claim.status == "refuted" for claim in claims):
         return "refuted", lies
     if verdict(claims):
@@ -225,7 +207,7 @@ def edited_evidence(lab: Laboratory) -> Iterator[Case]:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 edit_record(raw, lab, rng)
         try:
-            return judge(lab, number, raw, drawn=rng.random() < 0.02)
+            return judge(lab, number, raw)
         except CertvitError:  # only the door refuses
             return "bug", [traceback.format_exc(limit=-3)]
 

@@ -6,6 +6,7 @@ socket or process: an audit hook of the interpreter sees them all.
 
 import collections
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -39,6 +40,7 @@ from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console
 from tests.models.transformers_logits import FILE, PIXELS, weights
 from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, main
+from tests.soundness.onnx_edits import edited
 
 TOO_LONG = 20
 """CPU seconds of one file: a hang, or a file that asks for more than it holds. An honest one takes milliseconds."""
@@ -147,6 +149,7 @@ class Laboratory:
             "certvit": self.record,
         }
         self.index_text = json.dumps({"metadata": about, "weight_map": weight_map})
+        self.exported = self.export(build.load(plain).net)
         run(*CERTIFY, *RECORDS, "good.jsonl")
         self.lines = Path("good.jsonl").read_text().splitlines()
         self.report_text = run("lipschitz", "good.safetensors", "--no-estimate", "--json")[1]
@@ -164,6 +167,18 @@ class Laboratory:
         from torchvision.models import VisionTransformer  # after certcli.system.compat
 
         self.torchvision = dict(VisionTransformer(16, 8, 1, 2, 8, 8, num_classes=3).state_dict())
+
+    @staticmethod
+    def export(net: torch.nn.Module) -> bytes:
+        """Return a network as an ONNX file; b"" where the extra `onnx` is not installed."""
+        if not all(map(importlib.util.find_spec, ("onnx", "onnxruntime"))):
+            return b""
+        import onnx.numpy_helper  # noqa: F401 (a file of its own, like those of every package)
+        import onnxruntime  # noqa: F401
+
+        stream = io.BytesIO()
+        torch.onnx.export(net, (torch.zeros(1, 1, 8, 8),), stream, dynamo=False, opset_version=17)
+        return stream.getvalue()
 
     @staticmethod
     def picture(pixels: np.ndarray, kind: str) -> bytes:
@@ -275,6 +290,14 @@ class Laboratory:
             return 3
         return 0
 
+    def of_onnx(self, rng: random.Random) -> int:
+        """Read an edited export, where `onnx` is installed."""
+        if not self.exported:
+            return 0
+        Path("m.onnx").write_bytes(edited(self.exported, rng))
+        build.load(open_checkpoint("m.onnx", Hints(mean=(0.5,), std=(0.5,))))
+        return 0
+
     def of_state(self, rng: random.Random) -> int:
         Path("m.state").write_bytes(edit_bytes(self.good_state, rng))
         load_state(Path("m.state"), "0" * 64)
@@ -299,7 +322,7 @@ class Laboratory:
 
 KINDS = {
     "record": 40, "config": 9, "transformers": 4, "torch": 4, "bytes": 9, "tensors": 8, "index": 8, "report": 6,
-    "state": 4, "image": 5, "table": 3, "records": 2, "audit": 0.5,
+    "state": 4, "image": 5, "table": 3, "records": 2, "audit": 0.5, "onnx": 5,
 }  # fmt: skip
 
 

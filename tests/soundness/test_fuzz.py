@@ -107,7 +107,7 @@ def test_a_check_that_is_left_out_is_found(
 
 def test_honest_evidence_of_every_kind_is_verified(lab: Laboratory) -> None:
     for number, checkpoint in enumerate(lab.networks):
-        assert judge(lab, number, raw_of(checkpoint), drawn=True) in (
+        assert judge(lab, number, raw_of(checkpoint)) in (
             ("true", []),
             ("true, or the author's word", []),
         )

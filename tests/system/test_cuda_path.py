@@ -22,7 +22,7 @@ NOISE = ("--n0", 4, "--samples", 12, "-e", 0.01)
 REAL = ("--arithmetic", "real", *DATA)
 OPTIONS = {"patch": ("--patch", 2, *DATA), "smoothing": (*DATA, *NOISE)}
 """By method: others prove, on a device in real arithmetic alone."""
-LAYER = ("--layers", "blocks.0.mlp.fc1", "--iterations", 5, "--eta", 0.1)
+LAYER = ("--layers", "blocks.0.mlp.fc1", "--eta", 0.1)
 COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
     "lipschitz": ("lipschitz NET", ()),
     **{

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
-from certcli.audit.clock import OutOfTime, StageTime
+from certcli.audit.clock import EndsAfter, OutOfTime
 from certcli.engine import pinned
 from certcli.lipschitz.network import bound_network
 from tests.helpers import grids
@@ -80,7 +80,7 @@ def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) 
         bell = Bell(at)
         watching = sys.gettrace()
         try:
-            with StageTime(60.0).ended():
+            with EndsAfter(60.0):
                 sys.settrace(bell)
                 bound_network(net, (1, 2, 2), 3)
             rung = False
@@ -117,7 +117,7 @@ def test_generators_that_are_left_open_end_with_the_block(handling: bool) -> Non
         except ValueError:
             raise OutOfTime  # noqa: B904 (as a signal would)
 
-    with pytest.raises(OutOfTime), StageTime(60.0).ended():
+    with pytest.raises(OutOfTime), EndsAfter(60.0):
         work()
     assert torch.is_grad_enabled()
     gc.collect()

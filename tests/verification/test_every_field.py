@@ -1,5 +1,6 @@
 """Each field of each report, edited by hand: refuted, refused, or named as the author's word."""
 
+import contextlib
 import copy
 import json
 import re
@@ -9,6 +10,11 @@ from typing import Any
 
 import pytest
 
+from certcli.checkpoint.schema import Json, ReportFields, decode
+from certcli.report.document import from_json
+from certcli.system.errors import Refused
+from certcli.verification.documents import contradictions, entries_of, kind_of
+from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console, document
 from tests.helpers.grids import EVERY
 
@@ -28,6 +34,7 @@ WEAKER = {
     "lipschitz": ("layers.*.log10_upper", "layers.*.log10_cumulative", "layers.*.upper"),
 }
 """Fields that may state less than what is proven."""
+EXTREME = (0, -1, 5e-324, 1.7e308, -1.7e308, 2**63, 10**19)
 WORDS = ("title", "statement", "about", "why", "drivers")
 """Named as the words of a bound or a certificate."""
 RECOMPUTED = {
@@ -66,6 +73,21 @@ def put(report: Any, path: Place, value: Any) -> Any:
     return changed
 
 
+def require_judged(report: Any) -> None:
+    """Require that numbers of any size end in a judgement or a refusal, not in a bug."""
+    for place, value in leaves(report):
+        for number in EXTREME if type(value) in (int, float) else ():
+            text = json.dumps(put(report, place, number))
+            with contextlib.suppress(Refused):
+                if (kind := kind_of(decode(text, Json))) == "lipschitz":
+                    verify_laws(decode(text, ReportFields))
+                elif kind == "audit":
+                    from_json(text)
+                else:
+                    assert entries_of(json.loads(text), 0)
+                    list(contradictions(json.loads(text)))
+
+
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_an_edited_field_is_refuted_or_named(
     kind: str, workshop: Path, tmp_path: Path, proven_once: None
@@ -73,6 +95,7 @@ def test_an_edited_field_is_refuted_or_named(
     network = workshop / "certified.safetensors"
     command, *words = COMMANDS[kind]
     report = document(command, network, *words)
+    require_judged(report)
     path = tmp_path / "r.json"
     again = ("verify", path, network, "--dataset", "digits", "--proven-only", "--json", "-q")
     path.write_text(json.dumps(report))

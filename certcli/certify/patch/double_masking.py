@@ -31,7 +31,7 @@ class DoubleMasking(Procedure):
 
     def __init__(self, grid: Grid, patches: Sequence[Patch], masks: int) -> None:
         if not 2 <= masks <= 12:
-            raise UsageError(f"--masks {masks}: between 2 and 12 a side")
+            raise UsageError(f"--masks {masks}", "between 2 and 12 a side")
         largest = Patch(
             *(max(getattr(p, side) for p in patches) for side in ("height", "width", "count"))
         )

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from certcli.certify.smoothing.diffusion import Diffusion
 from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
-from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.models.converters.wrapping import TORCH_SUFFIXES, read_torch
-from certcli.models.diffusion import read_diffusers
+from certcli.checkpoint.file import tensors_digest
+from certcli.models.diffusion import read_diffusers, unwrapped_tensors
 from certcli.models.guided import MARK, read_guided
 from certcli.models.hub import fetched_diffusers
 from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.system.reading import is_absent
 
 EPS = 1e-4
 """Of the batch normalisations, as published: it is no tensor, so a file cannot say it."""
@@ -66,16 +66,14 @@ def read_denoiser(path: Path, channels: int) -> DenoiserSource:
     """
     if str(path).startswith(HUB):
         path = fetched_diffusers(str(path).removeprefix(HUB))
-    if not path.exists():
+    if is_absent(path):
         raise CheckpointError(
             f"no denoiser {path}",
             "a DnCNN, a folder of diffusers, a guided-diffusion file, or hf-hub:OWNER/NAME",
         )
     if path.is_dir():
         return Diffusion(*read_diffusers(path, channels))
-    by_torch = path.suffix in TORCH_SUFFIXES
-    stored = read_torch(path, None).tensors if by_torch else read_tensors(path)[0]
-    tensors = {name.removeprefix("module."): tensor for name, tensor in stored.items()}
+    tensors = unwrapped_tensors(path)
     if MARK in tensors:
         return Diffusion(*read_guided(tensors, path, channels), "guided-diffusion UNet")
     first = tensors.get("dncnn.0.weight")

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from certcli.certify.options import CertifierOptions
+from certcli.evaluation.choices import Precision
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
 from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 AUTO: Literal["auto"] = "auto"
-PRECISIONS = ("float32", "bf16")
 EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
 HOPELESS = 1e-4
@@ -68,7 +68,7 @@ class Smoothing(CertifierOptions):
         denoiser_module: in place of a file, from Python.
 
     Raises:
-        UsageError: a value has another type, or no meaning.
+        UsageError: a value has no meaning.
     """
 
     panel: ClassVar[str] = "Smoothing"
@@ -94,7 +94,7 @@ class Smoothing(CertifierOptions):
         "With --enough R: also stop on images that will probably (99 %) not reach R. Only "
         "the share at R is then meaningful.",
     )
-    precision: str = option(
+    precision: Precision = option(
         "float32",
         "Precision of the certified network: float32 or bf16.",
     )
@@ -111,23 +111,7 @@ class Smoothing(CertifierOptions):
     denoiser_module: Any = None
 
     def __post_init__(self) -> None:
-        kinds: dict[str, Any] = {
-            **dict.fromkeys(("n0", "samples", "seed"), int),
-            **dict.fromkeys(("sigma", "alpha", "enough"), (int, float)),
-            "decide": bool,
-            "precision": str,
-        }
-        # values also come from records and evidence, which anyone may have written
-        for (
-            name,
-            kind,
-        ) in kinds.items():
-            value = getattr(self, name)
-            optional = (name == "enough" and value is None) or (name == "sigma" and value == AUTO)
-            if not optional and (
-                not isinstance(value, kind) or isinstance(value, bool) != (kind is bool)
-            ):
-                raise UsageError(f"--{name} {value!r} has the wrong type")
+        super().__post_init__()
         if self.sigma != AUTO and not 0 < self.sigma <= LARGEST_SIGMA:
             raise UsageError(
                 f"--sigma {self.sigma:g} is not a number above 0, and at most {LARGEST_SIGMA:g}",
@@ -143,10 +127,6 @@ class Smoothing(CertifierOptions):
             raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
         if not 0 <= self.seed < 1 << 64:
             raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
-        if self.precision not in PRECISIONS:
-            raise UsageError(
-                f"unknown precision '{self.precision}'", f"one of: {', '.join(PRECISIONS)}"
-            )
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""

@@ -21,22 +21,26 @@ if TYPE_CHECKING:
 
 @group()
 class Mode:
-    """Continue an interrupted run, or show the plan alone."""
+    """Continue an interrupted run."""
 
     resume: bool = option(
         False, "Continue an interrupted run of the same command.", panel="Fitting"
     )
-    dry_run: bool = option(
-        False, "Print the plan with parameters, multiply-adds and bounds, and stop."
-    )
-    bounds: bool = option(True, "Prove bounds for the plan.", "--bounds/--no-bounds")
 
 
 @command(
-    "certvit adapt m.safetensors --dry-run",
     "certvit adapt m.safetensors --dataset photos/ -o lipschitz.safetensors",
     "certvit adapt m.safetensors --goal certify --norm fold --activation maxmin --head 128,128",
     page="adapt.md",
+    often=(
+        "goal",
+        "keep",
+        "norm",
+        "activation",
+        "head",
+        "epochs",
+        "resume",
+    ),
 )
 def adapt(
     source: Source,
@@ -52,17 +56,12 @@ def adapt(
     from certcli.adapt.plan import plan
     from certcli.adapt.state import KEY
     from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
-    from certcli.cli.adapt.dry_run import open_for_plan, show_plan
     from certcli.evaluation.training_images import remember
     from certcli.images.calibration import hold_out
     from certcli.models import build
 
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
-    if mode.dry_run:
-        planned = open_for_plan(source, data.seed, sink)
-        show_plan(planned, run.with_head(planned, settings, sink), mode.bounds, sink)
-        return
     path = output.target("adapt", source.ckpt, source, data, mode, state=KEY)
     state_path = beside(path, "state")
     checkpoint = source.open(sink)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import power_of_ten
 from certcli.system.processes import team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     import torch
 
-    from certcli.adapt.bound_tradeoff import Trade
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
+    from certcli.adapt.trials import Trade
     from certcli.checkpoint.file import Checkpoint
     from certcli.images.labelled import Images
 
@@ -130,13 +131,13 @@ def fit(
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if team().agree(lambda: resume and state_path.exists()):
+    if team().agree(lambda: resume and not is_absent(state_path)):
         adapter.restore(load_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
     with sink.progress("adapt", total=adapter.steps) as bar:
-        bar.advance(adapter.steps_done)
+        bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
                 save_state(state_path, adapter.state())
@@ -152,7 +153,7 @@ def trade_document(trade: "Trade") -> dict[str, Any]:
 
 
 def show_trade(trade: "Trade", sink: Sink) -> None:
-    """Print the rungs and the candidates; nothing where no parts were chosen."""
+    """Print the rungs; nothing where no parts were chosen."""
     if not trade.rungs:
         return
     first = trade.rungs[0].log10_upper
@@ -165,14 +166,13 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
     sink.table(
         "The trade, on the images that chose (not those above): > marks the row taken",
         [
-            *("", "floors raised", "attentions replaced", "log10 bound", "digits gained"),
+            *("", "floors raised", "log10 bound", "digits gained"),
             *("same top-1", "at least", "logit error"),
         ],
         [
             (
                 ">" if rung.taken else "",
                 str(rung.floors),
-                str(rung.attentions),
                 "-"
                 if rung.log10_upper is None
                 else power_of_ten(rung.log10_upper).removeprefix("10^"),
@@ -185,9 +185,4 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
             )
             for rung in trade.rungs
         ],
-    )
-    sink.table(
-        "Each option alone, the mean over the network's parts",
-        ["kind", "tried", "taken", "digits", "logit error", "digits for each % of squared error"],
-        trade.summary(),
     )

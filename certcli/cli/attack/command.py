@@ -25,6 +25,19 @@ if TYPE_CHECKING:
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
     "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
+    often=(
+        "attacks",
+        "listed",
+        "preset",
+        "epsilon",
+        "norm",
+        "only_certified",
+        "minimum",
+        "records",
+        "resume",
+        "gallery",
+    ),
+    panels={"patch": "Patches"},
 )
 def attack(
     source: Source,
@@ -41,7 +54,7 @@ def attack(
     from certcli.attack.stages import in_norm, parameters_of, tasks_of
     from certcli.evaluation.records import digested
 
-    results.check(data)
+    results.check()
     if results.keeps_images:
         require_one(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
@@ -64,7 +77,7 @@ def attack(
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
         stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
@@ -75,7 +88,6 @@ def attack(
         "preset": attacks.preset,
         "source": crafted_on.digest if crafted_on else None,
         "certified_only": certificates is not None,
-        "refine": attacks.refine,
     }
     session = run.Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
     outcome = session.run(
@@ -96,7 +108,9 @@ def attack(
         certificates is not None,
     )
     if certificates is None:
-        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink)
+        # one an image, in the order of the images: the records are of every radius
+        answers = {record.index: record.prediction for record in records[0]}
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
     if output.output is not None:
         from certcli.evaluation.evidence_schema import AttackResult

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Evaluation
+from certcli.evaluation.choices import Defence, Pixels, Precision
 from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import Kind
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
     from certcli.attack.stages import Stage
-    from certcli.cli.shared.output import Sink
-    from certcli.images.labelled import Images
 
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
@@ -74,8 +74,8 @@ class Attacks:
         metavar="R",
         read=parse_radius,
     )
-    norm: str | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: str = option(
+    norm: Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: Defence = option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
     steps: int | None = option(
@@ -91,19 +91,18 @@ class Attacks:
     samples: int = option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: str = option(
+    precision: Precision = option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: str = option(
+    pixels: Pixels = option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )
     independent: bool = option(
         False, "Run every attack on every image, also on images that are broken already."
     )
-    refine: int = option(0, "Bisection steps that shorten each successful change.", min=0)
     crafted_on: str | None = option(
         None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=options.Reads()
     )
@@ -125,8 +124,6 @@ class Attacks:
             precision=self.precision,
             pixels=self.pixels,
         )
-        if self.refine and self.pixels == "8bit":
-            raise UsageError("--refine does not work with --pixels 8bit", "leave out one")
         if certified and self.precision != "float32":
             raise UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
@@ -144,17 +141,12 @@ class Attacks:
 class AttackedImages(Evaluation):
     """The images that are attacked."""
 
-    per_class: int | None = option(None, "Use K seeded images of every class.", min=1)
     only_certified: Path | None = option(
         None,
         "Records of `certify`: attack each certified image at its own radius.",
         metavar="FILE.jsonl",
         mark=options.Reads(),
     )
-
-    def images(self, record: Any, sink: Sink, unlabelled: bool = False) -> Images:
-        images = super().images(record, sink, unlabelled)
-        return images if self.per_class is None else images.per_class(self.per_class, self.seed)
 
 
 @group("Output")
@@ -188,7 +180,7 @@ class AttackOutput:
     def keeps_images(self) -> bool:
         return self.save_examples is not None or self.gallery is not None
 
-    def check(self, data: AttackedImages) -> None:
+    def check(self) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
             raise UsageError(
@@ -197,5 +189,3 @@ class AttackOutput:
             )
         if self.compare is not None and self.gallery is None:
             raise UsageError("--compare needs --gallery", "--gallery FILE.png")
-        if data.limit is not None and data.per_class is not None:
-            raise UsageError("--limit and --per-class exclude each other", "use one of them")

@@ -45,13 +45,10 @@ def require(
                 "certvit attack ... --norm patch --patch 32",
             )
         return False
-    if attacks.defence not in ("none", "patch"):
-        raise UsageError(f"--defence {attacks.defence}: one of none, patch")
     conflicting: dict[str, Any] = {
         "epsilon": attacks.epsilon,
         "preset": attacks.preset,
         "source": attacks.crafted_on,
-        "refine": attacks.refine,
         "step-size": attacks.step_size,
         "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,
@@ -308,9 +305,11 @@ def _certified(
     """The options of the records of `certify --method patch`, and the images certified."""
     from certcli.certify.patch.certifier import PatchCertificate
     from certcli.certify.patch.options import Patches
+    from certcli.evaluation.evidence import method_of
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     run, rows = read_records(path, "certify")
+    method_of(run, path)
     require_same_network(run, checkpoint.digest, path)
     require_same_images(rows, images, path)
     if run.norm != "patch":

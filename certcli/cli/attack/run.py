@@ -81,9 +81,7 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         records_of: dict[int, list[AttackRecord]] = {}
         plan = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(
-            model, *plan, crafter, self.facts["refine"], team().leads and results.keeps_images
-        )
+        campaign = Campaign(model, *plan, crafter, team().leads and results.keeps_images)
         if not team().leads:
             list(campaign.run(team=team()))
             return None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -22,6 +21,14 @@ if TYPE_CHECKING:
     "certvit audit m.safetensors --dataset digits --html audit.html",
     'certvit audit m.safetensors --limit 100 --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
     page="audit.md",
+    often=(
+        "time_budget",
+        "epsilon",
+        "methods",
+        "fail_on",
+        "report",
+        "html",
+    ),
 )
 def audit(
     source: Source,
@@ -36,9 +43,8 @@ def audit(
     budget."""
     from certcli.audit.clock import Clock
     from certcli.audit.document_builder import compose
-    from certcli.audit.plan import Typed, reproduce
+    from certcli.audit.plan import Typed, unmistakable
     from certcli.audit.run import run
-    from certcli.audit.summary_text import next_steps
     from certcli.cli.audit import view
     from certcli.evaluation.records import digested
     from certcli.evaluation.training_images import doubts
@@ -47,7 +53,8 @@ def audit(
     from certcli.report.compare import changes
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
-    clock = Clock(plan.budget, Sink.invocation.started or time.perf_counter(), team())
+    plan = replace(plan, anonymous=reports.anonymous)
+    clock = Clock(plan.budget, Sink.invocation.started, team())
     output.claim(source, data, reports, options)
     view.require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else view.earlier(reports.compare)
@@ -56,7 +63,8 @@ def audit(
     data = _first_images(checkpoint.record, data, sink)
     images = _images(checkpoint.record, data, sink)
     if images is not None:
-        images = digested(inputs.answered(checkpoint, images, device, sink), team())
+        answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
+        images = digested(answered, team())
 
     def calibration() -> Images:
         return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
@@ -69,20 +77,24 @@ def audit(
         findings = run(checkpoint, images, calibration, plan, device, clock, tell)
     if not team().leads:
         return
-    findings.seen = [] if images is None else doubts(checkpoint.record, images)[1]
+    if images is not None:
+        findings.seen = doubts(checkpoint.record, images)[1]
+        findings.seen += inputs.differences(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(
-        source.ckpt, source.words(), dataset, folder, data.split, checkpoint.record.dataset
+        unmistakable(source.ckpt),
+        source.words(),
+        dataset,
+        folder,
+        data.split,
+        checkpoint.record.dataset,
     )
     document = compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
         document.changes = changes(earlier, document)
     gate = view.gate_of(document)
-    # the document names files without their folders; a terminal as they were typed here
-    further = next_steps(findings, plan, typed)
-    reproduction = reproduce(plan, findings.precision, typed)
-    view.show(document, further, reproduction, checkpoint.reading.line(), sink)
+    view.show(document, checkpoint.reading.line(), sink)
     record = checkpoint.record
     of_dataset = () if images is None else images.classes
     names = class_names(record.classes, record.class_names, of_dataset)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
+from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import parse_radius
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -68,12 +69,12 @@ class AuditOptions:
         metavar="PATH",
         mark=options.Reads(),
     )
-    precision: str = option(
+    precision: Precision | Literal["auto"] = option(
         "auto",
         "Precision of smoothing and of the attacks' own passes: float32, bf16, or auto "
         "(bf16 for a million parameters and more, on hardware for it).",
     )
-    pixels: str = option(
+    pixels: Pixels = option(
         "float",
         "Images that attacks search among: float, or 8bit (the images are rounded first).",
     )
@@ -87,10 +88,10 @@ class AuditOptions:
 
     def plan(self, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
         """Return the audit's plan; UsageError on meaningless names and values."""
-        from certcli.attack.settings import PRECISIONS, AttackSettings
+        from certcli.attack.settings import AttackSettings
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse
-        from certcli.audit.plan import AUTO, AuditPlan
+        from certcli.audit.plan import AuditPlan
         from certcli.evaluation.records import require_radii
         from certcli.evaluation.threat import Threat
         from certcli.finetune.budget import parse_duration
@@ -101,10 +102,6 @@ class AuditOptions:
         for patch in self.patches:
             Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
-        if self.precision not in (AUTO, *PRECISIONS):
-            raise UsageError(
-                f"unknown precision '{self.precision}'", one_of(self.precision, (AUTO, *PRECISIONS))
-            )
         settings = AttackSettings(seed=seed, pixels=self.pixels)
         stages_of(self.attacks, None, "l2", radii, settings)
         return AuditPlan(
@@ -130,7 +127,7 @@ class Reports:
 
     report: list[Path] = option(
         list,
-        ".html .json .sarif .xml (JUnit) .csv (records) .svg (badge) .md (model card).",
+        ".html .json .sarif .xml (JUnit).",
         metavar="FILE",
         mark=options.Writes(),
     )
@@ -140,6 +137,11 @@ class Reports:
         "text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
         "--format",
         metavar="NAME",
+    )
+    anonymous: bool = option(
+        False,
+        "Reports without folders, names of image files and the processor, as for a page that others "
+        "read.",
     )
     compare: Path | None = option(
         None,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from certcli.cli.shared.groups import Output
     from certcli.report.document import Audit
 
-FORMATS = (".html", ".json", ".sarif", ".xml", ".csv", ".svg", ".md")
+FORMATS = (".html", ".json", ".sarif", ".xml")
 """Suffixes of --report."""
 MORE = "more images decide it: a larger --time-budget where images were left over, else a larger --limit"
 LARGEST_SHOWN = 6
@@ -73,13 +73,8 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(
-    document: Audit, further: Sequence[str], reproduction: str, reading: str, sink: Sink
-) -> None:
-    """Print answer, next steps, details in sentences, tables; with --json the document.
-
-    further, again: what to do next, and the same once more, as they can be typed here.
-    """
+def show(document: Audit, reading: str, sink: Sink) -> None:
+    """Print answer, next steps, details in sentences, tables; with --json the document."""
     from certcli.report.compare import COLUMNS, TITLE, cells
     from certcli.report.document import to_json
     from certcli.report.shares import share_rows
@@ -89,7 +84,7 @@ def show(
         sink.text(line)
     for line in document.doubts:
         sink.warn(f"doubt: {line}")
-    for number, line in enumerate(further):
+    for number, line in enumerate(document.next):
         sink.text(f"{'Next:' if number == 0 else '  or:'} {line}")
     for row in document.gate.judged:
         sink.text(f"Gate {row.reason}")
@@ -107,7 +102,7 @@ def show(
     )
     if document.changes:
         sink.table(TITLE, COLUMNS, [cells(change) for change in document.changes])
-    _details(document, reproduction, reading, sink)
+    _details(document, reading, sink)
 
 
 def _title(document: Audit) -> str:
@@ -136,7 +131,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
         yield "attention's weight", rounded_up(document.attention_weight, 2), "", "", "measured"
 
 
-def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> None:
+def _details(document: Audit, reading: str, sink: Sink) -> None:
     sink.text("")
     sink.text(reading)
     sink.text(
@@ -162,7 +157,7 @@ def _details(document: Audit, reproduction: str, reading: str, sink: Sink) -> No
         if item.stage == "images":  # the first line says it
             continue
         sink.text(f"skipped {item.stage}: {item.why}")
-    sink.text(f"{document.seconds:.0f} of {document.budget:.0f} s. Again: {reproduction}")
+    sink.text(f"{document.times}. Again: {document.reproduce}")
 
 
 def write(
@@ -183,7 +178,7 @@ def write(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = {} if suffix != ".html" else pictures_of(findings, names)
+        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.anonymous)
         formats.save(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:

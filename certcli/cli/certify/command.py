@@ -21,12 +21,31 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
 
 
+PANELS = {
+    "smoothing": "Smoothing",
+    "local": "Local",
+    "patch": "Patches",
+    **dict.fromkeys(("lipschitz", "box", "local-lip", "bcp"), "Proofs"),
+}
+"""A method -> the panel of its options."""
+
+
 @command(
     "certvit certify m.safetensors -e 36/255 -e 0.5 --records certified.jsonl",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method smoothing --sigma "
     "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     page="certify.md",
+    often=(
+        "epsilon",
+        "methods",
+        "minimum",
+        "records",
+        "resume",
+        "plot",
+        "attack_records",
+    ),
+    panels=PANELS,
 )
 def certify(
     context: typer.Context,
@@ -44,12 +63,17 @@ def certify(
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run, view
     from certcli.cli.certify.demands import AUTO, patch_demand, require_compatible
-    from certcli.cli.shared import pages, typed_command
     from certcli.evaluation.records import digested
 
     options = CertifyOptions(
         source, target, proof, smoothing, local, patches, data, machine, output
     )
+    if target.vnnlib is not None:
+        from certcli.cli.certify import query
+
+        output.claim(source, target)
+        query.answer(options, talk.sink())
+        return
     gate = Gate()
     chooses = AUTO in target.methods or smoothing.sigma == AUTO
     demand, threats = require_compatible(options)
@@ -66,7 +90,7 @@ def certify(
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
-    shares_seen = inputs.say_seen(checkpoint.record, images, sink)
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = run.attacked_shares(target.attack_records, checkpoint.digest, images, local.norm)
     task = run.CertifyTask(checkpoint, images, threats, demand)
@@ -83,20 +107,12 @@ def certify(
         "smoothing",
         "patch",
     ):  # whose network is another one: under noise, behind masks
-        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink)
+        answers = [row.prediction for row in first.rows]
+        inputs.doubt_accuracy(first.accuracy.clean, images, checkpoint, sink, answers)
     if target.plot is not None:
         view.plot(
             results, attacked, _name(source.ckpt), images, target.plot, threats[-1].radius, sink
         )
-    if target.html is not None:
-        reproduction = typed_command.again(context, frozenset(("minimum", "attack_records")))
-        pages.write(
-            pages.certify_page(
-                results, attacked, checkpoint, _name(source.ckpt), images, reproduction, sink.doubts
-            ),
-            target.html,
-        )
-        sink.note(f"wrote {target.html}")
     if output.output is not None:
         about = {
             "dataset": images.name,

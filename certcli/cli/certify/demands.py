@@ -56,7 +56,8 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
         )
     if "patch" in methods and methods != ["patch"]:
         raise UsageError(
-            "--method patch stands alone: shares against patches and within radii cannot be compared"
+            "--method patch stands alone: shares against patches and within radii cannot be compared",
+            "certvit certify ... for the other methods",
         )
     for name in ("epsilon", "plot", "attack_records") if "patch" in methods else ():
         if getattr(target, name):

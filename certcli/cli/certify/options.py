@@ -38,7 +38,7 @@ class CertifyTarget:
         "1), local (proof image by image, small networks), local-lip or bcp (proof, "
         "chains of layers), smoothing (any network, with a probability), patch (proof "
         "against patches, any network behind masks), auto (chooses, and says why); "
-        "several are shown side by side.",
+        "several are shown side by side. --method NAME --help shows its options.",
         "--method",
     )
     minimum: str | None = option(
@@ -54,6 +54,15 @@ class CertifyTarget:
         "largest one, as without -e.",
         metavar="WHICH",
     )
+    vnnlib: Path | None = option(
+        None,
+        "A query of VNN-LIB 1.0 or 2.0 about NET.onnx, in place of images: holds, violated (exit 7) "
+        "or unknown (exit 9), within --seconds, 100 by default.",
+        mark=options.Reads(),
+    )
+    result: Path | None = option(
+        None, "With --vnnlib: VNN-COMP's file of the result.", mark=options.Writes()
+    )
     records: options.Records = None
     resume: options.Resume = False
     attack_records: Path | None = option(
@@ -62,7 +71,6 @@ class CertifyTarget:
         mark=options.Reads(),
     )
     plot: options.Plot = None
-    html: options.Html = None
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from certcli.certify.local_options import BRANCH, Effort
 from certcli.cli.certify.demands import AUTO, PROVING, CertifiedDemand
 from certcli.cli.certify.options import ASKED, CertifyOptions
 from certcli.cli.shared.output import Sink
@@ -97,10 +98,8 @@ def _options_of(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: str, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
+def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
     """Return the options of `local`: the radii of -e are decided, others searched."""
-    from certcli.certify.local_options import BRANCH
-
     return replace(
         options.local,
         effort=effort,

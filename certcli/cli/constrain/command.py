@@ -1,13 +1,12 @@
 """certvit constrain: lower each layer's Lipschitz constant, keep its outputs."""
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from certcli.cli.constrain import view
-from certcli.cli.shared import fidelity, options
+from certcli.cli.shared import fidelity
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
-from certcli.cli.shared.inputs import say_wider, size_in_bytes
+from certcli.cli.shared.inputs import say_wider
 from certcli.constrain.settings import BETA, ConstrainSettings, preset_of
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -16,7 +15,7 @@ from certcli.system.processes import team
 
 @group("Method")
 class Aim:
-    """The allowed output error, the images and tokens that measure it, or a target bound."""
+    """The allowed output error."""
 
     keep: float | None = option(
         None,
@@ -32,29 +31,17 @@ class Aim:
         "tokens, no ridge), 10 iterations; certvit-paper-tables: eta 0.01 and beta 0.1, as its "
         "Tables 9 and 10 have. Either takes --beta and --relaxation.",
     )
-    target: float | None = option(
-        None, "Lower the network's proven bound to this, at the smallest output error.", min=0
-    )
-    distance: str = option(
-        "plain",
-        "Distance of outputs: plain, relu (one-sided, as in the paper, for layers before "
-        "a ReLU), auto (relu where it applies).",
-    )
-    groups: int = option(1, "Number of mini-batch groups, each with its own constraint.", min=1)
-    tokens: int = option(
-        50, "Tokens of an image in the statistics; 0: all, with products in float64.", min=0
-    )
 
 
 def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     """Return the preset's, with beta and lambda as typed; UsageError where another option differs."""
     assert aim.preset is not None
-    if (aim.keep, aim.eta, aim.target) != (None, None, None) or settings != ConstrainSettings(
+    if (aim.keep, aim.eta) != (None, None) or settings != ConstrainSettings(
         beta=settings.beta, relaxation=settings.relaxation
     ):
         raise UsageError(
             "--preset sets the method and the error",
-            "of --eta, --keep, --target and Method it takes --beta and --relaxation alone",
+            "of --eta, --keep and Method it takes --beta and --relaxation alone",
         )
     return replace(
         preset_of(aim.preset),
@@ -65,24 +52,25 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
 
 @group("Layers")
 class Layers:
-    """Which layers, how many at a time, and a drawing of their curves."""
+    """Which layers."""
 
     layers: list[str] = option(
         list, "Only layers whose path matches this pattern (* and ?); may be repeated."
     )
-    exclude: list[str] = option(
-        list, "Leave out layers whose path matches this pattern; may be repeated."
-    )
-    memory: str | None = option(
-        None, "Memory limit for statistics, e.g. 2G; a smaller one needs more passes."
-    )
-    plot: options.Plot = None
 
 
 @command(
     "certvit constrain m.safetensors --beta 0.01",
-    "certvit constrain m.safetensors --target 100 --dataset photos/ -o lower.safetensors",
+    "certvit constrain m.safetensors --keep 0.9 --dataset photos/ -o lower.safetensors",
     page="constrain.md",
+    often=(
+        "prox",
+        "beta",
+        "keep",
+        "eta",
+        "preset",
+        "layers",
+    ),
 )
 def constrain(
     source: Source,
@@ -102,7 +90,6 @@ def constrain(
     from certcli.constrain import network
     from certcli.constrain.keep import START, check_keep, usual_share
     from certcli.evaluation.fidelity import MANY_JUDGES
-    from certcli.evaluation.intervals import number_of
     from certcli.evaluation.training_images import kept_of
     from certcli.images.calibration import hold_out
     from certcli.images.labelled import at_once
@@ -111,15 +98,13 @@ def constrain(
     sink = talk.sink()
     if aim.preset is not None:
         settings = preset_settings(aim, settings)
-        aim = replace(aim, tokens=0)
     elif settings.beta is not None:
-        sink.note("beta sets the pace; --keep, --eta or --target the strength")
+        sink.note("beta sets the pace; --keep or --eta the strength")
     settings = replace(
         settings, eta=START if aim.eta is None else aim.eta, beta=settings.beta or BETA
     )
     if aim.keep is not None:
         check_keep(aim.keep)
-    memory = None if layers.memory is None else size_in_bytes("--memory", layers.memory)
     path = output.target("constrain", source.ckpt, source, data, layers)
     checkpoint = source.open(sink)
     record = checkpoint.record
@@ -128,35 +113,27 @@ def constrain(
     images = data.images(record, sink, judges=max(0, min(2 * data.limit, MANY_JUDGES)))
     keep = usual_share(images) if aim.keep is None else aim.keep
     model = build.load(checkpoint, machine.pick())
-    paths, refused = view.choose(model, layers.layers, layers.exclude)
+    paths, refused = view.choose(model, layers.layers)
     used, unseen = hold_out(images, limit=data.limit)
-    if memory is None and machine.pick().type == "cpu":
-        memory = network.room_for(model, paths, aim.groups)
-        if memory is not None:
-            sink.note(
-                f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each: --memory"
-            )
+    memory = network.room_for(model, paths) if machine.pick().type == "cpu" else None
+    if memory is not None:
+        sink.note(f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each")
     batch = at_once(machine.batch_size, size, machine.pick())
     calibration = network.LayerCalibration(
         model,
         paths,
         lambda: (pixels for _, pixels, _ in used.batches(batch)),
         (lambda: (pixels for _, pixels, _ in unseen.batches(batch))) if len(unseen) else None,
-        aim.groups,
         memory,
-        network.rectified_paths(model, size, paths, aim.distance),
-        aim.tokens or None,
+        settings.tokens,
         team=team(),
     )
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     before = network.network_upper(model, size, classes) if team().leads else None
-    job = run.Job(calibration, settings, size, classes, sink)
-    curves_of = {} if aim.target is None and layers.plot is None else job.curves()
+    job = run.Job(calibration, settings, sink)
     judged = None
-    if aim.target is not None:
-        results = job.to_target(curves_of, aim.target)
-    elif aim.eta is not None or aim.preset is not None:
+    if aim.eta is not None or aim.preset is not None:
         results = job.to_error()
     else:
         results, judged = job.to_agreement(keep, reference)
@@ -172,33 +149,23 @@ def constrain(
         **asdict(aim),
         "keep": keep,
         "layers": layers.layers,
-        "exclude": layers.exclude,
         "calibration": images.name,
         "images": min(len(images), data.limit),
         SEEN: kept_of(used),
     }
-    if aim.eta is None and aim.target is None:
+    if aim.eta is None:
         parameters["eta"] = max((result.eta for result in results), default=0.0)
     derived = checkpoint.derive(
         build.tensors_of(model, copy=False), "constrain", parameters, data.seed
     )
     say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
-    if layers.plot is not None:
-        where = f"{number_of(len(used))} of {images.name} ({images.split})"
-        view.plot(
-            curves_of,
-            results,
-            layers.plot,
-            f"{Path(source.ckpt).stem}: norm against output error on {where}",
-            sink,
-        )
     sink.document(view.document(path, before, after, end_to_end, results))
     fidelity.show(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {after}")
-    allowed = f"target {aim.target:g}" if aim.target is not None else f"eta {parameters['eta']:.3g}"
     title = (
-        f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, {allowed}"
+        f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, "
+        f"eta {parameters['eta']:.3g}"
     )
     view.table(title, results, sink)
     sink.text(f"wrote {path}")

@@ -1,4 +1,4 @@
-"""The work of `certvit constrain`: to a target for the bound, to an error, or to an agreement."""
+"""The work of `certvit constrain`: to an error, or to an agreement."""
 
 from __future__ import annotations
 
@@ -17,28 +17,7 @@ class Job:
 
     calibration: LayerCalibration
     settings: ConstrainSettings
-    size: tuple[int, int, int]
-    classes: int
     sink: Sink
-
-    def curves(self) -> dict[str, Any]:
-        """Return the Pareto curve of each layer, by its path."""
-        from certcli.constrain import network
-
-        curves = {}
-        with self.sink.progress("Pareto curves", total=len(self.calibration.paths)) as bar:
-            for name, curve in network.curves(self.calibration, self.settings):
-                curves[name] = curve
-                bar.advance(remark=name)
-        return curves
-
-    def to_target(self, curves: dict[str, Any], target: float) -> list[Any]:
-        """Bring the network's proven bound to the target."""
-        from certcli.constrain import network
-
-        return network.meet_target(
-            self.calibration, self.size, self.classes, curves, target, self.settings
-        )
 
     def to_error(self) -> list[Any]:
         """Constrain each layer to the output error of the settings."""

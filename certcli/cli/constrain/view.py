@@ -14,9 +14,7 @@ CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
 
 
-def choose(
-    model: "PixelModel", layers: Sequence[str], exclude: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
+def choose(model: "PixelModel", layers: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Return the paths of the layers to constrain, and the chosen ones that cannot be, and why."""
     from fnmatch import fnmatch
 
@@ -31,7 +29,7 @@ def choose(
         if not isinstance(module, (nn.Linear, nn.Conv2d)):
             continue
         included = not layers or any(fnmatch(name, pattern) for pattern in layers)
-        if included and not any(fnmatch(name, pattern) for pattern in exclude):
+        if included:
             reason = refusal(module)
             if reason is None:
                 paths.append(f"net.{name}" if name else "net")
@@ -40,7 +38,7 @@ def choose(
     if not paths:
         raise UsageError(
             "no layer is left to constrain",
-            "see --layers and --exclude; `certvit lipschitz --layers`",
+            "see --layers; `certvit lipschitz --layers`",
         )
     return paths, refused
 
@@ -50,7 +48,7 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON report. kept: the comparison end to end."""
     fields = (
-        *("kind", "before", "after", "error", "held_out_error", "distance", "eta", "iterations"),
+        *("kind", "before", "after", "error", "held_out_error", "eta", "iterations"),
         *("primal_residual", "gap", "feasible", "rank", "ridge", "seconds"),
     )
     return {
@@ -73,7 +71,7 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
         ["layer", "before", "after", "error", "on others", "iterations", "gap"],
         [
             (
-                short(r.path) + (" (relu)" if r.distance == "relu" else ""),
+                short(r.path),
                 f"{r.before:.4g}",
                 f"{r.after:.4g}",
                 percent(r.error) + ("" if r.feasible else " infeasible"),
@@ -89,7 +87,7 @@ def table(title: str, results: Sequence[Any], sink: Sink) -> None:
 def remarks(
     results: Sequence[Any], absent: Sequence[str], refused: Mapping[str, str], sink: Sink
 ) -> None:
-    """Name the layers that did not change, lack images, did not converge, or have a surrogate norm."""
+    """Name layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
         sink.warn(f"never called as a module, hence unchanged: {', '.join(map(short, absent))}")
     for path, reason in refused.items():
@@ -101,9 +99,7 @@ def remarks(
         )
     slow = [short(r.path) for r in results if r.gap is not None and r.gap > CONVERGED]
     if slow:
-        sink.note(
-            f"stopped with the norm possibly over 1 % above the least in {_some(slow)}: --iterations for more"
-        )
+        sink.note(f"stopped with the norm possibly over 1 % above the least in {_some(slow)}")
     windows = [short(r.path) for r in results if r.surrogate]
     if windows:
         sink.note(
@@ -118,20 +114,3 @@ def short(path: str) -> str:
 
 def _some(paths: Sequence[str]) -> str:
     return f"{len(paths)} layer{'s' if len(paths) > 1 else ''} ({paths[0]}{', ...' if len(paths) > 1 else ''})"
-
-
-def plot(
-    curves_of: Mapping[str, Any], results: Sequence[Any], path: Path, title: str, sink: Sink
-) -> None:
-    from certcli.report.pareto import draw_curves
-
-    draw_curves(
-        {
-            short(name): [(point.error, point.norm) for point in curve]
-            for name, curve in curves_of.items()
-        },
-        {short(r.path): (r.error, r.after) for r in results},
-        path,
-        title,
-    )
-    sink.note(f"wrote {path}")

@@ -5,34 +5,7 @@ from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import Talk
 from certcli.system.errors import UsageError
 
-OFTEN = (
-    *(
-        "loss",
-        "epsilon",
-        "epochs",
-        "time_budget",
-        "resume",
-        "lr",
-        "preset",
-        "sam",
-        "noise",
-        "augment",
-        "msvp",
-        "teacher",
-    ),
-    *(
-        "adversarial",
-        "dataset",
-        "data_dir",
-        "seed",
-        "device",
-        "batch_size",
-        "output",
-        "force",
-        "json",
-        "quiet",
-    ),
-)
+OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),)
 """The options of most runs."""
 
 
@@ -49,7 +22,6 @@ def finetune(order: Order, talk: Talk = Talk()) -> None:
 
     if order.settings.time_budget is not None and order.settings.steps is not None:
         raise UsageError("--steps and --time-budget exclude each other", "one of the two")
-    order.settings.require_teacher(order.teacher is not None)
     training = Training(order, talk.sink())
     with training.held:
         training.run()

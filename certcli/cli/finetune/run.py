@@ -21,7 +21,9 @@ from certcli.cli.shared.inputs import return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
 from certcli.finetune import start
 from certcli.finetune.budget import parse_duration
+from certcli.system.errors import CertvitError, OutputError
 from certcli.system.processes import require_one, team
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -63,7 +65,6 @@ class Training:
         self.proof_costs = 0.0, 0.0
         self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
-        self.savable = True
         self.remarked = 0.0
         self.seen: dict[str, Any] = {}
         self.held = contextlib.ExitStack()
@@ -79,7 +80,6 @@ class Training:
         from certcli.models import build
         from certcli.models.open import open_checkpoint
         from certcli.models.overrides import Hints
-        from certcli.system.errors import CertvitError, OutputError
 
         order = self.order
         sink = self.sink
@@ -124,7 +124,7 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and self.state_path.exists():
+        if order.resume and not is_absent(self.state_path):
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
@@ -156,11 +156,7 @@ class Training:
         except ending.EndedAtChanceError as failure:
             failed = failure
         except OutputError as failure:
-            if self.state_path.exists():
-                raise OutputError(
-                    failure.message, "make room, then repeat the command with --resume"
-                ) from failure
-            raise
+            raise self._resumable(failure) from failure
         discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
         if diverged is not None:
             sink.note(
@@ -204,12 +200,13 @@ class Training:
                 datasets.load(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
-            ).read_by(data.workers)
+            )
             for split in ("train", "val")
         )
         judges = validation.limit(self.settings.validation_limit, self.settings.seed)
-        if self.settings.train_on_rest and len(judges) < len(validation):
-            train = train.and_then(validation.without(judges))
+        notes = (note for images in (train, validation) for note in images.note.split("; "))
+        for note in filter(None, dict.fromkeys(notes)):
+            self.sink.note(note)
         doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
@@ -305,22 +302,24 @@ class Training:
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
     def _save_state(self, trainer: Trainer) -> None:
-        """Save the state; on a full disk warn once and go on: the training is worth more."""
+        """Save the state. A full disk ends the run: nobody could have what is trained after it."""
         from certcli.finetune.state import save_state
-        from certcli.system.errors import OutputError
 
         if not team().leads and not self.order.shard_weights:
             return
         try:
             save_state(self.state_path, trainer.state(), team())
-            if team().leads:
-                hold_state(self.state_path, self.held)
         except OutputError as failure:
-            if self.savable:
-                self.sink.warn(
-                    f"{failure.message}; training continues, but --resume will lack these epochs"
-                )
-            self.savable = False
+            raise self._resumable(failure) from failure
+        if team().leads:
+            hold_state(self.state_path, self.held)
+
+    def _resumable(self, failure: OutputError) -> OutputError:
+        """Return the failure with a way on from the last state, where there is one."""
+        if is_absent(self.state_path):
+            return failure
+        hint = "make room, then repeat the command with --resume"
+        return type(failure)(failure.message, hint)
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""

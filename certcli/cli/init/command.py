@@ -25,18 +25,10 @@ class Architecture:
         ),
     ]
     pretrained: bool = option(False, "Take timm's published weights.")
-    classes: int | None = option(None, "Number of classes.", min=2)
     arch_arg: list[str] = option(list, "Argument of the architecture.", metavar="KEY=VALUE")
     mean: str | None = option(None, "Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")
     std: str | None = option(None, "Pixel standard deviation.")
     seed: options.Seed = 0
-    initialisation: str | None = option(
-        None,
-        "Initial weights: spectral (SpecFormer's eq. 43) or deepnet. Default: the "
-        "architecture's own.",
-        "--initialisation",
-        "--initialization",
-    )
     member: list[str] = option(
         list,
         "Trained network of ARCH to average; repeat for each.",
@@ -56,44 +48,24 @@ class Architecture:
         if self.member:
             arguments = dict(from_options.arch_args)
             mirror = arguments.pop("mirror", False)
-            if (
-                arguments
-                or self.pretrained
-                or self.classes is not None
-                or self.initialisation is not None
-                or from_options.mean
-                or from_options.std
-            ):
+            if arguments or self.pretrained or from_options.mean or from_options.std:
                 raise UsageError(
                     "--member takes all other arguments from its files",
                     "only --arch-arg mirror=true goes with it",
                 )
             return mean_of(self.arch, [open_checkpoint(source) for source in self.member], mirror)
         if self.pretrained:
-            if self.initialisation is not None:
-                raise UsageError(
-                    "--pretrained keeps the published weights", "drop --initialisation"
-                )
-            if self.classes is not None:
-                raise UsageError(
-                    "--pretrained keeps the published classes",
-                    "drop --classes, or fine-tune afterwards",
-                )
             if from_options.mean or from_options.std:
                 raise UsageError(
                     "--pretrained keeps the published mean and std", "drop --mean and --std"
                 )
             return open_checkpoint(self.arch, from_options)
-        arguments = parse_arguments(self.arch_arg) | (
-            {} if self.classes is None else {"num_classes": self.classes}
-        )
         return initialise(
             self.arch,
-            arguments,
+            parse_arguments(self.arch_arg),
             seed=self.seed,
             mean=from_options.mean,
             std=from_options.std,
-            initialisation=self.initialisation,
         )
 
 
@@ -118,8 +90,6 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
         parameters = {"arch": arch, "pretrained": architecture.pretrained}
-        if architecture.initialisation is not None:
-            parameters["initialisation"] = architecture.initialisation
         checkpoint = checkpoint_built.derive(
             checkpoint_built.tensors, "init", parameters, architecture.seed
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Source
+from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -30,7 +32,27 @@ class SlopeSearch:
     """The measured slope beside the proven one."""
 
     estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
-    iterations: int = option(20, "Largest number of power iterations an image.", min=1)
+
+
+@group("Near images")
+class NearImages:
+    """Constants that hold near one image."""
+
+    around: list[float] = option(
+        list,
+        "Prove beside it, of each image of --dataset, the slopes of margins and logits within R of it. "
+        "Once for each R.",
+        metavar="R",
+    )
+    norm: Norm = option("l2", "Norm of R: l2, or linf.")
+
+    def __post_init__(self) -> None:
+        require_norm(self.norm)
+        if self.norm != "l2" and not self.around:
+            raise UsageError("--norm is of --around", "--around 0.01")
+        for radius in self.around:
+            if not 0 < radius < math.inf:
+                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
 
 
 @group("Views")
@@ -38,9 +60,6 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
-    heads: bool = option(
-        False, "Proven spectral norms of q, k, v head by head; --plot draws them by layer."
-    )
     worst: bool = option(False, "Largest constants first.")
     other: str | None = option(
         None,
@@ -52,26 +71,13 @@ class Views:
     jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
 
-    def require_agreement(self) -> None:
-        """Raise UsageError for views of which one would be dropped."""
-        switched = {option for option, name in VIEWS.items() if getattr(self, name)}
-        for together, hint in REFUSED.items():
-            if set(together) <= switched:
-                raise UsageError(f"{', '.join(together)} do not go together", hint)
-
-
-VIEWS = {
-    "--heads": "heads",
-    "--compare": "other",
-    "--jacobian": "jacobian",
-    "--plot": "plot",
-}
-"""Options that show something of their own -> the field of `Views`."""
-
-REFUSED = {
-    ("--heads", "--jacobian", "--plot"): "one of --heads and --jacobian: a file holds one picture",
-}
-"""Those of them that cannot be honoured together -> what to do."""
+    def require_agreement(self, near: NearImages) -> None:
+        """Raise UsageError where one file would hold two pictures."""
+        if near.around and self.jacobian and self.plot is not None:
+            raise UsageError(
+                "--around, --jacobian, --plot do not go together",
+                "one of --around and --jacobian: a file holds one picture",
+            )
 
 
 @dataclass(frozen=True)
@@ -79,6 +85,7 @@ class LipschitzOptions:
     """All options of one call that proves a bound."""
 
     source: BoundedNetwork
+    near: NearImages
     views: Views
     search: SlopeSearch
     data: Calibration

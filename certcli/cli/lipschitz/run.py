@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.lipschitz import jacobians, view
+from certcli.cli.lipschitz import around, jacobians, view
 from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions
 from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared.groups import BatchDevice
@@ -15,13 +15,17 @@ from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import team
 
 if TYPE_CHECKING:
+    from certcli.certify.around import AroundImages
     from certcli.images.labelled import Images
+
+ITERATIONS = 20
+"""Most power iterations of an image."""
 
 
 def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     from certcli.lipschitz import network
     from certcli.models import build
-    from certcli.models.open import require_features
+    from certcli.models.weights import require_features
 
     checkpoint = source.open(sink)
     if source.features:
@@ -74,7 +78,7 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
     def find(start: int) -> float:
         pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
         images.expect_at(start + team().size * size, size)
-        (estimate,) = measure(model, iter([pixels]), options.search.iterations, options.data.seed)
+        (estimate,) = measure(model, iter([pixels]), ITERATIONS, options.data.seed)
         return estimate.value
 
     starts = range(0, len(images), size)
@@ -85,7 +89,9 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
     return best
 
 
-def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[str, Any]:
+def show_views(
+    audited: Audited, near: "AroundImages | None", options: LipschitzOptions, sink: Sink
+) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     views = options.views
     other = (
@@ -93,15 +99,13 @@ def show_views(audited: Audited, options: LipschitzOptions, sink: Sink) -> dict[
         if views.other is None
         else prove(replace(options.source, ckpt=views.other), options.machine, sink)
     )
-    if views.heads:
-        from certcli.cli.lipschitz import heads
-
-        documents |= heads.show(audited, other, views.plot, sink)
     if other is not None:
         documents["compare"] = view.compare(audited, other, sink)
+    if near is not None:
+        documents["around"] = around.show(audited, near, options, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
-    elif views.plot is not None and not views.heads:
+    elif views.plot is not None and not options.near.around:
         view.draw(audited, other, views.plot, sink)
     return documents
 
@@ -125,7 +129,7 @@ def _jacobians(
             lambda: (
                 pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)
             ),
-            options.search.iterations,
+            ITERATIONS,
             options.data.seed,
         )
         for name, network in view.labelled(audited, other).items()

@@ -6,28 +6,8 @@ from typing import Annotated
 import typer
 
 from certcli.cli.log import comparison, view
-from certcli.cli.log.rows import FORMATS
-from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Page, Talk
-from certcli.system.errors import UsageError
-from certcli.system.options import option
-from certcli.system.registry import one_of
-
-
-@group("Output")
-class LogPage(Page):
-    """What is written."""
-
-    written: str | None = option(
-        None,
-        "Print the comparison as csv or latex (booktabs).",
-        "--format",
-        metavar="NAME",
-    )
-
-    def __post_init__(self) -> None:
-        if self.written is not None and self.written not in FORMATS:
-            raise UsageError(f"--format {self.written}", one_of(self.written, FORMATS))
+from certcli.cli.shared.command import command
+from certcli.cli.shared.groups import Talk
 
 
 @command(
@@ -42,7 +22,6 @@ def log(
             metavar="CKPT...", help="Checkpoints that certvit wrote, or folders of them."
         ),
     ],
-    page: LogPage = LogPage(),
     talk: Talk = Talk(),
 ) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
@@ -50,13 +29,11 @@ def log(
 
     sink = talk.sink()
     files = files_of(checkpoints)
-    page.claim(files, [])
     read = [(path, Checkpoint.read(path)) for path in files]
     documents = [view.document_of(path, checkpoint) for path, checkpoint in read]
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
-    page.write(read, [], sink)
-    if len(read) > 1 or page.written is not None:
-        comparison.compare(read, sink, page.written)
+    if len(read) > 1:
+        comparison.compare(read, sink)
     else:
         view.show(*read[0], sink)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from certcli.cli.log.rows import FORMATS
 from certcli.cli.log.view import AS_STATED, chance, of_features, power
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import (
@@ -25,10 +24,8 @@ if TYPE_CHECKING:
     from certcli.evaluation.evidence import Decoded
 
 
-def compare(
-    read: Sequence[tuple[Path, Checkpoint]], sink: Sink, written: str | None = None
-) -> None:
-    """Print a row for each checkpoint, as a table or as `written`, of `rows.FORMATS`.
+def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
+    """Print a row for each checkpoint.
 
     Fresh evidence only: what was found about another network says nothing about this one.
 
@@ -67,10 +64,7 @@ def compare(
             for row, text in zip(cells, column_texts, strict=True):
                 row.append(text)
     rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
-    if written is not None:
-        for line in FORMATS[written](headings, cells).splitlines():
-            sink.text(line)
-    elif rows_with_results:
+    if rows_with_results:
         sink.table(
             "Evidence (proven unless it says measured or probability; radii pixel l2)",
             headings,
@@ -78,7 +72,7 @@ def compare(
         )
         sink.text(f"Evidence: {AS_STATED}")
     silent = [row[0] for row in cells if row not in rows_with_results]
-    if silent and written is None:
+    if silent:
         sink.text(
             f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
         )

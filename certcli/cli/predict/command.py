@@ -13,6 +13,7 @@ from certcli.cli.shared import options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
+from certcli.evaluation.choices import Defence
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 from certcli.system.processes import require_one
@@ -34,10 +35,9 @@ class Pictures:
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
         options.Reads(),
     ]
-    defence: str = option(
+    defence: Defence = option(
         "none", "patch: the defended classifier of certify --method patch, with the same options."
     )
-    top: int = option(5, "List the K most likely classes, without a defence.", min=1, metavar="K")
     prove: bool = option(
         False, "With a defence: say for each image which patches provably cannot change its class."
     )
@@ -48,6 +48,12 @@ class Pictures:
     "certvit predict m.safetensors FOLDER --defence patch --patch 32",
     "certvit predict m.safetensors photo.jpg --defence patch --patch 2% --prove",
     page="patch.md",
+    often=(
+        "defence",
+        "prove",
+        "patches",
+        "hide",
+    ),
 )
 def predict(
     source: Source,
@@ -61,11 +67,11 @@ def predict(
     """
     import torch
 
-    from certcli.certify.predictor import NO_DEFENCE, Predictor
+    from certcli.certify.predictor import Predictor
     from certcli.images.folders import Decoder, image_files
     from certcli.images.names import known_class_names
 
-    if pictures.defence == NO_DEFENCE and (patches.patches or pictures.prove):
+    if pictures.defence == "none" and (patches.patches or pictures.prove):
         raise UsageError(
             "--patch and --prove are for --defence patch",
             "certvit predict ... --defence patch --patch 32",
@@ -89,7 +95,7 @@ def predict(
             sink.note("the classes are named as those of ImageNet, since there are 1,000")
         else:
             names = None
-    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches, pictures.top)
+    predictor = Predictor(checkpoint, machine.pick(), pictures.defence, patches)
     defended = predictor.defended
     rows: list[dict[str, Any]] = []
     with sink.progress("predict", total=len(files)) as bar:

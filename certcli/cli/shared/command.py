@@ -16,15 +16,14 @@ with such fields and the attribute `panel`, as `certify.local_options.Local`, is
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator
-from copy import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import (
     Annotated,
     Any,
-    Literal,
     TypeVar,
     dataclass_transform,
     get_args,
@@ -39,10 +38,17 @@ from certcli.cli.shared.completion import described
 from certcli.cli.shared.inputs import require_early
 from certcli.cli.shared.options import Reads
 from certcli.system.errors import UsageError
-from certcli.system.options import NOTE, Option
+from certcli.system.options import NOTE, Option, choices, require_choices
+from certcli.system.reading import is_absent
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
+EVERYTHING = "certvit.help_all"
+"""Key in the context of a help that hides no option."""
+SHARED_OFTEN = (
+    *("help", "help_all", "dataset", "data_dir", "limit", "output", "force", "as_json", "quiet"),
+)
+"""Fields that everybody needs in the first week."""
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
 
@@ -60,15 +66,20 @@ def group(panel: str | None = None) -> Callable[[type], Any]:
 
 
 def command(
-    *examples: str, page: str, often: tuple[str, ...] = ()
+    *examples: str,
+    page: str,
+    often: tuple[str, ...] = (),
+    panels: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn the groups among a function's parameters into options.
 
     Args:
         examples: command lines at the end of `--help`.
         page: the docs page that `--help` names.
-        often: fields that `--help` shows; `--help-all` then shows the others too. Empty: `--help`
-            shows all.
+        often: fields that `--help` shows, beside those of SHARED_OFTEN; `--help-all` then shows the
+            others too. Empty: `--help` shows all.
+        panels: a word among the typed ones, such as a method, and the panel that `--help` then
+            shows whole.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -88,9 +99,6 @@ def command(
                 flat[option.name] = _described(function.__name__, option)
 
         if often:
-            flat = {
-                name: option if name in often else _hidden(option) for name, option in flat.items()
-            }
             flat["help_all"] = _HELP_ALL
 
         @wraps(function)
@@ -118,6 +126,8 @@ def command(
             ["Examples:", *(f"  {example}" for example in examples), f"More: {_docs() / page}"]
         )
         wrapper.page = page
+        wrapper.often = frozenset((*(often or flat), *SHARED_OFTEN))
+        wrapper.panels = panels
         return expanded
 
     return decorate
@@ -127,15 +137,12 @@ def _docs() -> Path:
     """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
-    return packed if packed.exists() else package.parent / "docs"
+    return package.parent / "docs" if is_absent(packed) else packed
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
     if asked:
-        context.command = copy(context.command)  # a program that is called again hides them again
-        context.command.params = [copy(option) for option in context.command.params]
-        for option in context.command.params:
-            option.hidden = False  # type: ignore[attr-defined]
+        context.meta[EVERYTHING] = True
         typer.echo(context.get_help())
         raise typer.Exit
 
@@ -155,16 +162,6 @@ _HELP_ALL = inspect.Parameter(
         ),
     ],
 )
-
-
-def _hidden(option: inspect.Parameter) -> inspect.Parameter:
-    """The option, shown by `--help-all` only; an argument stays."""
-    info = info_of(option.annotation)
-    if not isinstance(info, OptionInfo):
-        return option
-    hidden = copy(info)
-    hidden.hidden = True
-    return _noted(option, info, hidden)
 
 
 def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
@@ -214,12 +211,14 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
 
 def _build(kind: Any, values: dict[str, Any]) -> Any:
     hints = hints_of(kind)
-    return kind(
+    group = kind(
         **{
             name: _build(hint, values) if is_dataclass(hint) else values.pop(name)
             for name, hint in hints.items()
         }
     )
+    require_choices(group)
+    return group
 
 
 def hints_of(kind: Any) -> dict[str, Any]:
@@ -259,7 +258,7 @@ def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     )
     marks = [note.mark] if note.mark is not None else [Reads()] * (Path in get_args(base))
     # Typer reads no union, and offers a Literal by its own rules
-    if get_origin(base) is not list and (note.read is not None or get_origin(base) is Literal):
+    if get_origin(base) is not list and (note.read is not None or choices(base)):
         base = str | None if type(None) in get_args(base) else str
     return Annotated[(base, typer_option, *marks)]
 

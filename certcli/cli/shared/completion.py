@@ -10,11 +10,10 @@ from typer.models import ArgumentInfo, OptionInfo
 
 NAMES = {
     "--attack": "certcli.attack.catalogue:ATTACKS",
-    "--initialisation": "certcli.nn.initialisation:INITIALISATIONS",
     "--loss": "certcli.finetune.losses:LOSSES",
     "--method": "certcli.certify.methods:METHODS",
     "audit --method": "certcli.cli.audit.options:METHODS",
-    "--prox": "certcli.constrain.methods:METHODS",
+    "--prox": "certcli.constrain.settings:PENALTIES",
 }
 """Option, or command and option -> where its names are: a registry, or a tuple of names."""
 ARCHITECTURES = ("--arch", "ARCH")

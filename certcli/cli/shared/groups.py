@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs, options
@@ -116,8 +116,8 @@ class Data:
 
     dataset: str | None = option(
         None,
-        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders (classes in the order of their names), "
-        "or of images with a labels.csv (columns file and class).",
+        "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders, in the order of "
+        "their names, or of images with a labels.csv (file, class).",
         mark=options.Reads(folder=True),
     )
     data_dir: Path | None = option(
@@ -125,9 +125,6 @@ class Data:
     )
     limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
     seed: options.Seed = 0
-    workers: int | None = option(
-        None, "Threads that read image files ahead. Default: one a core, at most 8.", min=0, max=64
-    )
 
 
 @group("Images")
@@ -181,7 +178,7 @@ class Evaluation(Data):
             )
         chosen = images.limit(self.limit, self.seed)
         inputs.doubt_images(chosen, record, sink)
-        return chosen.read_by(self.workers)
+        return chosen
 
 
 @group("Images")
@@ -211,7 +208,7 @@ class Calibration(Data):
             sink.warn(
                 f"the checkpoint was trained on {record.dataset}, which is not found here: --dataset, --data-dir"
             )
-        return images.read_by(self.workers)
+        return images
 
 
 @group("Machine")
@@ -369,34 +366,6 @@ class Output:
             for name in value if isinstance(value, list) else [value]:
                 (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
         return outputs
-
-
-@group("Output")
-class Page:
-    """What is written."""
-
-    html: options.Html = None
-    force: options.Force = False
-
-    def claim(self, files: Sequence[Path | None], folders: Sequence[Any]) -> None:
-        """Refuse, before any work, a page that exists (without --force) or is read."""
-        from certcli.checkpoint.outputs import Outputs
-
-        outputs = Outputs(self.force)
-        for path in filter(None, files):
-            outputs.reads("CKPT", path)
-        for folder in filter(None, folders):
-            outputs.reads_folder("--dataset or --data-dir", Path(folder))
-        if self.html is not None:
-            outputs.writes("--html", self.html)
-        outputs.check()
-
-    def write(self, read: Sequence[tuple[Path, Any]], claims: Sequence[Any], sink: Sink) -> None:
-        if self.html is not None:
-            from certcli.cli.shared import pages
-
-            pages.write(pages.log_page(read, claims), self.html)
-            sink.note(f"wrote {self.html}")
 
 
 def resumes(groups: Sequence[object]) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -15,17 +15,19 @@ from typing import TYPE_CHECKING, Any
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.images.names import require_named
 from certcli.system.errors import CheckpointError, UsageError, one_line
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
     from certcli.checkpoint.record import Record
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
+    from certcli.models.build import OpenCheckpoint
     from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
-FILES = (".safetensors", ".pth", ".pt", ".bin", ".ckpt", ".tar")
+FILES = (".safetensors", ".onnx", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
 ANSWERED_AT_ONCE = 32
 """Images without labels that are classified together."""
@@ -60,7 +62,7 @@ def _require_file(source: str) -> None:
     looks = path.suffix in FILES or (
         os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
     )
-    if not looks or os.path.lexists(source) or shipped_path(source):
+    if not looks or not is_absent(path) or shipped_path(source):
         return
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
     raise missing_file(source, hint, ".safetensors")
@@ -134,7 +136,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
-    parent = path.parent if path.exists() else Path()
+    parent = Path() if is_absent(path) else path.parent
     return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
 
 
@@ -151,8 +153,16 @@ def size_in_bytes(option: str, text: str) -> int:
     return size
 
 
-def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) -> Images:
-    """Return images, labelled by the network's own answers (and say so) where unlabelled."""
+def answered(
+    checkpoint: Checkpoint,
+    images: Images,
+    device: Any,
+    sink: Sink,
+    enough: Callable[[], bool] = lambda: False,
+) -> Images:
+    """Return images, labelled by the network's own answers (and say so) where unlabelled; the first
+    of them, once it is `enough`.
+    """
     import torch
 
     from certcli.images.labelled import sent
@@ -165,6 +175,9 @@ def answered(checkpoint: Checkpoint, images: Images, device: Any, sink: Sink) ->
     with torch.inference_mode():
         for _, pixels, _ in images.batches(ANSWERED_AT_ONCE):
             classes += model(sent(pixels, device)).argmax(1).tolist()
+            if enough():
+                break
+    images = images.select(range(len(classes)))
     sink.note(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
         "about the network's own predictions, and accuracy is not measured"
@@ -182,21 +195,43 @@ def doubt_images(images: Images, record: Record, sink: Sink) -> None:
         sink.doubt(doubt)
 
 
-def say_seen(record: Record, images: Images, sink: Sink) -> dict[str, Any]:
-    """Print and return how many of these images the network was trained or calibrated on."""
+def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str, Any]:
+    """Print and return how many of these images the network was trained or calibrated on; print
+    where the program that runs its file answers otherwise.
+    """
     from certcli.evaluation.training_images import doubts
 
-    shares_seen, lines = doubts(record, images)
-    for doubt in lines:
+    shares_seen, lines = doubts(checkpoint.record, images)
+    for doubt in [*lines, *differences(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
 
 
-def doubt_accuracy(share: float, images: Images, checkpoint: Checkpoint, sink: Sink) -> None:
-    """Warn where the share of right answers is about chance, or far below that of the record."""
-    from certcli.evaluation.image_doubts import accuracy_doubts
+def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+    """Return where the program that runs a file answers otherwise than the network read from it."""
+    return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 
-    for doubt in accuracy_doubts(round(share * len(images)), len(images), checkpoint):
+
+def doubt_accuracy(
+    share: float,
+    images: Images,
+    checkpoint: Checkpoint,
+    sink: Sink,
+    predictions: Sequence[int | None] = (),
+) -> None:
+    """Warn where the share of right answers is about chance, or far below that of the record.
+
+    predictions: of the first images, where they are known: they may be a permutation of the labels.
+    """
+    from certcli.evaluation.image_doubts import accuracy_doubts, permutation_doubt
+
+    classes = checkpoint.record.classes
+    answers = [prediction for prediction in predictions if prediction is not None]
+    permuted = None
+    if len(images.classes) == classes and len(answers) == len(predictions):
+        permuted = permutation_doubt(images, answers, classes)
+    usual = accuracy_doubts(round(share * len(images)), len(images), checkpoint)
+    for doubt in usual if permuted is None else [permuted]:
         sink.warn(doubt)
 
 

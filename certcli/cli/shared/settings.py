@@ -10,13 +10,12 @@ the command line alone.
 
 from __future__ import annotations
 
-import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from certcli.system.errors import UsageError, one_line
-from certcli.system.reading import read_bounded
+from certcli.system.reading import is_absent, read_bounded
 from certcli.system.registry import one_of
 
 FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
@@ -82,7 +81,7 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
 
 def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     try:
-        if not os.path.lexists(path):
+        if is_absent(path):
             return {}
         table: Any = tomllib.loads(read_bounded(path, LARGEST).decode())
     except (OSError, ValueError, RecursionError) as failure:

@@ -31,7 +31,7 @@ def certify_again(
 
     def recertify(request: Request) -> Recertified:
         named = Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
-        named = replace(named, limit=request.limit, seed=request.seed, workers=data.workers)
+        named = replace(named, limit=request.limit, seed=request.seed)
         images = named.images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")

@@ -1,7 +1,7 @@
 """certvit verify: what a file states, checked again from the weights."""
 
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading, Talk
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Reading, Talk
 from certcli.cli.verify.options import Files, VerifyOptions, VerifyScope
 
 
@@ -10,6 +10,12 @@ from certcli.cli.verify.options import Files, VerifyOptions, VerifyScope
     "certvit verify certified.jsonl m.safetensors --sample 100",
     "certvit verify m.safetensors --proven-only",
     page="verify.md",
+    often=(
+        "sample",
+        "proven_only",
+        "draws",
+        "denoiser",
+    ),
 )
 def verify(
     files: Files,
@@ -17,10 +23,9 @@ def verify(
     data: Evaluation = Evaluation(),
     reading: Reading = Reading(),
     machine: BatchDevice = BatchDevice(),
-    page: Page = Page(),
     talk: Talk = Talk(),
 ) -> None:
     """Verify the statements of a file again from the weights; exit 7 unless all required ones hold."""
     from certcli.cli.verify import run
 
-    run.verify(VerifyOptions(files, scope, data, reading, machine, page), talk.sink())
+    run.verify(VerifyOptions(files, scope, data, reading, machine), talk.sink())

@@ -10,7 +10,7 @@ import typer
 
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Page, Reading
+from certcli.cli.shared.groups import BatchDevice, Evaluation, Reading
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
@@ -71,7 +71,6 @@ class VerifyOptions:
     data: Evaluation
     reading: Reading
     machine: BatchDevice
-    page: Page
 
     @property
     def file(self) -> Path:

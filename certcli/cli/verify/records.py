@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from certcli.evaluation.records import Run
     from certcli.images.labelled import Images
 
-COMMON = ("promise", "arithmetic", "domain")
-"""Parameters of every method; whether they are so, `require_same_way` finds."""
 STEPS = 40
 SMOOTH_STEPS = 10
 PATCH_STEPS = 3
@@ -40,13 +38,15 @@ masks up to 32.
 def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
     """Check every record, or a sample."""
     from certcli.certify.record_check import FALSE_ALARM, recheck
+    from certcli.evaluation.evidence import method_of
     from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     path = options.file
     run, rows = read_records(path, "certify")
     checkpoint = options.open(sink)
     require_same_network(run, checkpoint.digest, path)
-    method = _method_of(run, path, options.scope.draws)
+    method = method_of(run, path)
+    _require_few_draws(run, path, options.scope.draws)
     images = _images(run, checkpoint, options.data, path, sink)
     require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
@@ -124,31 +124,13 @@ def _ready(
     return certifier, read_claims(rows, images, certifier, str(options.file))
 
 
-def _method_of(run: Run, path: Path, allowed: int) -> str:
-    """Return the header's method. DataError: no such parameters, or too many draws."""
-    from certcli.checkpoint.schema import convert
-    from certcli.evaluation.evidence_schema import OPTIONS
-    from certcli.system.errors import Refused
-
-    if not isinstance(run.method, str) or run.method not in OPTIONS:
-        raise DataError(
-            f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
-        )
-    parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
-    common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
-    try:
-        convert(parameters, OPTIONS[run.method])
-        convert(common, dict[str, str])
-    except Refused as refusal:
-        message = f"{path} states parameters that no {run.method} has: {refusal}"
-        raise DataError(message) from refusal
+def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > allowed:
         raise DataError(
             f"{path} states {draws:,} draws an image; without --draws at most {allowed:,} are allowed",
             f"--draws {draws} allows them",
         )
-    return run.method
 
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import view
-from certcli.system.errors import CheckpointError, GateError, UsageError
+from certcli.system.errors import CheckpointError, GateError
+from certcli.system.reading import is_absent
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -24,7 +23,7 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     from certcli.checkpoint.shards import is_index
 
     file = options.file
-    if not os.path.lexists(file):
+    if is_absent(file):
         from certcli.cli.shared.inputs import missing_file
 
         hint = "give a report (--json), records (.jsonl) or a checkpoint"
@@ -32,8 +31,6 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
-    if options.page.html is not None:
-        raise UsageError("--html is for checkpoints", "--json describes every other check")
     if file.suffix == ".jsonl":
         from certcli.cli.verify.records import check_records
 
@@ -45,7 +42,7 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
 
 def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedFile]:
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
-    from certcli.checkpoint.schema import decode
+    from certcli.checkpoint.schema import Json, decode
     from certcli.system.errors import Refused
     from certcli.system.reading import LARGEST_REPORT, read_bounded
     from certcli.verification.documents import kind_of
@@ -53,7 +50,7 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
     file = options.file
     try:
         text = read_bounded(file, LARGEST_REPORT)
-        kind = kind_of(decode(text, dict[str, Any]))
+        kind = kind_of(decode(text, Json))
         if kind == "lipschitz":
             return kind, check_proof(options, text, sink)
         return kind, check_results(options, text, kind, sink)
@@ -66,7 +63,9 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 
 def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
-    from certcli.checkpoint.schema import ReportFields, decode
+    from msgspec import UNSET
+
+    from certcli.checkpoint.schema import Json, ReportFields, decode
     from certcli.verification.laws import theorems, verify_laws
 
     report = decode(text, ReportFields)
@@ -81,10 +80,14 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     from certcli.verification.documents import unread_fields
 
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*json.loads(text), reports.SHAPES} - checked)
+    unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
+    if report.around is not UNSET:
+        from certcli.cli.verify.around import near_images
+
+        claims += near_images(report.around, checkpoint, options, sink)
     words = (
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
@@ -94,6 +97,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
 
 def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) -> view.CheckedFile:
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
+    from certcli.checkpoint.schema import Json, decode
     from certcli.cli.verify.again import certify_again
     from certcli.evaluation.claim import Claim
     from certcli.verification import documents
@@ -101,7 +105,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
     checkpoint = options.open(sink)
     seed = options.data.seed
-    report = json.loads(text)
+    report = decode(text, Json)
     unread = documents.unread_of(report)
     claims = []
     further: dict[int, dict[str, Any]] = {}
@@ -168,18 +172,14 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
-    folders = (options.data.dataset, options.data.data_dir)
-    options.page.claim([*paths, options.scope.denoiser], folders)
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*compare_lineages(by_name), *remake_means(by_name)]
     gate = Gate()
     documents = []
-    all_claims = []
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        all_claims.append(claims)
         reason = view.failure(path, claims)
         gate.demand(not reason, GateError(reason))
         view.table(path, claims, sink)
@@ -189,7 +189,6 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
             entry["status"] = status
         documents.append({**document, **view.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
-    options.page.write(list(checkpoints.items()), all_claims, sink)
     gate.enforce()
     sample = options.scope.sample
     by = "" if sample is None else f" (shares by samples of {sample} images)"

@@ -9,4 +9,5 @@ from certcli.enclosure.balls import (  # noqa: F401 (for their decorators)
     fused_attention,
     layers,
     spelled_attention,
+    windows,
 )

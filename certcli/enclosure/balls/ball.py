@@ -196,20 +196,27 @@ def pixel_ball(images: Tensor, radii: Tensor, norm: Norm = "l2") -> Near:
     return Near(centre, _beside(radii, centre[..., 0]).expand(centre.shape[:-1]), radii)
 
 
-def rearranged(x: Near, places: Tensor) -> Near:
-    """Entries of x at flat `places` (*t): |t_i|^2 <= the sum over the fibres it is made of."""
-    centre = x.centre.flatten(1)[:, places.flatten()].view(len(x.centre), *places.shape)
-    repeated = int(torch.bincount(places.flatten()).max()) if places.numel() else 1
+def rearranged(x: Near, places: Tensor, filled: float = 0.0) -> Near:
+    """Entries of x at flat `places` (*t), `filled` where they are -1: |t_i|^2 <= the sum over the
+    fibres it is made of.
+    """
+    still = x.centre.new_full((len(x.centre), 1), filled)  # at place -1, the last
+    centre = torch.cat([x.centre.flatten(1), still], 1)[:, places.flatten()]
+    centre = centre.view(len(x.centre), *places.shape)
+    inside = places[places >= 0]
+    repeated = int(torch.bincount(inside).max()) if inside.numel() else 1
     whole = up(x.whole * math.sqrt(repeated))
     fibre = _beside(whole, centre[..., 0]).expand(centre.shape[:-1])
-    if places.numel() and bool((places.sort(-1).values.diff(dim=-1) > 0).all()):  # no entry twice
-        of = (places // x.shape[-1]).sort(-1).values
+    ordered = places.sort(-1).values
+    twice = (ordered.diff(dim=-1) == 0) & (ordered[..., 1:] >= 0)
+    if places.numel() and not bool(twice.any()):
+        fibres = torch.cat([x.fibre.flatten(1), torch.zeros_like(still)], 1)
+        of = ordered.div(x.shape[-1], rounding_mode="floor").clamp_min(-1)
         first = torch.cat([torch.ones_like(of[..., :1]), (of.diff(dim=-1) > 0).long()], -1)
-        widest = int(first.sum(-1).max())
-        if widest == 1:
-            rearranged_norm = x.fibre.flatten(1)[:, of[..., 0].flatten()].view(fibre.shape)
+        if int(first.sum(-1).max()) == 1:
+            rearranged_norm = fibres[:, of[..., 0].flatten()].view(fibre.shape)
         else:
-            squares = x.fibre.flatten(1).square()[:, of.flatten()].view(len(fibre), *of.shape[0:])
+            squares = fibres.square()[:, of.flatten()].view(len(fibre), *of.shape)
             rearranged_norm = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
         fibre = torch.minimum(fibre, rearranged_norm)
     return Near.of(centre, fibre, whole)

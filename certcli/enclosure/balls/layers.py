@@ -20,15 +20,12 @@ from certcli.enclosure.zonotopes.rules.shapes import (
     register_choices,
     register_types,
     require_entries,
-    require_one_place,
     summed_axes,
     unsqueezed,
-    zero_padding,
 )
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
@@ -187,28 +184,6 @@ def layer_scale(ctx: BallContext, module: LayerScale, x: Any) -> Near:
     return settled(x).scale(module.gamma)
 
 
-@rules.module(
-    nn.Conv2d,
-    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
-)
-def convolution(ctx: BallContext, module: nn.Conv2d, x: Any) -> Near:
-    x = settled(x)
-    if len(x.shape) != 4 or x.shape[0] != 1:
-        raise NoRule("a convolution of something other than one image")
-    options = {name: getattr(module, name) for name in ("stride", "padding", "dilation", "groups")}
-    slope = ctx.of_weights(
-        "slope", lambda: conv_norm(module.weight, **options, input_size=x.shape[-2:])
-    )
-    image = x.centre[:, 0]
-    centre = F.conv2d(image, module.weight, module.bias, **options)[:, None]
-    bias = None if module.bias is None else module.bias.abs()
-    sizes = F.conv2d(image.abs(), module.weight.abs(), bias, **options)[:, None]
-    noise = gamma(module.weight[0].numel() + 4) * fibres(sizes)
-    whole = up(x.whole * slope)
-    fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
-    return Near.of(centre, fibre, whole).noisy(noise)
-
-
 def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """function(x, ...) for a function that moves, repeats or drops entries of one tensor."""
     x = settled(x)
@@ -219,9 +194,7 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     move = function if isinstance(function, Move) else Move(run)
     places = [part.to(x.centre.device) for part in move.places(x.shape)]
     require_entries(places)
-    if any(bool((part < 0).any()) for part in places):
-        raise NoRule("windows that reach beyond the tensor")
-    parts = [rearranged(x, part) for part in places]
+    parts = [rearranged(x, part, move.filled) for part in places]
     return parts if move.several(x.shape) else parts[0]
 
 
@@ -232,17 +205,6 @@ def _move(ctx: BallContext, x: Any, move: Move) -> Any:
 register_moves(rules, (Near, Normalised), _move)
 register_choices(rules)
 register_types(rules)
-
-
-@rules.function(F.pad)
-def padded(
-    ctx: BallContext, x: Any, pad: Any, mode: str = "constant", value: float | None = None
-) -> Near:
-    """Zeros do not move."""
-    if not zero_padding(x.shape, pad, mode, value):
-        return x
-    x = settled(x)
-    return Near.of(F.pad(x.centre, pad), F.pad(x.fibre, pad[2:]), x.whole)
 
 
 @rules.function(torch.mean)
@@ -265,12 +227,6 @@ def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
     return Near.of(centre, fibre, whole).noisy(
         gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim))
     )
-
-
-@rules.function(F.adaptive_avg_pool2d)
-def mean_of_map(ctx: BallContext, x: Any, output_size: Any) -> Near:
-    require_one_place(x.shape, output_size)
-    return mean(ctx, x, (2, 3), keepdim=True)
 
 
 @rules.function(torch.stack)
@@ -317,6 +273,7 @@ register_arithmetic(
     operator.add,
     lambda x: x.scale(torch.tensor(-1.0, dtype=torch.float64)),
     product,
+    arranged,
     lambda x: settled(x) if isinstance(x, Normalised) else x,
 )
 

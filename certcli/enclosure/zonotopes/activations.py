@@ -50,7 +50,7 @@ def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | N
     places = _places(x, fit, bent)
     if not len(places):
         return apply_fit(x, fit)
-    together = torch.zeros_like(x.centre, dtype=torch.bool)
+    together = x.centre.new_zeros(x.shape, dtype=torch.bool)
     together.view(-1, x.shape[-1])[places] = True
     first, second = _factors(x, places)
     root = of_products(first, second, fibres(bent.curve[None])[0, places])

@@ -1,6 +1,7 @@
 """Dot-product attention: scores, 1 / sum exp of differences, averages. docs/local.md, section 7."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,7 +123,7 @@ def average(p: Form, v: Form) -> Form:
     average alone. Where the sums are s, (s - 1) w v is missing, |s - 1| <= `row_sum_error`.
     """
     row_sum_error = p.row_sum_error
-    p = p.solid()
+    p = p.solid() if bool(p.slack.any()) else p
     tokens = v.shape[-2]
     weight = p.centre / p.centre.sum(-1, keepdim=True)
     # p = p - weight (sum p - 1): an identity for probabilities, and deviations then sum to 0 up to
@@ -143,7 +144,7 @@ def average(p: Form, v: Form) -> Form:
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),
     )
-    out = _multiplied(spread, ones)
+    out = multiplied(spread, ones)
     out = out + middle.linear(lambda t: t.expand(*t.shape[:-2], out.shape[-2], t.shape[-1]))
     if row_sum_error is None or not bool(row_sum_error > 0):
         return out
@@ -154,10 +155,10 @@ def matmul(x: Form, y: Form) -> Form:
     """x y: (.., i, j) x (.., j, e) -> (.., i, e); averages where the rows of x are probabilities."""
     if x.row_sum_error is not None:
         return average(x, y)
-    return _multiplied(x.worked(), y.worked())
+    return multiplied(x.worked(), y.worked())
 
 
-def _multiplied(x: Form, y: Form) -> Form:
+def multiplied(x: Form, y: Form) -> Form:
     joint = matrix_product(x, y, AVERAGES, keyed=False)
     if joint is not None:
         return joint
@@ -171,8 +172,23 @@ def _multiplied(x: Form, y: Form) -> Form:
     )
 
 
-def attend(q: Form, k: Form, v: Form, scale: float, added: Tensor | None = None) -> Form:
-    """softmax(scale q k^T + added) v, heads (w, h, n, e); w: the windows of one image, or 1."""
+def attend(
+    q: Form,
+    k: Form,
+    v: Form,
+    scale: float,
+    added: Tensor | None = None,
+    inner: dict[str, Any] | None = None,
+) -> Form:
+    """softmax(scale q k^T + added) v, heads (w, h, n, e); w: the windows of one image, or 1.
+
+    Args:
+        inner: where q, k, v and the probabilities are put down.
+    """
     factor = torch.tensor(scale, dtype=torch.float64, device=q.centre.device)
     alike = scores(q.scale(factor), k)
-    return average(softmax(alike if added is None else alike.shift(added.to(alike.centre))), v)
+    p = softmax(alike if added is None else alike.shift(added.to(alike.centre)))
+    p = replace(p.solid(), row_sum_error=p.row_sum_error)
+    if inner is not None:
+        inner |= {"q": q, "k": k, "v": v, "p": p}
+    return average(p, v)

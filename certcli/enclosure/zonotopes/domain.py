@@ -25,7 +25,6 @@ from certcli.enclosure.zonotopes.margins import (
 from certcli.enclosure.zonotopes.needed_tokens import (
     NetworkEnd,
     chosen_token,
-    last_of,
     reads,
     split,
     tokens_read,
@@ -40,6 +39,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     TOKENWISE,
 )
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.engine.endings import last_of, shifts_logits
 from certcli.engine.replay import close, executed, noise_like, replayed, result_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of
@@ -238,6 +238,7 @@ def prepared(
             raise NoRule("the network has one class, and no margin to another")
         ending = split(traced, NORMS)
         finished = ending.finish(result_of(ending.trace, image))
+        finished = finished.log_softmax(1) if shifts_logits(last_of(traced)) else finished
         # float64: other kernels than the network's, over its last layers alone
         if not close(finished, logits, 2.0**-40 * logits.abs()):
             raise NoRule("the network without its last layers, and these, are not the network")
@@ -335,18 +336,21 @@ class LocalNetwork:
         shapes = (node.meta.get("shape") for node in self.ending.trace.graph.nodes)
         return max((shape[-1] for shape in shapes if isinstance(shape, tuple) and shape), default=1)
 
+    def witnesses(self, start: Form) -> list[tuple[Tensor, Tensor]]:
+        """Return places of a neighbourhood with their images: three, of later walks the middle."""
+        return [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
+
     def last_form(
         self, start: Form, watch: Watch | None = None, executed_as: ExecutedWalk | None = None
     ) -> Form:
         """Return the form before the last norm and layer. `watch` sees every node's value."""
         with torch.no_grad():
-            witnesses = [(e, start.at(e)) for e in start.somewhere()[: 1 if self._seen else 3]]
             domain = Enclosure(
                 self.ending,
                 self.needed,
                 start,
                 watch,
-                witnesses,
+                self.witnesses(start),
                 not self._seen,
                 executed_as,
                 self.change,
@@ -370,7 +374,7 @@ class LocalNetwork:
         if executed is not None and not bool(torch.isfinite(executed).all()):
             raise Unbounded("a result that may overflow as it is executed")
         with torch.no_grad():
-            form = self._one_row(form)
+            form = self.one_row(form)
             if head is None:
                 eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
                 return linear_margins(form, eye, None, label, executed, further)
@@ -390,7 +394,7 @@ class LocalNetwork:
         head = self.ending.head
         norm = self.ending.norm
         with torch.no_grad():
-            form = self._one_row(form)
+            form = self.one_row(form)
             if norm is not None:
                 form = layer_norm(form, spread_of(norm), norm.weight, norm.bias)  # type: ignore[arg-type]
             eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
@@ -404,7 +408,7 @@ class LocalNetwork:
                 -linear_margins(form, -weight, opposite, label, None, nothing_further),
             )
 
-    def _one_row(self, form: Form) -> Form:
+    def one_row(self, form: Form) -> Form:
         """Return the token that the last layers read, (1, d)."""
         if self.ending.token is not None and form.shape[1] > 1:
             form = form.choose(self.ending.token)

@@ -2,12 +2,13 @@
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from certcli.engine.endings import last_of, of_margins, until
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 
@@ -36,7 +37,10 @@ class NetworkEnd:
 
 
 def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
-    """Take the last linear layer off the graph, and its norm, past dropout and token choice."""
+    """Take the last linear layer off the graph, and its norm, past dropout and token choice, and
+    what margins do not see.
+    """
+    traced = of_margins(traced)
     final = last_of(traced)
     node, _ = _skip(traced, final, choose=False)
     head = _module(traced, node)
@@ -46,13 +50,8 @@ def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
     node, token = _skip(traced, before, choose=True)
     norm = _module(traced, node)
     if type(norm) in norms:
-        return NetworkEnd(_until(traced, _source(node)), norm, head, token)
-    return NetworkEnd(_until(traced, before), None, head, None)
-
-
-def last_of(traced: Trace) -> fx.Node:
-    """Return the node whose value is the graph's result."""
-    return _source(next(node for node in traced.graph.nodes if node.op == "output"))
+        return NetworkEnd(until(traced, _source(node)), norm, head, token)
+    return NetworkEnd(until(traced, before), None, head, None)
 
 
 def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int | None]:
@@ -84,21 +83,6 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _module(traced: Trace, node: fx.Node) -> nn.Module | None:
     return traced.root.get_submodule(str(node.target)) if node.op == "call_module" else None
-
-
-def _until(traced: Trace, last: fx.Node) -> Trace:
-    """Return the graph whose output is `last`."""
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in traced.graph.nodes:
-        copies[node] = graph.node_copy(node, lambda n: copies[n])
-        if node is last:
-            break
-    graph.output(copies[last])
-    for node in reversed(list(graph.nodes)):
-        if not node.users and node.op not in ("placeholder", "output"):
-            graph.erase_node(node)
-    return replace(traced, graph=graph, scopes=())
 
 
 def chosen_token(node: fx.Node) -> int | None:

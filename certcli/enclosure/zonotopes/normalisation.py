@@ -1,5 +1,7 @@
 """LayerNorm by the direction of its centre, or with a floor by its variance. Proofs: docs/local.md, 6."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ def centred(x: Form) -> Form:
 def mean_square(y: Form, spread: Spread) -> tuple[Form, Tensor, Tensor]:
     """v = |y|^2 / d + eps as a form, and bounds on it: also (|c| - |y - c|)^2 / d + eps from below."""
     width = y.shape[-1]
-    v = _over_width(squares(y), width).shift(number(spread.eps, y))
+    v = over_width(squares(y), width).shift(number(spread.eps, y))
     length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)
     far = up(torch.linalg.vector_norm(y.radius, dim=-1, keepdim=True), width)
     down = 1 - gamma(2 * width + 16)
@@ -48,30 +50,43 @@ def mean_square(y: Form, spread: Spread) -> tuple[Form, Tensor, Tensor]:
     return v, low, high
 
 
-def _over_width(x: Form, width: int) -> Form:
+def over_width(x: Form, width: int) -> Form:
     """Return x / width: 1 / width is rounded, one more relative u of everything."""
     x = x.scale(number(1 / width, x))
     return x.doubted(gamma(2) * x.size)
 
 
 def layer_norm(
-    x: Form, spread: Spread, weight: Tensor | None, bias: Tensor | None, center: bool = True
+    x: Form,
+    spread: Spread,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    center: bool = True,
+    inner: dict[str, Any] | None = None,
 ) -> Form:
-    """weight * (x - mean) / spread + bias on the last axis (center: False for RMSNorm)."""
+    """weight * (x - mean) / spread + bias on the last axis (center: False for RMSNorm).
+
+    Args:
+        inner: where 1 / spread and the rows before weight and bias are put down.
+    """
     y = centred(x) if center else x
-    out = _by_direction(y, spread.eps) if spread.min_variance == 0 else None
-    if out is None:
+    parts = _by_direction(y, spread.eps) if spread.min_variance == 0 else None
+    if parts is None:
         v, low, high = mean_square(y, spread)
         # one symbol a token, shared by all its features
-        out = scaled(y, apply_above(RSQRT, v, low, high, spread.min_variance).solid())
+        factor = apply_above(RSQRT, v, low, high, spread.min_variance).solid()
+        parts = scaled(y, factor), factor
+    out, factor = parts
+    if inner is not None:
+        inner |= {"rows": out, "factor": factor}
     if weight is not None:
         out = out.scale(weight)
     return out if bias is None else out.shift(bias)
 
 
-def _by_direction(y: Form, eps: float) -> Form | None:
-    """Return y / sqrt(|y|^2 / d + eps) = (u + h g) / sqrt(|(u + h g, kappa h)|^2 / d); None where a
-    row may turn by 90 degrees.
+def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
+    """Return y / sqrt(|y|^2 / d + eps) = (u + h g) / sqrt(|(u + h g, kappa h)|^2 / d), and h / sqrt(..
+    / d), which is 1 / sqrt(|y|^2 / d + eps); None where a row may turn by 90 degrees.
 
     h = 1 / (u.y + w kappa), g = y - u / h: what moves along the centre divides g alone.
     """
@@ -93,7 +108,7 @@ def _by_direction(y: Form, eps: float) -> Form | None:
     if direction.kappa:
         beyond = inverse.scale(number(direction.kappa, y)).shift(-direction.of_eps)
         turned = turned + product(beyond, beyond, TIMES, 1)
-    size = _over_width(turned.shift(number(1.0, y)).doubted(direction.error), width)
+    size = over_width(turned.shift(number(1.0, y)).doubted(direction.error), width)
     smallest = torch.full_like(size.centre, (1 - direction.error) * (1 - 2.0**-50) / width)
     share = apply(RSQRT, size, smallest)
     factor = product(inverse, share, TIMES, 1)
@@ -102,9 +117,10 @@ def _by_direction(y: Form, eps: float) -> Form | None:
         factor = narrower(factor, by_interval(direction, along, turn))
         share = capped(share, *share_bounds(direction, along, turn))
     # one symbol a token each, shared by all its features
-    share = share.solid()
-    out = scaled(across, factor.solid()) + direction.times(share)
-    return out.doubted(gamma(8) * out.size)  # kappa^2 / d is eps up to rounding
+    share, factor = share.solid(), factor.solid()
+    out = scaled(across, factor) + direction.times(share)
+    # kappa^2 / d is eps up to rounding
+    return out.doubted(gamma(8) * out.size), factor.doubted(gamma(8) * factor.size)
 
 
 def signs(

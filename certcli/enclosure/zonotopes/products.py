@@ -72,7 +72,7 @@ def product(
         rest = torch.minimum(rest, beyond(x, y))
     if not x.space.squares:
         rest = rest + _both(x, y, contract, terms, frobenius)
-    form = _up_to_rest(x, y, contract, terms)
+    form = up_to_rest(x, y, contract, terms)
     return replace(form, slack=up(form.slack + rest), node=_paired(x, y, contract, terms, rest))
 
 
@@ -81,7 +81,7 @@ def _entrywise(x: Form, y: Form, contract: Bilinear) -> Tensor:
     return contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
 
 
-def _up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
+def up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
     """Return the form of contract(x, y) without what has no columns of its own."""
     space = x.space
     gens = contract(x.gens, y.centre[None]) + contract(x.centre[None], y.gens)
@@ -111,7 +111,7 @@ def scaled(x: Form, y: Form) -> Form:
     rounding = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
     node = _paired(x, y, TIMES, 1, rounding)
     node = None if node is None else replace(node, spread=spread)
-    return grouped(_up_to_rest(x, y, TIMES, 1), spread).known_as(node)
+    return grouped(up_to_rest(x, y, TIMES, 1), spread).known_as(node)
 
 
 def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:
@@ -137,7 +137,7 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         of_matrix_products(ball_gram(first), other_rest, shape),
         of_matrix_products(rest_gram(first), other, shape),
     ]
-    form = _up_to_rest(x, y, contract, inner)
+    form = up_to_rest(x, y, contract, inner)
     return grouped(form, root(parts, form.slack.new_zeros(1, form.slack.numel())))
 
 

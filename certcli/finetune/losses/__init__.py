@@ -1,4 +1,4 @@
-"""Losses by name: (logits (b, k), labels (b,), needs, epsilon, smoothing) -> scalar."""
+"""Losses by name: (logits (b, k), labels (b,), needs, epsilon) -> scalar."""
 
 from dataclasses import dataclass
 from typing import Literal

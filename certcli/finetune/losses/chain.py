@@ -18,7 +18,6 @@ from certcli.finetune.losses.worst_case import shifted
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import UsageError
 
 ITERATIONS = 4
 """Power iterations on the rows and columns of each image, from the vectors of the whole matrix."""
@@ -26,33 +25,24 @@ _HALVINGS = 14
 _LEAST = 1e-12
 
 
-def worst_logits(
-    logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float, smoothing: float
-) -> Tensor:
+def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon s_j, s_j = largest gain of z_j - z_y / epsilon: (b,
     k), (b,), (b, k) -> ().
 
     Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at
     learnt thresholds.
     """
-    return functional.cross_entropy(
-        shifted(logits, epsilon * slopes.double()), labels, label_smoothing=smoothing
-    )
+    return functional.cross_entropy(shifted(logits, epsilon * slopes.double()), labels)
 
 
 @dataclass
 class Reach:
-    """A layer's input near each image: x + d, lo <= d <= hi, |d| <= rho; x (b, n), rho (b,).
-
-    Attributes:
-        sparsity: The penalty of the activations before, ().
-    """
+    """A layer's input near each image: x + d, lo <= d <= hi, |d| <= rho; x (b, n), rho (b,)."""
 
     x: Tensor
     lo: Tensor
     hi: Tensor
     rho: Tensor
-    sparsity: Tensor
 
     def flattened(self) -> "Reach":
         return replace(self, x=self.x.flatten(1), lo=self.lo.flatten(1), hi=self.hi.flatten(1))
@@ -70,14 +60,9 @@ class ChainBound:
         arithmetic: gives the arithmetic whose singular vectors are in use.
         drop: leave units that are constant near the image out of the linear layers' norms
             (Local-Lip); else BCP.
-        factor: T of the sparsity penalty: over the inputs of each activation that is constant below
-            `low` (above `high`), sum of mean(max(0, upper bound - low)) and
-            T mean(max(0, high - lower bound)). Source: the code of Huang et al. 2021, where
-            low = 0 and high is the learnt threshold.
 
     Raises:
         NoBoundError: the network is no chain.
-        UsageError: a factor, and no activation is constant anywhere.
     """
 
     def __init__(
@@ -86,17 +71,10 @@ class ChainBound:
         arithmetic: Callable[[], TrainableArithmetic],
         *,
         drop: bool,
-        factor: float | None = None,
     ) -> None:
         self.body, self.last = read_chain(model, model.input_size)
         self.arithmetic = arithmetic
         self.drop = drop
-        self.factor = factor
-        if factor is not None and not any(map(_saturates, self.body)):
-            raise UsageError(
-                "--sparsity: no activation of this network is constant anywhere",
-                "leave it out, or train a network of ReLU or clipped ReLU",
-            )
 
     def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
         """Return, for (b, c, h, w) and a radius, labels (b,) -> growth of each z_j - z_y (b, k)."""
@@ -115,7 +93,7 @@ class ChainBound:
         lo = -torch.minimum(radius, pixels.clamp_min(0))
         hi = torch.minimum(radius, (1 - pixels).clamp_min(0))
         rho = pixels.new_full((len(pixels),), epsilon)
-        reach = Reach(pixels, lo, hi, rho, pixels.new_zeros(()))
+        reach = Reach(pixels, lo, hi, rho)
         # a map whose norm waits for the mask after it, and the mask before it
         waiting: tuple[LinearLayer, Tensor] | None = None
         for step in self.body:
@@ -126,7 +104,7 @@ class ChainBound:
                 reach = _mapped(reach, step, before if self.drop else None)
                 waiting = (step, before)
             elif isinstance(step, Activation):
-                reach = _activated(reach, step, self.factor)
+                reach = _activated(reach, step)
                 if waiting is not None:
                     reach.rho = self._ball(reach, waiting, step.joined(reach.moving))
                     waiting = None
@@ -177,20 +155,10 @@ def _mapped(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
         torch.maximum((centre - away).clamp(max=0), -ball),
         torch.minimum((centre + away).clamp(min=0), ball),
         reach.rho,
-        reach.sparsity,
     )
 
 
-def _saturates(step: object) -> bool:
-    return isinstance(step, Activation) and not (step.low is None and step.high is None)
-
-
-def _activated(reach: Reach, step: Activation, factor: float | None) -> Reach:
-    sparsity = reach.sparsity
-    if factor is not None and step.low is not None:
-        sparsity = sparsity + (reach.x + reach.hi - step.low).clamp_min(0).mean()
-    if factor is not None and step.high is not None:
-        sparsity = sparsity + factor * (step.high - reach.x - reach.lo).clamp_min(0).mean()
+def _activated(reach: Reach, step: Activation) -> Reach:
     x = step.apply(reach.x)
     rise = step.apply(reach.x + reach.hi) - x
     fall = x - step.apply(reach.x + reach.lo)
@@ -199,7 +167,6 @@ def _activated(reach: Reach, step: Activation, factor: float | None) -> Reach:
         -torch.minimum(fall, step.joined(-reach.lo)),
         torch.minimum(rise, step.joined(reach.hi)),
         reach.rho,
-        sparsity,
     )
 
 

@@ -49,7 +49,6 @@ def local(
     labels: Tensor,
     margins: Tensor,
     epsilon: float,
-    smoothing: float,
     worst_weight: float = 0.4,
 ) -> Tensor:
     """Return (1 - w) CE(logits) + w mean log(1 + CE(worst logits)): (b, k), (b,), (e, k) -> ().
@@ -61,7 +60,7 @@ def local(
         epsilon: their radius, which the margins know.
         worst_weight: w; with a half, attention had less left to do on digits.
     """
-    plain = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    plain = functional.cross_entropy(logits, labels)
     worst = (-margins).logsumexp(1).log1p().mean()
     return (1 - worst_weight) * plain + worst_weight * worst.to(plain)
 

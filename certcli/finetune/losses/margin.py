@@ -16,9 +16,7 @@ CLEAN_SHARE = 0.2
 """Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
 
 
-def margin(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k),
     (b,) -> ().
 
@@ -31,6 +29,4 @@ def margin(
     least_log = math.log(HOPELESS)
     bent = (1 - (QUOTIENT * log_p.clamp_min(least_log)).exp()) / QUOTIENT
     robust = (bent + HOPELESS**QUOTIENT * (least_log - log_p).clamp_min(0)).mean()
-    return robust + CLEAN_SHARE * functional.cross_entropy(
-        logits.to(worst), labels, label_smoothing=smoothing
-    )
+    return robust + CLEAN_SHARE * functional.cross_entropy(logits.to(worst), labels)

@@ -4,8 +4,6 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def cross_entropy(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def cross_entropy(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the mean of -log softmax(z)_y: (b, k), (b,) -> (). `pairs` and `epsilon` are not used."""
-    return functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+    return functional.cross_entropy(logits, labels)

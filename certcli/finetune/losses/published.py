@@ -23,40 +23,32 @@ HINGE_WEIGHT = 10.0
 _LEAST_SLOPE = 1e-6
 
 
-def gloro(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the cross entropy over k + 1 classes, z_bot = max_{j != c} (z_j + epsilon K_jc): (b,
     k), (b,) -> ().
 
     c is the prediction. The extra class wins exactly where the prediction is not certified, and is
-    never the label. `smoothing` spreads over the k classes, so that the loss does not fall as
-    epsilon rises. Source: Leino, Wang, Fredrikson 2021, section 3.
+    never the label. Source: Leino, Wang, Fredrikson 2021, section 3.
     """
     predicted = logits.detach().argmax(dim=1)
     worst = shifted(logits, gains(predicted, pairs, epsilon))
     rejected = worst.scatter(1, predicted.unsqueeze(1), -math.inf).amax(dim=1, keepdim=True)
     wide = logits.to(worst)
     true_logit = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
-    target = (1 - smoothing) * true_logit + smoothing * wide.mean(dim=1)
-    return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - target).mean()
+    return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - true_logit).mean()
 
 
-def lmt(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon K_jy (K_yy = 0): (b, k), (b,) -> ().
 
     The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama
     2018, algorithm 1.
     """
     worst = shifted(logits, gains(labels, pairs, epsilon))
-    return functional.cross_entropy(worst, labels, label_smoothing=smoothing)
+    return functional.cross_entropy(worst, labels)
 
 
-def emma(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the cross entropy of z_j + epsilon_j K_jy: (b, k), (b,) -> ().
 
     epsilon_j = epsilon clip((z_y - z_j) / (epsilon K_jy), 0.01, 1), detached, is the radius that
@@ -68,14 +60,10 @@ def emma(
     share = ((wide.gather(1, labels.unsqueeze(1)) - wide) / full.detach().clamp_min(1e-12)).clamp(
         EMMA_FLOOR, 1.0
     )
-    return functional.cross_entropy(
-        shifted(logits, share * full), labels, label_smoothing=smoothing
-    )
+    return functional.cross_entropy(shifted(logits, share * full), labels)
 
 
-def trades(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the cross entropy + lambda KL(softmax(z) | softmax(z_j + epsilon K_jy)): (b, k), (b,)
     -> ().
 
@@ -88,21 +76,16 @@ def trades(
     divergence = functional.kl_div(
         worst.log_softmax(dim=1), plain.log_softmax(dim=1), reduction="batchmean", log_target=True
     )
-    return (
-        functional.cross_entropy(plain, labels, label_smoothing=smoothing)
-        + TRADES_WEIGHT * divergence
-    )
+    return functional.cross_entropy(plain, labels) + TRADES_WEIGHT * divergence
 
 
-def hinge_kr(
-    logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float, smoothing: float
-) -> Tensor:
+def hinge_kr(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return the mean over j != y of alpha (epsilon - r_j)_+ - r_j, r_j = (z_y - z_j) / K_jy: (b,
     k), (b,) -> ().
 
     r_j is the radius of the pair. The hinge demands the radius epsilon of every pair, and the
     Kantorovich-Rubinstein term pulls the classes apart; in the paper the network is 1-Lipschitz and
-    both act on z itself. K is at least 1e-6; `smoothing` is not used. The loss is unbounded below.
+    both act on z itself. K is at least 1e-6. The loss is unbounded below.
     Source: Serrurier et al. 2021, eq. 10 and 12.
     """
     slopes = require_pairs(pairs)[labels].clamp_min(_LEAST_SLOPE)

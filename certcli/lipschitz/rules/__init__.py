@@ -6,12 +6,12 @@ import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
     activations,
     add_sub,
-    addmm_lerp,
     attention,
     concatenation,
     convit,
     convolution,
     l2_attention,
+    lerp,
     linear,
     matmul,
     matmul_attention,

@@ -25,7 +25,8 @@ def dot_product_attention(
     ctx.require(not isinstance(attn_mask, Value), "an attention mask that depends on the image")
     qkv = (module.qkv.weight, module.qkv.bias)
     proj = (module.proj.weight, module.proj.bias)
-    return self_attention(ctx, x, qkv, proj, module.num_heads, int(x.shape[-2]), "proj")
+    tokens = int(x.shape[-2])
+    return self_attention(ctx, x, qkv, proj, module.num_heads, tokens, "proj", float(module.scale))
 
 
 def _covered(module: nn.MultiheadAttention) -> bool:
@@ -97,11 +98,12 @@ def self_attention(
     heads: int,
     tokens: int,
     name: str,
+    scale: float | None = None,
 ) -> Value:
     """Return dot-product attention on tokens with |u_i| <= R (after a LayerNorm, R = sqrt d).
 
     The constant is sqrt(n) |W_O| |W_V| + R^2 (...) + sqrt(n/2) R (...), with A_h = W_K,h^T W_Q,h /
-    sqrt(dh) and the norm's scale folded in. A mask is a constant in the scores, for which the
+    sqrt(dh), or times the scale, and the norm's scale folded in. A mask is a constant in the scores, for which the
     theorem holds as well.
 
     Args:
@@ -125,7 +127,7 @@ def self_attention(
         raise AssertionError("a linear layer has a matrix")
     inner = weights.shape[0] // 3
     width = inner // heads
-    scale = arith.const(up(1 / math.sqrt(width), 2))
+    of_scores = arith.const(up(1 / math.sqrt(width) if scale is None else scale, 2))
 
     def head(kind: int, h: int) -> Matrix:
         start = kind * inner + h * width
@@ -138,11 +140,13 @@ def self_attention(
     value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
     pairs = [(head(1, h), head(0, h)) for h in range(heads)]
     for h, product in enumerate(arith.sigma_products(pairs, f"{ctx.path}.score")):
-        a = product * scale
+        a = product * of_scores
         alpha = radius * a
         if bias is not None:
             offset = arith.rows(bias, h * width, (h + 1) * width)
-            alpha = alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * scale
+            alpha = (
+                alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * of_scores
+            )
         score.append(a)
         alphas.append(alpha)
     n = arith.const(float(tokens))

@@ -1,4 +1,4 @@
-"""Products: entry by entry, of matrices, and einsum, of two tensors or with a constant. Proofs:
+"""Products, entry by entry and of matrices, of two tensors or with a constant. Proofs:
 docs/bounds.md, 1.4, 7.2.
 
 Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a), which is finite where both are bounded on the box [0,
@@ -92,59 +92,4 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
         lambda: sigma * x.size.fibre_along(axis),
         axis=axis,
         total=lambda: sigma * x.size.total,
-    )
-
-
-@rules.function(torch.einsum)
-def einsum(ctx: Context, equation: str, *operands: Any) -> Value:
-    """|einsum(a, b)|_F <= |a|_F |b|_F when every summed index is in both (Cauchy-Schwarz), of the
-    same size.
-    """
-    operands = (
-        tuple(operands[0])
-        if len(operands) == 1 and isinstance(operands[0], (list, tuple))
-        else operands
-    )
-    ctx.require(
-        len(operands) == 2 and "." not in equation and "->" in equation, f"einsum '{equation}'"
-    )
-    inputs, output = equation.replace(" ", "").split("->")
-    first, second = inputs.split(",")
-    for labels in (first, second, output):
-        ctx.require(len(set(labels)) == len(labels), f"einsum '{equation}' with a diagonal")
-    for label in {*first, *second}:
-        ctx.require(
-            label in output or (label in first and label in second),
-            f"einsum '{equation}' with a plain sum",
-        )
-    shapes = [tuple(x.tensor.shape if isinstance(x, Constant) else x.shape) for x in operands]
-    sizes: dict[str, int] = {}
-    for labels, shape in zip((first, second), shapes, strict=True):
-        for label, size in zip(labels, shape, strict=True):
-            sizes[label] = max(size, sizes.get(label, 0))
-    # an axis of size 1 is repeated where the other operand is longer
-    repeated = [tuple(sizes[label] for label in labels) for labels in (first, second)]
-    operands = tuple(
-        Constant(x.tensor.expand(shape))
-        if isinstance(x, Constant)
-        else ctx.spread(ctx.settle(x), shape)
-        for x, shape in zip(operands, repeated, strict=True)
-    )
-    arith = ctx.arith
-    why = "product of two tensors: sup |b| Lip(a) + sup |a| Lip(b) over the pixel box"
-    if all(isinstance(x, Value) for x in operands):
-        a, b = operands
-        of_a, of_b = (ctx.finite(x.size.total, "einsum") for x in (b, a))
-        size = Size(arith, tuple(ctx.shape), total=lambda: a.size.total * b.size.total)
-        return ctx.combine([(a, of_a), (b, of_b)], why, size)
-    x = next((x for x in operands if isinstance(x, Value)), None)
-    other = next((x for x in operands if isinstance(x, Constant)), None)
-    if x is None or other is None:
-        raise NoRule(f"einsum '{equation}'")
-    factor = arith.length(arith.matrix(other.tensor.reshape(-1, 1)))
-    return ctx.chain(
-        x,
-        factor,
-        "product with a constant tensor: its Frobenius norm",
-        total=lambda: factor * x.size.total,
     )

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from certcli.engine.attention import fused_attention
+from certcli.engine.endings import LOG_SOFTMAX
 from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
@@ -23,7 +24,7 @@ from certcli.lipschitz.rules.attention_positions import Gates
 from certcli.lipschitz.rules.moves import transpose
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Probabilities, Scores, Value
+from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Value
 
 
 def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
@@ -101,6 +102,36 @@ def softmax(
 
 
 rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
+
+
+@rules.method("log_softmax")
+@rules.function(*LOG_SOFTMAX[:2])
+def log_softmax(
+    ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
+) -> Value:
+    """Waits for margins, which do not see it."""
+    ctx.require(isinstance(dim, int), "log_softmax without a dimension")
+    axis = dim % len(x.shape) - len(x.shape)
+    shape = tuple(ctx.shape)
+    waiting = LogProbabilities(x, axis)
+    return Value(ctx.unbounded(), Size(ctx.arith, shape), waiting, None, shape)
+
+
+@rules.settles(LogProbabilities)
+def settle_log_probabilities(ctx: Context, x: Value, waiting: LogProbabilities) -> Value:
+    """|I - 1 p^T| <= sqrt(k) for probabilities p of k classes (section 3.1)."""
+    before, arith = ctx.settle(waiting.of), ctx.arith
+    classes = float(x.shape[waiting.axis])
+    why = f"slope of log_softmax of {classes:.0f}: sqrt({classes:.0f})"
+    largest_log = arith.const(up(math.log(classes), 2))
+    return ctx.chain(
+        before,
+        arith.sqrt(arith.const(classes)),
+        why,
+        axis=waiting.axis,
+        peak=lambda: before.size.peak + before.size.peak + largest_log,
+        shape=x.shape,
+    )
 
 
 def _softmax(ctx: Context, x: Value, axis: int) -> Value:

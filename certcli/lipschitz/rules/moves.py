@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from certcli.engine.averages import pair
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
@@ -155,10 +156,6 @@ def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
 def transpose(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
     value: Value = rearranged(ctx, x, Move(Tensor.transpose, (dim0, dim1)))
     return value
-
-
-def pair(value: Any) -> tuple[int, int]:
-    return (int(value), int(value)) if isinstance(value, int) else (int(value[0]), int(value[-1]))
 
 
 def windows_of(kernel: int, stride: int, dilation: int) -> int:

@@ -1,4 +1,4 @@
-"""Clamping, squares, MaxMin, dropout and copies. Proofs: docs/bounds.md, section 3."""
+"""Squares, MaxMin, dropout and copies. Proofs: docs/bounds.md, section 3."""
 
 import operator
 from dataclasses import replace
@@ -6,49 +6,16 @@ from typing import Any
 
 import timm.layers as timm_layers
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
+from certcli.engine.curves import Curve
 from certcli.engine.table import NoRule
-from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.activations import Curve, applied, clamped
+from certcli.lipschitz.rules.activations import applied
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.activations import MaxMin
-
-
-@rules.method("clamp", "clamp_", "clip", "clip_")
-@rules.function(torch.clamp, torch.clip)
-def clamp(ctx: Context, x: Any, min: Any = None, max: Any = None) -> Value:
-    """Clamp to constant limits: slope 1."""
-    ctx.require(
-        not isinstance(min, Value) and not isinstance(max, Value),
-        "clamping to what depends on the image",
-    )
-    ctx.require(
-        isinstance(x, Value) and tuple(x.shape) == tuple(ctx.shape),
-        "clamping that repeats the tensor",
-    )
-    return applied(ctx, x, clamped(*(_limit(ctx, limit) for limit in (min, max))))
-
-
-@rules.method("clamp_min", "clamp_min_")
-@rules.function(torch.clamp_min)
-def clamp_below(ctx: Context, x: Any, min: Any) -> Value:
-    return clamp(ctx, x, min, None)
-
-
-@rules.method("clamp_max", "clamp_max_")
-@rules.function(torch.clamp_max)
-def clamp_above(ctx: Context, x: Any, max: Any) -> Value:
-    return clamp(ctx, x, None, max)
-
-
-def _limit(ctx: Context, limit: Any) -> Tensor | None:
-    if limit is None or isinstance(limit, (Constant, Tensor)):
-        return ctx.optional_tensor(limit)
-    return torch.tensor(float(limit), dtype=torch.float64)
 
 
 @rules.method("square")
@@ -79,7 +46,11 @@ def power(ctx: Context, x: Value, exponent: Any) -> Value:
 def maxmin(ctx: Context, module: MaxMin, x: Value) -> Value:
     x = ctx.settle(x)
     x = replace(x, size=x.size.along(-1))
-    return applied(ctx, x, Curve(1.0, "a permutation of coordinates at every point"))
+    return applied(
+        ctx,
+        x,
+        Curve("MaxMin", module, slope=1.0, why="a permutation of coordinates at every point"),
+    )
 
 
 @rules.module(

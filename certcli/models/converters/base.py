@@ -22,6 +22,9 @@ T = TypeVar("T")
 COMPUTED = r"relative_position_index$|relative_coords_table$"
 """Tensors that timm's network computes itself."""
 
+ALONE = "save the state_dict() of the network alone"
+"""What to do about tensors of other things beside the network's."""
+
 
 @dataclass(frozen=True)
 class Converted:
@@ -103,7 +106,7 @@ def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     tensors_of: dict[str, Tensor] = {}
     for name, value in pairs:
         if name in tensors_of:
-            raise ArchitectureError(f"two tensors of the file are timm's '{one_line(name)}'")
+            raise ArchitectureError(f"two tensors of the file are timm's '{one_line(name)}'", ALONE)
         tensors_of[name] = value
     return tensors_of
 
@@ -123,7 +126,8 @@ def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
         if target in origins:
             raise ArchitectureError(
                 f"two tensors of the file are timm's '{one_line(target)}': '{one_line(origins[target])}' and "
-                f"'{one_line(name)}'"
+                f"'{one_line(name)}'",
+                ALONE,
             )
         origins[target] = name
     return {target: tensors[name] for target, name in origins.items()}

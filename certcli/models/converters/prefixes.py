@@ -14,7 +14,7 @@ from certcli.models.converters.alignment import (
     require_merged,
     without_weight_norm,
 )
-from certcli.models.converters.base import by_name, renamed
+from certcli.models.converters.base import ALONE, by_name, renamed
 from certcli.models.converters.wrapping import EMA, RAW, Bare, Normaliser, StateDicts, choice
 from certcli.system.errors import ArchitectureError, one_line
 
@@ -122,7 +122,7 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
             target = name.removeprefix(root)
             raise ArchitectureError(
                 f"{path.name} holds '{one_line(network.names[target])}' and '{one_line(name)}': which is the network's?",
-                "save the state_dict() of the network alone",
+                ALONE,
             )
     surplus = by_name((name.removeprefix(root), tensors[name]) for name in strange)
     aside = (*bare.aside, *(name for name in network.aside if name not in strange))

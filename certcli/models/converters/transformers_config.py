@@ -17,6 +17,7 @@ from certcli.checkpoint.schema import (
     Name,
     PerChannel,
     Side,
+    Statistic,
     decode,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
@@ -35,6 +36,8 @@ Sides = Side | Annotated[list[Side], Meta(min_length=2, max_length=2)]
 """A list: msgspec 0.22 crashes on a union of a number and a tuple."""
 Ratio = Annotated[float, Meta(gt=0, le=64)]
 Epsilon = Annotated[float, Meta(gt=0, le=1)]
+LayerScale = Annotated[float, Meta(ge=0, le=1e3)]
+Lengths = dict[str, Side | None]
 
 
 class Named(Struct, kw_only=True):
@@ -75,7 +78,7 @@ class TokenConfig(Config, kw_only=True):
     use_absolute_position_embeddings: bool = False
     use_relative_position_bias: bool = False
     use_shared_relative_position_bias: bool = False
-    layer_scale_init_value: float = 0.1
+    layer_scale_init_value: LayerScale = 0.1
 
 
 class SwinConfig(Config, kw_only=True):
@@ -99,15 +102,15 @@ class ConvNextConfig(Config, kw_only=True):
     patch_size: Side
     hidden_sizes: Annotated[list[Size], Meta(min_length=4, max_length=4)]
     depths: Annotated[list[Layers], Meta(min_length=4, max_length=4)]
-    layer_scale_init_value: float = 1e-6
+    layer_scale_init_value: LayerScale = 1e-6
     layer_norm_eps: Epsilon
 
 
 class Pixels(Struct, kw_only=True):
     """preprocessor_config.json."""
 
-    image_mean: PerChannel | float | None = None
-    image_std: PerChannel | float | None = None
+    image_mean: PerChannel | Statistic | None = None
+    image_std: PerChannel | Statistic | None = None
     do_normalize: bool = True
     do_rescale: bool = True
     rescale_factor: Annotated[float, Meta(gt=0, le=1)] = 1 / 255
@@ -117,8 +120,8 @@ class Pixels(Struct, kw_only=True):
     do_pad: bool | None = False
     include_top: bool | None = None
     resample: Annotated[int, Meta(ge=0, le=5)] | None = None
-    size: Json | int | list[int] | None = None
-    crop_size: Json | int | None = None
+    size: Lengths | Side | list[Side] | None = None
+    crop_size: Lengths | Side | None = None
     do_center_crop: bool | None = False
     do_resize: bool | None = True
     crop_pct: Annotated[float, Meta(ge=0.25, le=4)] | None = None
@@ -317,6 +320,7 @@ def _crop_mode(pixels: Pixels | None) -> str:
 def _made(pixels: Pixels) -> list[int] | None:
     """The processor's image height and width; None: it depends on the image, or is unstated."""
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
+    sides: list[object]
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]
         if pixels.crop_pct is not None and sides == [None, None]:  # ConvNeXt's crop of its own

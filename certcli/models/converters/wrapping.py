@@ -13,7 +13,7 @@ from certcli.checkpoint.torch_file import load_plain
 from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
 
-TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar")
+TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar", ".pt2")
 RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
 EMA = (
     "model_ema",

@@ -12,6 +12,7 @@ from certcli.enclosure.zonotopes.functions import RECIPROCAL
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled
 from certcli.enclosure.zonotopes.reduction import reduced
+from certcli.enclosure.zonotopes.rules.shapes import arranged
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -29,6 +30,7 @@ def register_arithmetic(
     add: Callable[[Any, Any], Any],
     negative: Callable[[Any], Any],
     multiply: Callable[[Any, Any], Any],
+    arranged: Callable[..., Any],
     settle: Callable[[Any], Any] = lambda x: x,
 ) -> None:
     """Register sums and products of two tensors, and of a tensor with a constant.
@@ -36,20 +38,26 @@ def register_arithmetic(
     Args:
         kind: The domain's values, which have `shift` and `scale` for constants.
         add, negative, multiply: For values of one shape.
+        arranged: (function, value) -> the value after a function that moves entries.
         settle: Makes a value speak of the tensor itself, and leaves a constant as it is.
     """
 
+    def repeated(x: Any, y: Any) -> Any:
+        """Return x in the shape of x + y."""
+        tensor = y.tensor if isinstance(y, Constant) else y
+        shape = torch.broadcast_shapes(x.shape, getattr(tensor, "shape", ()))
+        return x if x.shape == shape else arranged(lambda t: t.expand(shape).contiguous(), x)
+
     def pair(x: Any, y: Any) -> tuple[Any, Any]:
-        """Return both operands, a value first; a constant broadcasts to the value."""
+        """Return both operands in the shape of the result, a value first."""
         x = settle(x)
         y = settle(y)
         if not isinstance(x, kind):
             x, y = y, x
+        x = repeated(x, y)
         if not isinstance(y, kind):
             return x, constant_operand(y, x.centre, x.shape)
-        if x.shape != y.shape:
-            raise NoRule("an operation that repeats a tensor")
-        return x, y
+        return x, repeated(y, x)
 
     @table.function(operator.add, operator.iadd, torch.add)
     @table.method("add", "add_")
@@ -63,7 +71,7 @@ def register_arithmetic(
         y = settle(y)
         if isinstance(y, kind):
             return plus(ctx, x, negative(y))
-        x = settle(x)
+        x = repeated(settle(x), y)
         return x.shift(-constant_operand(y, x.centre, x.shape))
 
     @table.function(operator.neg, torch.neg)
@@ -89,6 +97,7 @@ register_arithmetic(
     lambda x, y: reduced(x + y),
     negative,
     lambda x, y: product(x.worked(), y.worked(), TIMES, 1),
+    arranged,
 )
 
 

@@ -12,18 +12,12 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import certcli.engine.activations  # noqa: F401 (for the names it enters)
 from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend
 from certcli.enclosure.zonotopes.ellipsoids import narrowed
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, fitting
-from certcli.enclosure.zonotopes.functions import (
-    GELU,
-    GELU_TANH,
-    SIGMOID,
-    SILU,
-    TANH,
-)
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.reduction import by_fibres
@@ -37,23 +31,21 @@ from certcli.engine.attention import (
     fused_attention,
     require_no_mask,
 )
-from certcli.engine.table import NoRule, with_attributes
+from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
+RELU = Line(0.0, 0.0, ((0.0, 1.0),))
 NORMS = (nn.LayerNorm, TimmLayerNorm, FloorNorm)
 _NOTHING = (nn.Identity, nn.Dropout, DropPath)
 TOKENWISE = (
     nn.Linear,
     *NORMS,
     CenterNorm,
-    nn.GELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.ReLU,
+    *(module for named in NAMED for module in named.modules if module is not ClippedReLU),
     *_NOTHING,
     LayerScale,
 )
@@ -64,8 +56,8 @@ SUMMING = (nn.Linear, *_NOTHING)
 """Modules that read an activation's errors as symbols of single fibres in any walk."""
 FIBREWISE_FUNCTIONS = (
     operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.neg,
-    torch.add, torch.sub, torch.mul, torch.neg, torch.relu, torch.sigmoid, torch.tanh,
-    F.linear, F.gelu, F.relu, F.silu, F.rms_norm,
+    torch.add, torch.sub, torch.mul, torch.neg, F.linear, F.rms_norm,
+    *(function for named in NAMED for function in named.functions),
 )  # fmt: skip
 
 
@@ -111,7 +103,7 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 @rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
 @rules.module(FloorNorm)
 def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
-    return layer_norm(x, spread_of(module), module.weight, module.bias)
+    return layer_norm(x, spread_of(module), module.weight, module.bias, inner=ctx.inner)
 
 
 @rules.module(CenterNorm)
@@ -141,7 +133,7 @@ def normalize(
 ) -> Form:
     spread = unit_length(x.shape, p, dim, eps)
     factor = torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float64, device=x.centre.device)
-    y = layer_norm(x, spread, None, None, center=False)
+    y = layer_norm(x, spread, None, None, center=False, inner=ctx.inner)
     return y.scale(factor).doubted(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
 
 
@@ -190,41 +182,34 @@ def rms_norm(
     if eps is None or tuple(shape) != x.shape[-1:]:
         raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
     gain = weight.tensor if isinstance(weight, Constant) else weight
-    return layer_norm(x, Spread(eps), gain, None, center=False)
+    return layer_norm(x, Spread(eps), gain, None, center=False, inner=ctx.inner)
 
 
-@rules.function(F.gelu)
-def gelu(ctx: ZonotopeContext, x: Form, approximate: str = "none") -> Form:
-    return activation(GELU if approximate == "none" else GELU_TANH, x)
+def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
+    """f(x), of a broken line as a sum of ReLUs, exact at its ends. NoRule: no relaxation."""
+    line = curve.line
+    if line is None:
+        if curve.second is unknown:
+            raise NoRule(f"no relaxation of {curve.name} with these options")
+        return activation(curve, x)
+    if line == RELU:
+        return relu(x)
+    whole = x.scale(number(line.slope, x))
+    size = whole.size
+    for place, rise in line.kinks:
+        opened = relu(x.shift(-number(place, x))).scale(number(rise, x))
+        whole = whole + opened
+        size = size + opened.size
+    # places, rises and the start are rounded
+    return whole.shift(number(line.start, x)).doubted(gamma(8) * size)
 
 
-@rules.function(F.silu)
-def silu(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
-    return activation(SILU, x)
+def number(value: Tensor | float, like: Form) -> Tensor:
+    """Return a number as a tensor of the form's type and place."""
+    return torch.as_tensor(value, dtype=torch.float64).to(like.centre)
 
 
-@rules.function(torch.sigmoid)
-@rules.method("sigmoid")
-def sigmoid(ctx: ZonotopeContext, x: Form) -> Form:
-    return activation(SIGMOID, x)
-
-
-@rules.function(torch.tanh)
-@rules.method("tanh")
-def tanh(ctx: ZonotopeContext, x: Form) -> Form:
-    return activation(TANH, x)
-
-
-@rules.function(F.relu, torch.relu)
-def relu_function(ctx: ZonotopeContext, x: Form, inplace: bool = False) -> Form:
-    return relu(x)
-
-
-rules.module(nn.GELU)(with_attributes(gelu, "approximate"))
-rules.module(nn.ReLU)(with_attributes(relu_function))
-rules.module(nn.SiLU)(with_attributes(silu))
-rules.module(nn.Sigmoid)(with_attributes(sigmoid))
-rules.module(nn.Tanh)(with_attributes(tanh))
+register_curves(rules, Form, relaxed, [named for named in NAMED if named.relaxed])
 
 
 @rules.module(ClippedReLU)
@@ -256,33 +241,6 @@ def pixels(ctx: ZonotopeContext, module: PixelNormalize, x: Form) -> Form:
     std = module.std.to(x.centre)
     std = fitting(std, x.shape)
     return x.shift(-mean).linear(lambda t: t / std, lambda t: t / std.abs(), terms=1)
-
-
-@rules.module(
-    nn.Conv2d,
-    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
-)
-def convolution(ctx: ZonotopeContext, module: nn.Conv2d, x: Form) -> Form:
-    if len(x.shape) != 4:
-        raise NoRule("a convolution of something other than (b, c, h, w)")
-
-    def run(t: Tensor, weight: Tensor) -> Tensor:
-        out = F.conv2d(
-            t.flatten(0, 1),
-            weight,
-            None,
-            module.stride,
-            module.padding,
-            module.dilation,
-            module.groups,
-        )
-        return out.view(*t.shape[:2], *out.shape[1:])
-
-    terms = module.weight[0].numel()
-    out = x.worked().linear(
-        lambda t: run(t, module.weight), lambda t: run(t, module.weight.abs()), terms=terms
-    )
-    return out if module.bias is None else out.shift(module.bias.view(-1, 1, 1))
 
 
 @attention_module(rules)
@@ -317,7 +275,7 @@ def attention(
     if x.space.by_fibres:
         out = attend_by_fibres(part(0, asking), part(1, x), part(2, x), heads, module.scale, token)
         return affine(out, module.proj.weight, module.proj.bias)
-    out = attend(part(0, asking), part(1, x), part(2, x), module.scale)
+    out = attend(part(0, asking), part(1, x), part(2, x), module.scale, None, ctx.inner)
     return affine(
         out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias
     )
@@ -344,4 +302,5 @@ def attention_function(
     if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
         raise NoRule("attention over something constant")
     added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
-    return attend(query, key, value, scale if scale is not None else query.shape[-1] ** -0.5, added)
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    return attend(query, key, value, scale, added, ctx.inner)

@@ -67,22 +67,16 @@ def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
 
 
 def _move(ctx: Any, x: Form, move: Move) -> Any:
-    return arranged(move, x)
+    """What is put in beside the entries of x does not move."""
+    out = arranged(move, x)
+    if not move.filled:
+        return out
+    (places,) = move.places(x.shape)
+    return out.shift((places < 0).to(x.centre) * move.filled)
 
 
 register_moves(rules, Form, _move)
 register_choices(rules)
-
-
-def zero_padding(shape: tuple[int, ...], padding: Any, mode: str, value: float | None) -> bool:
-    """Return whether zeros are added anywhere. NoRule: numbers other than 0, entries cut off, images
-    added.
-    """
-    if mode != "constant" or value not in (None, 0) or min(padding, default=0) < 0:
-        raise NoRule("padding by other than zeros")
-    if len(padding) > 2 * (len(shape) - 1) and any(padding[2 * (len(shape) - 1) :]):
-        raise NoRule("padding along the batch")
-    return any(padding)
 
 
 def register_types(table: RuleTable) -> None:
@@ -110,15 +104,6 @@ def register_types(table: RuleTable) -> None:
 
 
 register_types(rules)
-
-
-@rules.function(F.pad)
-def padded(
-    ctx: ZonotopeContext, x: Form, pad: Any, mode: str = "constant", value: float | None = None
-) -> Form:
-    if not zero_padding(x.shape, pad, mode, value):
-        return x
-    return x.linear(lambda t: F.pad(t, pad), lambda t: F.pad(t, pad))
 
 
 @rules.method("mean")
@@ -154,20 +139,6 @@ def summed_axes(shape: tuple[int, ...], dim: Any) -> list[int]:
     if 0 in dims or not dims:
         raise NoRule("a sum over the batch")
     return dims
-
-
-def require_one_place(shape: tuple[int, ...], output_size: Any) -> None:
-    """Raise NoRule where pooling does not average whole maps (b, c, h, w)."""
-    if len(shape) != 4 or tuple(
-        output_size if isinstance(output_size, (list, tuple)) else (output_size,) * 2
-    ) != (1, 1):
-        raise NoRule("a pooling to other than one place")
-
-
-@rules.function(F.adaptive_avg_pool2d)
-def mean_of_map(ctx: ZonotopeContext, x: Form, output_size: Any) -> Form:
-    require_one_place(x.shape, output_size)
-    return mean(ctx, x, (2, 3), keepdim=True)
 
 
 def unsqueezed(parts: Any, dim: int, move: Callable[..., Any]) -> list[Any]:

@@ -29,7 +29,9 @@ def softmax_of_rows(
     ctx: ZonotopeContext, x: Form, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Form:
     require_rows(len(x.shape), dim, dtype)
-    return softmax(x)
+    ctx.inner["p"] = softmax(x)
+    probabilities: Form = ctx.inner["p"]
+    return probabilities
 
 
 def require_rows(axes: int, dim: int | None, dtype: Any) -> None:

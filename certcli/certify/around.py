@@ -1,0 +1,253 @@
+"""Local Lipschitz constants: how fast margins and logits can change near each image. docs/local.md, 13."""
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from certcli.certify.executed_network import neighbour_errors
+from certcli.certify.steepest import steepest_slopes
+from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.slopes.length import Parts, logits_length, sum_of_sizes
+from certcli.enclosure.slopes.network import SlopeNetwork
+from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.memory import available, keep_pages
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.table import rules
+from certcli.engine.table import NoRule
+from certcli.engine.tracer import Untraceable
+from certcli.evaluation.radii import Norm, require_norm
+from certcli.models.build import load_double
+from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.memory import out_of_memory
+
+SYMBOLS = 500
+"""Box symbols a tensor may carry from block to block, on the way there and back."""
+SQUARES = 128
+"""Numbers up to which e e^T has columns of its own."""
+_HINT = "without --around: the bound for all images"
+_DOWN = 1 - 2.0**-40
+"""Below the roundings of the few float64 operations that follow."""
+
+
+@dataclass(frozen=True)
+class Around:
+    """The images of [0, 1] within `radius` of an image. slopes: whether they are measured as well.
+
+    Raises:
+        UsageError: the norm is unknown; the radius is not above 0, or farther than the box is wide.
+    """
+
+    radius: float
+    norm: Norm = "l2"
+    slopes: bool = True
+
+    def __post_init__(self) -> None:
+        require_norm(self.norm)
+        if not 0 < self.radius < math.inf:
+            raise UsageError(f"a radius of {self.radius:g}: it is a finite number above 0")
+
+    def require_in_box(self, pixels: int) -> None:
+        """Raise UsageError for a ball that has all images of the box in it, whatever its middle."""
+        widest = math.sqrt(pixels) if self.norm == "l2" else 1.0
+        if self.radius >= widest:
+            raise UsageError(
+                f"a radius of {self.radius:g}: no two images are farther apart than {widest:.4g} in {self.norm}",
+                _HINT,
+            )
+
+
+@dataclass(frozen=True)
+class NearImage:
+    """What is proven near one image: |m(y) - m(z)| <= upper |y - z|, y and z within the radius.
+
+    Args:
+        prediction: i of the margins m_j = z_i - z_j.
+        margins: m_j at the image, float64, (k,); 0 at j = i.
+        upper: Of each margin, (k,), rounded up; inf where there is none.
+        slopes: Measured, from below, (k,); NaN where nothing was measured.
+        logits: Of |z(y) - z(z)|_2, rounded up.
+        radius: Within which the prediction is proven by min(R, m_j / upper_j): as executed in float64, or 0.
+        why: Why there is no bound.
+    """
+
+    around: Around
+    prediction: int
+    margins: Tensor
+    upper: Tensor
+    slopes: Tensor
+    logits: float
+    radius: float
+    why: str = ""
+    seconds: float = 0.0
+
+    @property
+    def rival(self) -> int:
+        """Return the class whose margin is proven the least far; without a bound, the runner-up."""
+        reach = self.margins / self.upper
+        reach[self.prediction] = math.inf
+        if not bool((reach > 0).any()):
+            reach = self.margins.clone()
+            reach[self.prediction] = math.inf
+        return int(reach.argmin())
+
+
+class AroundImages:
+    """A network whose gradients near images are enclosed; one image at a time, in float64.
+
+    Raises:
+        NoBoundError: an operation has no relaxation or no derivative, or memory does not last.
+    """
+
+    def __init__(self, model: nn.Module, size: tuple[int, int, int]) -> None:
+        self.model = model
+        self.size = size
+        # None: the rounding of an operation has no proof, and nothing is said of the executed network
+        self.executed = neighbour_errors(model, size, None, (rules,))
+        try:
+            self.network = SlopeNetwork(model, size, self.executed)
+        except (NoRule, Untraceable) as reason:
+            raise NoBoundError(f"no local bound: {reason}", _HINT) from reason
+        keep_pages()
+
+    def require_memory(self, around: Around) -> None:
+        """Raise NoBoundError for a walk whose tensors do not fit, before it begins."""
+        device = next(self.model.parameters(), torch.empty(0)).device
+        needed = self.network.tape_bytes(SQUARES if around.norm == "l2" else 0, SYMBOLS)
+        free = available(device)
+        if needed > free:
+            raise NoBoundError(
+                f"no local bound: the way back takes some {needed / 2**30:.1f} GiB here, and {free / 2**30:.1f} may be used",
+                _HINT,
+            )
+
+    def each(self, pixels: Tensor, near: Sequence[Around]) -> Iterator[NearImage]:
+        """Yield what is proven near each image (n, c, h, w) in each ball, images first."""
+        device = next(self.model.parameters(), torch.empty(0)).device
+        for image in pixels.double().to(device).split(1):
+            for around in near:
+                yield self.near(image, around)
+
+    def start(self, image: Tensor, around: Around) -> Form:
+        if around.norm == "linf":
+            return linf_ball(image, around.radius, limit=SYMBOLS, in_box=True)
+        squares = SQUARES if self.network.numbers <= SQUARES else 0
+        return l2_ball(image, around.radius, squares_up_to=squares, limit=SYMBOLS, in_box=True)
+
+    def near(self, image: Tensor, around: Around) -> NearImage:
+        """Return what is proven near an image (1, c, h, w)."""
+        started = time.process_time()
+        with torch.no_grad():
+            (logits,) = self.model(image)
+        label = int(logits.argmax())
+        upper, whole, delta, why = self._bounds(image, label, len(logits), around)
+        slopes = torch.full_like(logits, math.nan)
+        if around.slopes:
+            slopes = steepest_slopes(self.model, image, label, around.radius, around.norm)
+        margins = (logits[label] - logits).cpu()
+        radius = _proven_radius(label, margins, upper, delta, around.radius)
+        seconds = time.process_time() - started
+        return NearImage(around, label, margins, upper, slopes.cpu(), whole, radius, why, seconds)
+
+    def _bounds(
+        self, image: Tensor, label: int, count: int, around: Around
+    ) -> tuple[Tensor, float, Tensor, str]:
+        """Return bounds of margins and of the logits, how far execution moves margins, and why not."""
+        rows = torch.eye(count, dtype=torch.float64, device=image.device)
+        nothing = torch.full((count,), math.inf, dtype=torch.float64)
+        lengths = []
+        roundings = []
+        parts = []
+        try:
+            near = self.network.near(self.start(image, around))
+            for other in range(count):
+                row = rows[label] if other == label else rows[label] - rows[other]
+                form, rounding = near.gradient_and_rounding(row)
+                roundings.append(rounding)
+                if around.norm == "linf":
+                    lengths.append(sum_of_sizes(form))
+                else:
+                    parts.append(Parts.of(form))
+                    lengths.append(parts[-1].length)
+        except (Unbounded, NoRule) as reason:
+            return _at(nothing, label, 0.0), math.inf, nothing, str(reason)
+        except (MemoryError, RuntimeError) as failure:
+            if not out_of_memory(failure):
+                raise
+            raise NoBoundError("no local bound: memory does not last for it", _HINT) from None
+        # each |grad z_j|_1 <= |grad z_i|_1 + |grad (z_i - z_j)|_1
+        of_label = lengths[label]
+        of_logits = [of_label + length * (j != label) for j, length in enumerate(lengths)]
+        whole = logits_length(parts, label) if parts else math.hypot(*of_logits) / _DOWN
+        delta = (torch.tensor(roundings, dtype=torch.float64) + near.behind(label).cpu()) / _DOWN
+        upper = torch.tensor(lengths, dtype=torch.float64).nan_to_num(math.inf, math.inf)
+        return _at(upper, label, 0.0), whole, delta, ""
+
+
+def _at(values: Tensor, place: int, value: float) -> Tensor:
+    return values.index_fill(0, torch.tensor(place), value)
+
+
+def _proven_radius(
+    label: int, margins: Tensor, upper: Tensor, delta: Tensor, radius: float
+) -> float:
+    """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2 delta_j."""
+    reach = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
+    others = torch.arange(len(margins)) != label
+    smallest = float((reach[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN
+    return min(radius, smallest) if smallest > 0 else 0.0
+
+
+def prepare(checkpoint: Checkpoint, near: Sequence[Around], device: torch.device) -> AroundImages:
+    """Return the network for these balls.
+
+    Raises:
+        UsageError: a radius is as wide as the box.
+        NoBoundError: an operation has no derivative; the walk does not fit into memory.
+    """
+    size = checkpoint.record.input.size
+    for around in near:
+        around.require_in_box(math.prod(size))
+    network = AroundImages(load_double(checkpoint, device), size)
+    for around in near:
+        network.require_memory(around)
+    return network
+
+
+@dataclass(frozen=True)
+class LocalBounds:
+    """What is proven near n images, float64 on the CPU; inf where there is no bound.
+
+    Args:
+        classes: The predictions i, (n,).
+        upper: Of the margins z_i - z_j, (n, k): |m(y) - m(z)| <= upper |y - z|; 0 at j = i.
+        slopes: Of each margin one slope that it has there, measured: (n, k), below `upper`.
+        logits: Of |z(y) - z(z)|_2, (n,).
+        radii: min(R, m_j / upper_j) as executed in float64: certified radii, (n,).
+        why: Of each image, why there is no bound.
+    """
+
+    classes: Tensor
+    upper: Tensor
+    slopes: Tensor
+    logits: Tensor
+    radii: Tensor
+    why: tuple[str, ...]
+
+
+def local_bounds(
+    checkpoint: Checkpoint, pixels: Tensor, around: Around, device: torch.device
+) -> LocalBounds:
+    """Bound the slopes of margins and logits near images (n, c, h, w) in [0, 1]."""
+    rows = list(prepare(checkpoint, [around], device).each(pixels, [around]))
+    return LocalBounds(
+        torch.tensor([row.prediction for row in rows]),
+        torch.stack([row.upper for row in rows]),
+        torch.stack([row.slopes for row in rows]),
+        torch.tensor([row.logits for row in rows], dtype=torch.float64),
+        torch.tensor([row.radius for row in rows], dtype=torch.float64),
+        tuple(row.why for row in rows),
+    )

@@ -1,0 +1,163 @@
+"""certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the result."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from certcli.cli.certify.options import CertifyOptions
+from certcli.cli.shared.output import Sink
+from certcli.system.errors import GateError, UndecidedError, UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from certcli.certify.query_network import QueryNetwork
+    from certcli.certify.vnnlib import Query
+    from certcli.models.build import OpenCheckpoint
+    from certcli.models.onnx.runtime import Runtime
+
+HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
+WORDS = {HOLDS: "unsat", VIOLATED: "sat", UNKNOWN: "unknown"}
+"""VNN-COMP's: whether the unsafe set that the file asserts can be reached."""
+SECONDS = 100.0
+ATTACKS = 2
+STEPS = 40
+
+Example = tuple[list[float], list[float]]
+"""Inputs and outputs of a counterexample, flattened."""
+
+
+def answer(options: CertifyOptions, sink: Sink) -> None:
+    """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
+    from certcli.certify.query_network import query_network
+    from certcli.certify.vnnlib import read_query
+    from certcli.models.in_memory import open_module
+    from certcli.models.onnx.file import read_model
+    from certcli.models.onnx.network import network_of
+    from certcli.models.onnx.runtime import Runtime
+    from certcli.report.formats import save
+
+    started = Sink.invocation.started or time.perf_counter()
+    target, source = options.target, Path(options.source.ckpt)
+    assert target.vnnlib is not None
+    if source.suffix != ".onnx":
+        raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
+    query = read_query(target.vnnlib)
+    model, data = read_model(source)
+    net, size = network_of(source, model)
+    network = query_network(net, size, query)
+    runtime = Runtime(source, data)
+    example: Example | None = None
+    verdict, remark = HOLDS, ""
+    if not query.is_empty:
+        opened = open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
+        seconds = options.local.seconds or SECONDS
+        example = _counterexample(opened, network, query, runtime, options.data.seed)
+        verdict = VIOLATED if example else UNKNOWN
+        remaining = seconds - (time.perf_counter() - started)
+        if example is None and remaining > 0:
+            proven, remark = _proven(opened, options, remaining)
+            verdict = HOLDS if proven else UNKNOWN
+    spent = round(time.perf_counter() - started, 3)
+    sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name})
+    sink.text(verdict)
+    if target.result is not None:
+        save(target.result, result_text(verdict, example, query, size))
+    if verdict == VIOLATED:
+        raise GateError(f"{source} reaches an unsafe output; {runtime.name} confirms it")
+    if verdict == UNKNOWN:
+        raise UndecidedError(
+            f"neither proof nor counterexample in {spent:.1f} s", remark or "a larger --seconds"
+        )
+
+
+def _counterexample(
+    opened: OpenCheckpoint, network: QueryNetwork, query: Query, runtime: Runtime, seed: int
+) -> Example | None:
+    """Attack the grey image within radius 1/2; what the file itself does at the point decides."""
+    import torch
+
+    from certcli.attack.run import attack_images
+    from certcli.attack.settings import AttackSettings
+    from certcli.attack.stages import stages_of
+    from certcli.evaluation.perturbation import growing
+    from certcli.models import build
+
+    grey = torch.full((1, *network.low.shape[-3:]), 0.5, dtype=torch.float64)
+    model = build.load(opened)
+    point = grey
+    if int(model(grey).argmax()) == 0:
+        settings = AttackSettings(steps=STEPS, restarts=ATTACKS, seed=seed)
+        (stage,) = stages_of(("pgd",), None, "linf", (0.5,), settings)
+        batch = (torch.tensor([0]), grey, torch.tensor([0]))
+        regions = growing(stage.norm, stage.radii)
+        (record,) = attack_images(model, [batch], stage.plan, regions, settings, keep_images=True)
+        if record.adversarial is None or not record.fell:
+            return None
+        point = record.adversarial[None]
+    inputs = inside(network.inputs(point), query)
+    outputs = runtime.run(inputs).flatten().tolist()
+    values = inputs.double().flatten().tolist()
+    return (values, outputs) if query.is_violated(values, outputs) else None
+
+
+def inside(inputs: Any, query: Query) -> Any:
+    """Return the nearest float32 values in the box, where there are any."""
+    import torch
+
+    stored = inputs.float()
+    flat = stored.flatten()
+    for place, (low, high) in enumerate(zip(query.low, query.high, strict=True)):
+        if not low <= flat[place].item() <= high:
+            toward = torch.tensor(float(high if flat[place].item() < low else low))
+            flat[place] = torch.nextafter(flat[place], toward)
+    return stored
+
+
+def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[bool, str]:
+    """Tell whether class 0 is proven within 1/2 of the grey image, by --effort or by branching, and
+    what is to be said about that.
+    """
+    from dataclasses import replace
+
+    import torch
+
+    from certcli.certify.local_options import AUTO, BRANCH
+    from certcli.certify.methods import prepare
+    from certcli.evaluation.threat import Threat
+
+    effort = BRANCH if options.local.effort == AUTO else options.local.effort
+    local = replace(
+        options.local,
+        effort=effort,
+        norm="linf",
+        at=[0.5],
+        seconds=seconds if effort == BRANCH else None,
+        arithmetic=options.proof.arithmetic,
+    )
+    certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
+    grey = torch.full((1, *opened.record.input.size), 0.5)
+    (certificate,) = certifier.batch([0], grey, [0])
+    return certificate.holds_at(Threat("linf", 0.5)), certifier.remark
+
+
+def result_text(verdict: str, example: Example | None, query: Query, size: Sequence[int]) -> str:
+    """Return VNN-COMP's result: of 1.0 one S-expression, of 2.0 a header and a number a line."""
+    word = WORDS[verdict]
+    if example is None:
+        return f"{word}\n"
+    if query.version.startswith("1"):
+        pairs = [
+            f"({name}_{place} {value!r})"
+            for name, values in zip("XY", example)
+            for place, value in enumerate(values)
+        ]
+        return word + "\n(" + "\n ".join(pairs) + ")\n"
+    shapes = (query.shape or (1, *size), (1, query.outputs))
+    blocks = [
+        f"{name} float32 {list(shape)}\n" + "\n".join(map(repr, values))
+        for name, shape, values in zip("XY", shapes, example)
+    ]
+    return "\n".join([word, *blocks]) + "\n"

@@ -1,0 +1,232 @@
+"""Pulls of layers: linear maps, norms, functions entry by entry, products. Proofs: docs/local.md, 13."""
+
+import itertools
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from timm.layers import LayerScale
+from timm.layers.norm import LayerNorm as TimmLayerNorm
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.enclosure.slopes.functions import derivative
+from certcli.enclosure.slopes.products import by_row, inner, times
+from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
+from certcli.enclosure.zonotopes.activations import activation
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.functions import RECIPROCAL
+from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
+from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
+from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
+from certcli.engine.curves import NAMED, Curve, Line, register_curves
+from certcli.engine.table import NoRule
+from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+
+
+def through(weight: Tensor, gradient: Form) -> Form:
+    """W^T g on the last axis."""
+    return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
+
+
+@pulls.module(nn.Linear)
+def linear(ctx: PullContext, module: nn.Linear, x: Form) -> Pulled:
+    return [(x, through(module.weight, ctx.gradient))]
+
+
+@pulls.function(F.linear)
+def linear_function(ctx: PullContext, x: Form, weight: Any, bias: Any = None) -> Pulled:
+    return [(x, through(stored(weight, x.centre), ctx.gradient))]
+
+
+@pulls.module(nn.Conv2d)
+def convolution(ctx: PullContext, module: nn.Conv2d, x: Form) -> Pulled:
+    def back(weight: Tensor) -> Callable[[Tensor], Tensor]:
+        _, pull, *_ = torch.func.vjp(
+            lambda t: F.conv2d(
+                t, weight, None, module.stride, module.padding, module.dilation, module.groups
+            ),
+            torch.zeros_like(x.centre),
+        )
+        return lambda t: torch.vmap(pull)(t)[0]
+
+    gradient = ctx.gradient.worked()
+    weight = module.weight
+    return [(x, gradient.linear(back(weight), back(weight.abs()), weight.numel()))]
+
+
+@pulls.module(LayerScale)
+def layer_scale(ctx: PullContext, module: LayerScale, x: Form) -> Pulled:
+    return [(x, ctx.gradient.scale(module.gamma))]
+
+
+@pulls.module(CenterNorm)
+def center_norm(ctx: PullContext, module: CenterNorm, x: Form) -> Pulled:
+    gain = module.weight * (module.width / (module.width - 1))
+    scaled = ctx.gradient.scale(gain)
+    return [(x, centred(scaled.doubted(gamma(4) * scaled.size)))]  # the gain is rounded
+
+
+@pulls.function(F.batch_norm)
+def batch_norm(
+    ctx: PullContext, x: Form, running_mean: Any, running_var: Any, weight: Any = None,
+    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Pulled:  # fmt: skip
+    _, gain, _ = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
+    scaled = ctx.gradient.scale(gain)
+    return [(x, scaled.doubted(gamma(6) * scaled.size))]
+
+
+@pulls.module(nn.LayerNorm, TimmLayerNorm, FloorNorm)
+def normalise(ctx: PullContext, module: Any, x: Form) -> Pulled:
+    return [(x, norm(ctx, x, spread_of(module), module.weight))]
+
+
+@pulls.function(F.rms_norm)
+def rms_norm(
+    ctx: PullContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None
+) -> Pulled:
+    gain = None if weight is None else stored(weight, x.centre)
+    return [(x, norm(ctx, x, Spread(eps or 0.0), gain, center=False))]
+
+
+@pulls.function(F.normalize)
+def normalize(
+    ctx: PullContext, x: Form, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Pulled:
+    gain = torch.full_like(x.centre[0, ..., :1], x.shape[-1] ** -0.5)
+    back = norm(ctx, x, unit_length(x.shape, p, dim, eps), gain, center=False)
+    return [(x, back.doubted(gamma(4) * back.size))]  # the factor and eps^2 / d are rounded
+
+
+def norm(
+    ctx: PullContext, x: Form, spread: Spread, gain: Tensor | None, center: bool = True
+) -> Form:
+    """(g - h <h, g> / d) / s for h = (x - mean) / s, before and after it centred; g / s below a floor."""
+    gradient = ctx.gradient if gain is None else ctx.gradient.scale(gain)
+    gradient = (centred(gradient) if center else gradient).worked()
+    rows, factor = ctx.inner["rows"], ctx.inner["factor"]
+    along = over_width(inner(gradient, rows), rows.shape[-1])
+    turned = by_row(rows, along.worked())
+    if spread.min_variance > 0:
+        _, low, high = mean_square(centred(x) if center else x, spread)
+        turned = between(
+            turned, (low > spread.min_variance).double(), (high >= spread.min_variance).double()
+        )
+    out = by_row((gradient + negative(turned)).worked(), factor)
+    return centred(out) if center else out
+
+
+def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
+    """Return k g for all k between low and high, entry by entry."""
+    middle = ((low + high) / 2).expand(gradient.shape)
+    far = ((high - low) / 2 + gamma(4) * (low.abs() + high.abs())).expand(gradient.shape)
+    size = up(gradient.centre.abs() + gradient.radius)
+    return gradient.scale(middle).doubted(up(far * size))
+
+
+def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the lowest and the largest of Clarke's derivatives on [low, high], entry by entry."""
+    if any(torch.as_tensor(number).numel() > 1 for kink in line.kinks for number in kink):
+        raise NoRule("kinks that differ from channel to channel")
+    places = [-math.inf, *(float(place) for place, _ in line.kinks), math.inf]
+    slopes = itertools.accumulate((float(rise) for _, rise in line.kinks), initial=line.slope)
+    lowest, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
+    for slope, start, end in zip(slopes, places[:-1], places[1:], strict=True):
+        # what only touches a kink does not pass it
+        reached = ((low < end) & (high > start)) | ((low == high) & (low == start))
+        lowest = torch.where(reached, lowest.clamp_max(slope), lowest)
+        largest = torch.where(reached, largest.clamp_min(slope), largest)
+    return lowest, largest
+
+
+def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
+    """f'(x) g entry by entry."""
+    if f.line is not None:
+        return [(x, between(ctx.gradient, *_slopes(f.line, *x.interval())))]
+    slope = ctx.once("slope", lambda: activation(derivative(f), x).with_common_symbols().worked())
+    return [(x, times(ctx.gradient.worked(), slope))]
+
+
+register_curves(pulls, Form, _curve, [named for named in NAMED if named.relaxed])
+
+
+@pulls.module(ClippedReLU)
+def clipped_relu(ctx: PullContext, module: ClippedReLU, x: Form) -> Pulled:
+    threshold = module.threshold.to(x.centre)
+    low, high = x.interval()
+    always = (low >= 0) & (high <= threshold)
+    somewhere = (high > 0) & (low < threshold)
+    return [(x, between(ctx.gradient, always.double(), somewhere.double()))]
+
+
+@pulls.module(MaxMin)
+def maxmin(ctx: PullContext, module: MaxMin, x: Form) -> Pulled:
+    """For max(a, b), min(a, b): of a, k g + (1 - k) g', of b, (1 - k) g + k g', k = 1 where a > b."""
+    half = x.shape[-1] // 2
+    difference = x.linear(
+        lambda t: t[..., :half] - t[..., half:], lambda t: t[..., :half] + t[..., half:], 2
+    )
+    low, high = difference.interval()
+    of_max = ctx.gradient.linear(lambda t: t[..., :half])
+    of_min = ctx.gradient.linear(lambda t: t[..., half:])
+    difference_of_both = (of_max + negative(of_min)).worked()
+    exchanged = between(difference_of_both, (low >= 0).double(), (high > 0).double()).worked()
+    parts = of_min + exchanged, of_max + negative(exchanged)
+    first, second = (
+        part.linear(lambda t, at=at: F.pad(t, (at, half - at)))
+        for part, at in zip(parts, (0, half), strict=True)
+    )
+    return [(x, first + second)]
+
+
+@pulls.function(operator.add, operator.iadd, torch.add)
+@pulls.method("add", "add_")
+def plus(ctx: PullContext, x: Any, y: Any) -> Pulled:
+    return [(part, ctx.gradient) for part in (x, y) if isinstance(part, Form)]
+
+
+@pulls.function(operator.sub, operator.isub, torch.sub)
+@pulls.method("sub", "sub_")
+def minus(ctx: PullContext, x: Any, y: Any) -> Pulled:
+    first = [(x, ctx.gradient)] if isinstance(x, Form) else []
+    return first + ([(y, negative(ctx.gradient))] if isinstance(y, Form) else [])
+
+
+@pulls.function(operator.neg, torch.neg)
+@pulls.method("neg")
+def opposite(ctx: PullContext, x: Form) -> Pulled:
+    return [(x, negative(ctx.gradient))]
+
+
+@pulls.function(operator.mul, operator.imul, torch.mul)
+@pulls.method("mul", "mul_")
+def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
+    gradient = ctx.gradient.worked()
+    if isinstance(x, Form) and isinstance(y, Form):
+        return [(x, times(gradient, y)), (y, times(gradient, x))]
+    x, y = (x, y) if isinstance(x, Form) else (y, x)
+    return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]
+
+
+@pulls.function(operator.truediv, operator.itruediv, torch.div)
+@pulls.method("div")
+def divide(ctx: PullContext, x: Form, y: Any) -> Pulled:
+    """By a number; or by one number y a row: g / y, and -<g, x> / y^2."""
+    if not isinstance(y, Form):
+        return [(x, ctx.gradient.linear(lambda t: t / y, lambda t: t / abs(y), 1))]
+    inverse = ctx.once("inverse", lambda: apply(RECIPROCAL, y.worked()).solid())
+    of_first = by_row(ctx.gradient.worked(), inverse)
+    along = inner(of_first.worked(), x)
+    return [(x, of_first), (y, negative(times(along.worked(), inverse)))]
+
+
+def constant(value: Tensor, like: Form) -> Form:
+    """Return a tensor as a form without symbols."""
+    zeros = like.gens.new_zeros(like.fixed, *value.shape)
+    return Form(like.space, value, zeros, torch.zeros_like(value))

@@ -1,0 +1,124 @@
+"""Pulls of what moves, sums or averages entries: the transpose.
+
+All coefficients of these maps are at least 0, so that the transpose bounds what it does to errors.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.rules.shapes import register_choices
+from certcli.engine import moves
+from certcli.engine.walk import Constant
+from certcli.models.pixels import PixelNormalize
+
+
+def forms_in(arguments: Any) -> Iterator[Form]:
+    """Yield the forms among arguments, in order."""
+    if isinstance(arguments, Form):
+        yield arguments
+    elif isinstance(arguments, (list, tuple)):
+        for part in arguments:
+            yield from forms_in(part)
+    elif isinstance(arguments, dict):
+        yield from forms_in(list(arguments.values()))
+    elif isinstance(arguments, slice):
+        yield from forms_in([arguments.start, arguments.stop, arguments.step])
+
+
+def filled(arguments: Any, tensors: Iterator[Tensor]) -> Any:
+    """Return arguments with tensors in place of forms, and of constants."""
+    if isinstance(arguments, Form):
+        return next(tensors)
+    if isinstance(arguments, Constant):
+        return arguments.tensor
+    if isinstance(arguments, (list, tuple)) and not isinstance(arguments, torch.Size):
+        return type(arguments)(filled(part, tensors) for part in arguments)
+    if isinstance(arguments, dict):
+        return {name: filled(part, tensors) for name, part in arguments.items()}
+    return arguments
+
+
+def transposed(gradient: Form, run: Callable[..., Any], *like: Form) -> list[Form]:
+    """Return L^T of a gradient for run = L x + constant on tensors like those of the forms, L >= 0."""
+    out, pull, *_ = torch.func.vjp(run, *(torch.zeros_like(x.centre) for x in like))
+    back = torch.vmap(pull)
+    return [
+        gradient.linear(lambda t, i=i: back(t)[i], lambda t, i=i: back(t)[i], out.numel())  # type: ignore[misc]
+        for i in range(len(like))
+    ]
+
+
+def summed(ctx: PullContext, *args: Any, **named: Any) -> Pulled:
+    """Return the pull of this node's operation, a sum or average, run on tensors."""
+    target: Any = ctx.node.target  # type: ignore[union-attr]
+    function = getattr(Tensor, target) if isinstance(target, str) else target
+
+    def run(*tensors: Tensor) -> Any:
+        arguments, names = filled((args, named), iter(tensors))
+        return function(*arguments, **names)
+
+    forms = list(forms_in((args, named)))
+    return list(zip(forms, transposed(ctx.gradient, run, *forms), strict=True))
+
+
+pulls.function(
+    F.pad, torch.mean, torch.sum, F.adaptive_avg_pool2d, torch.cat, torch.concat, torch.stack, F.dropout
+)(summed)  # fmt: skip
+pulls.method("mean", "sum")(summed)
+
+
+def moved(ctx: PullContext, x: Form, *args: Any, **named: Any) -> Pulled:
+    """Return the pull of a rearrangement: numbers of entries say where each came from.
+
+    Not by differentiation: autograd follows no `detach`, and the function that is enclosed does.
+    """
+    target: Any = ctx.node.target  # type: ignore[union-attr]
+    function = getattr(Tensor, target) if isinstance(target, str) else target
+    others = filled((args, named), (form.centre for form in forms_in((args, named))))
+    numbers = torch.arange(1, x.centre.numel() + 1, dtype=torch.float64, device=x.centre.device)
+    results = function(numbers.view(x.shape), *others[0], **others[1])
+    gradients = {0: ctx.gradient} if isinstance(ctx.gradient, Form) else ctx.gradient
+    results = [results] if isinstance(results, Tensor) else results
+    parts = [_put_back(part, results[place], x) for place, part in gradients.items()]
+    return [(x, functools.reduce(Form.__add__, parts))]
+
+
+def _put_back(gradient: Form, sources: Tensor, like: Form) -> Form:
+    """Return the sums of a gradient over the entries that came from each entry of a tensor."""
+    places = sources.flatten().long() - 1
+
+    def back(t: Tensor) -> Tensor:
+        out = t.new_zeros(len(t), like.centre.numel())
+        return out.index_add(1, places, t.flatten(1)).view(len(t), *like.shape)
+
+    return gradient.linear(back, back, len(places))
+
+
+_names = [name for name in moves.FUNCTIONS if name is not F.pad]
+pulls.function(*_names)(moved)
+pulls.method(*moves.METHODS)(moved)
+register_choices(pulls)
+
+
+@pulls.method("to", "type_as")
+def same(ctx: PullContext, x: Form, *types: Any, **named: Any) -> Pulled:
+    return [(x, ctx.gradient)]
+
+
+@pulls.module(nn.Identity, nn.Dropout, DropPath)
+def nothing(ctx: PullContext, module: nn.Module, x: Form) -> Pulled:
+    return [(x, ctx.gradient)]
+
+
+@pulls.module(PixelNormalize)
+def pixels(ctx: PullContext, module: PixelNormalize, x: Form) -> Pulled:
+    std = module.std.to(x.centre)
+    return [(x, ctx.gradient.linear(lambda t: t / std, lambda t: t / std.abs(), 1))]

@@ -1,0 +1,289 @@
+"""Activations and other functions of one entry: one list of names for all domains."""
+
+import math
+import operator
+from dataclasses import replace
+from typing import Any
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+import timm.layers as timm_layers
+import torch
+from timm.layers import activations as timm_activations
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.engine.curves import (
+    ERF,
+    GELU,
+    GELU_TANH,
+    HARD_SIGMOID,
+    HARD_SWISH,
+    MISH,
+    SELU,
+    SIGMOID,
+    SILU,
+    SQUARE,
+    TANH,
+    Curve,
+    Limit,
+    Line,
+    Scalar,
+    curve,
+    smooth,
+    unknown,
+)
+from certcli.engine.table import NoRule
+from certcli.nn.activations import ClippedReLU
+
+
+def up(number: float, roundings: int) -> float:
+    """Return what is no smaller than a number > 0 after so many roundings."""
+    return number * (1 + (roundings + 1) * 2.0**-52)
+
+
+def _need(condition: bool, reason: str) -> None:
+    if not condition:
+        raise NoRule(reason)
+
+
+def named(
+    known: Curve,
+    *modules: type[nn.Module],
+    functions: tuple[Any, ...] = (),
+    methods: tuple[str, ...] = (),
+) -> None:
+    """Enter the names of a curve without options."""
+    relaxed = known.second is not unknown or known.line is not None
+    curve(*modules, functions=functions, methods=methods, relaxed=relaxed)(lambda: known)
+
+
+named(GELU, timm_layers.GELU)
+named(GELU_TANH, timm_layers.GELUTanh)
+named(SILU, nn.SiLU, timm_activations.Swish, functions=(F.silu,))
+named(MISH, nn.Mish, timm_activations.Mish, functions=(F.mish,))
+named(HARD_SWISH, nn.Hardswish, timm_activations.HardSwish, functions=(F.hardswish,))
+named(HARD_SIGMOID, nn.Hardsigmoid, timm_activations.HardSigmoid, functions=(F.hardsigmoid,))
+named(
+    SIGMOID,
+    nn.Sigmoid,
+    timm_activations.Sigmoid,
+    functions=(torch.sigmoid,),
+    methods=("sigmoid", "sigmoid_"),
+)
+named(TANH, nn.Tanh, timm_activations.Tanh, functions=(torch.tanh,), methods=("tanh", "tanh_"))
+named(ERF, functions=(torch.erf,), methods=("erf", "erf_"))
+named(SELU, nn.SELU, functions=(F.selu, torch.selu, F.selu_, torch.selu_))
+named(
+    Curve("ReLU", torch.relu, slope=1.0, line=Line(0.0, 0.0, ((0.0, 1.0),))),
+    nn.ReLU,
+    functions=(F.relu, F.relu_, torch.relu, torch.relu_),
+    methods=("relu", "relu_"),
+)
+named(
+    Curve("ReLU6", F.relu6, slope=1.0, limit=6.0, line=Line(0.0, 0.0, ((0.0, 1.0), (6.0, -1.0)))),
+    nn.ReLU6,
+    functions=(F.relu6,),
+)
+named(
+    Curve("abs", torch.abs, slope=1.0, line=Line(-1.0, 0.0, ((0.0, 2.0),))),
+    functions=(torch.abs,),
+    methods=("abs", "abs_"),
+)
+named(
+    Curve("hard mish", lambda x: x / 2 * (x + 2).clamp(0, 2), slope=1.0, rounded=(8, 0)),
+    timm_activations.HardMish,
+)
+named(
+    smooth("tanhshrink", F.tanhshrink, third=2.0, slope=1.0, bend=0.7698004, rounded=(4, 0)),
+    nn.Tanhshrink,
+    functions=(F.tanhshrink,),
+)
+named(
+    Curve("softsign", F.softsign, slope=1.0, limit=1.0, rounded=(4, 0)),
+    nn.Softsign,
+    functions=(F.softsign,),
+)
+named(
+    smooth("atan", torch.atan, third=2.0, slope=1.0, bend=0.6496),
+    functions=(torch.atan,),
+    methods=("atan",),
+)
+named(
+    smooth("sin", torch.sin, third=1.0, slope=1.0, bend=1.0, limit=1.0),
+    functions=(torch.sin,),
+    methods=("sin",),
+)
+named(
+    smooth("cos", torch.cos, third=1.0, slope=1.0, bend=1.0, growth=math.inf, limit=1.0),
+    functions=(torch.cos,),
+    methods=("cos",),
+)
+named(
+    smooth(
+        "log sigmoid",
+        F.logsigmoid,
+        third=SIGMOID.bend,
+        slope=1.0,
+        bend=SIGMOID.slope,
+        why="slope of log sigmoid at most 1",
+        offset=up(math.log(2.0), 2),
+    ),
+    nn.LogSigmoid,
+    functions=(F.logsigmoid,),
+)
+
+
+@curve(nn.GELU, functions=(F.gelu,))
+def gelu(approximate: str = "none") -> Curve:
+    _need(approximate in ("none", "tanh"), f"GELU approximation {approximate}")
+    return GELU if approximate == "none" else GELU_TANH
+
+
+@curve(timm_activations.QuickGELU)
+def quick_gelu() -> Curve:
+    """x sigmoid(a x) has the slopes of x sigmoid(x)."""
+    a = 1.702
+    return smooth(
+        "quick GELU",
+        lambda x: x * torch.sigmoid(a * x),
+        third=SILU.third * (a * a) * (1 + 2.0**-40),
+        slope=SILU.slope,
+        bend=SILU.bend * a * (1 + 2.0**-40),
+        why=SILU.why,
+        rounded=SILU.rounded,
+    )
+
+
+@curve(methods=("square", "pow"), functions=(torch.square, torch.pow, operator.pow))
+def power(exponent: float = 2) -> Curve:
+    _need(exponent in (1, 2), f"the power {exponent}")
+    return (
+        SQUARE
+        if exponent == 2
+        else Curve("itself", lambda x: x, slope=1.0, line=Line(1.0, 0.0, ()))
+    )
+
+
+@curve(nn.Hardtanh, functions=(F.hardtanh, F.hardtanh_))
+def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
+    return clamped(min_val, max_val)
+
+
+@curve(methods=("clamp", "clamp_", "clip", "clip_"), functions=(torch.clamp, torch.clip))
+def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
+    """t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a limit."""
+    low, high = (
+        None if limit is None else torch.as_tensor(limit, dtype=torch.float64).detach()
+        for limit in (min, max)
+    )
+    limits = [limit for limit in (low, high) if limit is not None]
+    _need(not any(bool(limit.isnan().any()) for limit in limits), "clamping to NaN")
+    around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
+    largest = torch.stack([limit.abs().max() for limit in limits]).max() if limits else 0.0
+    ordered = low is None or high is None or bool((low <= high).all())
+    kinks = tuple((limit, rise) for limit, rise in ((low, 1.0), (high, -1.0)) if limit is not None)
+    line = Line(1.0, 0.0, kinks) if low is None else Line(0.0, low, kinks)
+    finite = all(bool(limit.isfinite().all()) for limit in limits)
+    return Curve(
+        "clamping",
+        lambda x: x.clamp(low, high),
+        slope=1.0,
+        why="clamping has slope at most 1",
+        offset=0.0 if around_0 else float(largest),
+        limit=float(largest) if len(limits) == 2 else math.inf,
+        line=line if ordered and finite else None,
+    )
+
+
+@curve(methods=("clamp_min", "clamp_min_"), functions=(torch.clamp_min,))
+def clamped_below(min: Limit) -> Curve:
+    return clamped(min, None)
+
+
+@curve(methods=("clamp_max", "clamp_max_"), functions=(torch.clamp_max,))
+def clamped_above(max: Limit) -> Curve:
+    return clamped(None, max)
+
+
+@curve(ClippedReLU)
+def clipped_relu(threshold: Tensor) -> Curve:
+    return clamped(0.0, threshold.clamp_min(0.0))
+
+
+def _leaky(name: str, slope: float, value: Scalar, why: str) -> Curve:
+    largest = max(1.0, abs(slope))
+    line = Line(slope, 0.0, ((0.0, 1.0 - slope),))
+    return Curve(name, value, slope=largest, why=why, growth=largest, line=line)
+
+
+@curve(nn.LeakyReLU, functions=(F.leaky_relu, F.leaky_relu_))
+def leaky_relu(negative_slope: float = 0.01) -> Curve:
+    slope = float(negative_slope)
+    return _leaky("leaky ReLU", slope, lambda x: F.leaky_relu(x, slope), "leaky ReLU")
+
+
+@curve(nn.RReLU, functions=(F.rrelu, torch.rrelu))
+def random_relu(lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Curve:
+    """Leaky with the mean of two slopes; random in training mode, which is refused."""
+    _need(not training, "a random slope (training mode)")
+    mean = (lower + upper) / 2
+    known = _leaky("RReLU", mean, lambda x: F.leaky_relu(x, mean), "the mean of two slopes")
+    return replace(known, slope=max(1.0, up(abs(mean), 2)), growth=max(1.0, up(abs(mean), 2)))
+
+
+@curve(nn.PReLU, timm_activations.PReLU, functions=(F.prelu, torch.prelu), methods=("prelu",))
+def parametric_relu(weight: Tensor) -> Curve:
+    weights = weight.detach().double()
+    slope = float(weights.abs().max())
+    why = "PReLU: the largest of 1 and |weight|"
+    known = _leaky("PReLU", slope, lambda x: F.prelu(x, weights), why)
+    return (
+        _leaky("PReLU", float(weights), known.value, why)
+        if len(weights) == 1
+        else replace(known, line=None)
+    )
+
+
+@curve(nn.ELU, functions=(F.elu, F.elu_), relaxed=False)
+def elu(alpha: float = 1.0) -> Curve:
+    slope = max(1.0, abs(float(alpha)))
+    return Curve("ELU", lambda x: F.elu(x, alpha), slope=slope, why="ELU", growth=slope)
+
+
+@curve(nn.CELU, functions=(F.celu, torch.celu), relaxed=False)
+def celu(alpha: float = 1.0) -> Curve:
+    _need(0 < alpha < math.inf, "CELU with alpha that is not positive and finite")
+    return Curve("CELU", lambda x: F.celu(x, alpha), slope=1.0, why="CELU: slope at most 1")
+
+
+@curve(nn.Softshrink, functions=(F.softshrink,))
+def soft_shrink(lambd: float = 0.5) -> Curve:
+    _need(lambd >= 0, "softshrink with a negative threshold")
+    line = Line(1.0, lambd, ((-lambd, -1.0), (lambd, 1.0)))
+    return Curve("softshrink", lambda x: F.softshrink(x, lambd), slope=1.0, line=line)
+
+
+@curve(nn.Softplus, functions=(F.softplus,))
+def softplus(
+    beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None
+) -> Curve:
+    """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) / beta.
+
+    A function with a jump has no constant: refused unless the jump is below the rounding of T
+    itself.
+    """
+    _need(0 < beta < math.inf, "softplus with beta that is not positive and finite")
+    rounding = torch.finfo(dtype or torch.float64).eps / 2
+    hidden = threshold > 0 and math.log1p(math.exp(-threshold)) <= rounding * threshold
+    _need(hidden, f"softplus jumps at its threshold of {threshold:g} by more than {dtype} rounds")
+    return smooth(
+        "softplus",
+        lambda x: F.softplus(x, beta, 40.0),
+        third=up(SIGMOID.bend * beta * beta, 4),
+        slope=1.0,
+        bend=up(SIGMOID.slope * beta, 2),
+        why="slope of softplus at most 1",
+        offset=up(math.log(2.0) / beta, 2),
+    )

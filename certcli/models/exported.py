@@ -1,0 +1,326 @@
+"""Programs of torch.export as networks: aten's operations become the modules that have theorems.
+
+Only from Python: to read a `.pt2` file runs code of it. Each operation is read as ONNX's of the same
+meaning is, for a batch of one; what has no reader stays as it is, and what has no rule for it says
+so by its name.
+"""
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, fx, nn
+from torch._ops import OpOverload
+from torch.fx.node import map_aggregate
+from torch.nn import functional
+
+from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
+from certcli.models.onnx.call import Call, read
+from certcli.models.onnx.layers import linear
+from certcli.models.onnx.patterns import join
+from certcli.models.onnx.program import Program, on_meta, shape_of
+from certcli.system.errors import ArchitectureError, Refused, one_line
+
+OPSET = 20
+_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of torch and Python where an operation does not fit its inputs."""
+_MODULES: dict[str, type[nn.Module]] = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "mish": nn.Mish,
+    "hardswish": nn.Hardswish,
+    "hardsigmoid": nn.Hardsigmoid,
+}
+_BINARY = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "div": operator.truediv}
+_SAME = ("alias", "clone", "contiguous", "detach", "detach_", "lift_fresh_copy")
+_RESHAPED = ("_unsafe_view", "flatten", "reshape", "unflatten", "view")
+
+
+class Batch(int):
+    """A size that grows with the number of images, at one image."""
+
+
+def is_exported(module: nn.Module) -> TypeGuard[fx.GraphModule]:
+    """Tell whether this is what `ExportedProgram.module()` returns: a graph of aten's operations."""
+    nodes = module.graph.nodes if isinstance(module, fx.GraphModule) else ()
+    return any(isinstance(node.target, OpOverload) for node in nodes)
+
+
+def network_of(module: fx.GraphModule) -> tuple[nn.Module, Any]:
+    """Return the network of a program, and the size of one image.
+
+    Raises:
+        ArchitectureError: it is not of one batch of images to one tensor, or changes a tensor that
+            it reads again.
+    """
+    reader = _Reader(module)
+    for node in module.graph.nodes:
+        try:
+            reader.read(node)
+        except _MISFITS as failure:
+            raise ArchitectureError(
+                f"the program's {one_line(node)} ({one_line(node.target)}): {one_line(failure)}",
+                "torch.export.export(model.eval(), (one image,)), without decompositions",
+            ) from failure
+    join(reader.program)
+    return fx.GraphModule(reader.program.root, reader.program.graph).eval(), reader.size
+
+
+class _Reader:
+    """Reads a program node by node; `values` of its nodes are those of `Program`, and numbers."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+        images = [node for node in module.graph.nodes if node.op == "placeholder"]
+        image = images[0].meta.get("val") if len(images) == 1 else None
+        if not isinstance(image, Tensor) or image.dim() < 2:
+            raise ArchitectureError(
+                f"the program takes {len(images)} inputs, and a network of images one batch"
+            )
+        self.size = tuple(int(side) for side in image.shape[1:])
+        stored = sum(tensor.numel() for tensor in module.state_dict().values())
+        self.program = Program(self.size, image.dtype, stored)
+        self.values: dict[fx.Node, Any] = {}
+
+    def read(self, node: fx.Node) -> None:
+        """Give a node its value, or the graph its result."""
+        args, kwargs = map_aggregate((node.args, node.kwargs), self._value)
+        if node.op == "placeholder":
+            self.values[node] = self.program.image
+        elif node.op == "get_attr":
+            self.values[node] = operator.attrgetter(str(node.target))(self.module).detach()
+        elif node.op == "output":
+            (result,) = args[0] if isinstance(args[0], (tuple, list)) else args
+            self.program.graph.output(result)
+        elif node.op == "call_function":
+            self.values[node] = self._called(node, args, kwargs)
+        elif node.users:
+            raise Refused("a part of a program that is not read")
+
+    def _value(self, value: Any) -> Any:
+        return self.values[value] if isinstance(value, fx.Node) else value
+
+    def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        target: Any = node.target
+        if not isinstance(target, OpOverload):
+            result = target(*args, **kwargs)
+            return Batch(result) if any(isinstance(each, Batch) for each in args) else result
+        name = target._schema.name.removeprefix("aten::")
+        if target._schema.is_mutable and not _is_fresh(node.args[0], node):
+            raise Refused("it changes a tensor that is read elsewhere")
+        depends = any(isinstance(each, fx.Node) for each in _flat((args, kwargs)))
+        if name == "sym_size":
+            size = shape_of(args[0])[args[1]]
+            return Batch(size) if args[1] == 0 else size
+        if not depends:
+            return self.program.apply(target, *args, **kwargs)
+        reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
+        if reader is None:
+            return self.program.apply(target, *args, **kwargs)
+        if name in _RESHAPED:
+            return _reshaped(self.program, target, *args, **kwargs)
+        return reader(self.program, *args, **kwargs)
+
+
+def _flat(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value
+    return [
+        each
+        for item in items
+        for each in (_flat(item) if isinstance(item, (tuple, list, dict)) else [item])
+    ]
+
+
+def _is_fresh(node: Any, user: fx.Node) -> bool:
+    """Tell whether nothing but `user` reads a node's memory: no view, and no other user."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1 or user not in node.users:
+        return False
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if target._schema.is_mutable:
+        return _is_fresh(node.args[0], node)
+    return all(each.alias_info is None for each in target._schema.returns)
+
+
+def _op(program: Program, op: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
+    """Return the results of ONNX's operator of these inputs, one of one."""
+    results = read(Call(program, op, OPSET, list(inputs), attributes, outputs))
+    return results if outputs > 1 else results[0]
+
+
+def _reshaped(program: Program, target: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """The first size stands for what grows with the batch, or the one that is the batch's."""
+    sizes = list(target(on_meta(x).contiguous(), *args, **kwargs).shape)
+    asked = args[0] if args and isinstance(args[0], (list, tuple)) else ()
+    places = [place for place, size in enumerate(asked) if isinstance(size, Batch)]
+    sizes[places[0] if places else 0] = -1
+    return program.apply("reshape", x, sizes)
+
+
+def _attention(
+    program: Program, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
+    is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+) -> Any:  # fmt: skip
+    if is_causal or dropout_p or enable_gqa:
+        raise Refused("attention with dropout, over earlier tokens or with shared heads")
+    rank = len(shape_of(key))
+    turned = program.apply("permute", key, [*range(rank - 2), rank - 1, rank - 2])
+    scores = program.apply(torch.matmul, query, turned)
+    factor = shape_of(query)[-1] ** -0.5 if scale is None else float(scale)
+    scores = program.apply(operator.mul, scores, factor)
+    if attn_mask is not None:
+        scores = program.apply(operator.add, scores, attn_mask)
+    return program.apply(torch.matmul, program.apply(nn.Softmax(-1), scores), value)
+
+
+def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def reader(
+        program: Program, a: Any, b: Any, *, alpha: float = 1, rounding_mode: Any = None
+    ) -> Any:
+        if alpha != 1 or rounding_mode is not None:
+            raise Refused("a factor, or a quotient that is rounded")
+        numbers = [float(each) if isinstance(each, (int, float)) else each for each in (a, b)]
+        return program.apply(function, *numbers)
+
+    return reader
+
+
+def _convolution(
+    program: Program, x: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
+    padding: Any = (0, 0), dilation: Any = (1, 1), groups: int = 1,
+) -> Any:  # fmt: skip
+    if isinstance(padding, str):
+        raise Refused("padding by a word")
+    return _op(
+        program, "Conv", x, weight, bias, strides=stride, pads=[*padding, *padding], dilations=dilation, group=groups
+    )  # fmt: skip
+
+
+def _batch_norm(
+    program: Program, x: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool,
+    momentum: float, eps: float, cudnn: bool,
+) -> Any:  # fmt: skip
+    if training:
+        raise Refused("statistics of the batch: export model.eval()")
+    weight = torch.ones_like(mean) if weight is None else weight
+    bias = torch.zeros_like(mean) if bias is None else bias
+    return _op(program, "BatchNormalization", x, weight, bias, mean, variance, epsilon=eps)
+
+
+def _layer_norm(
+    program: Program, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None,
+    eps: float = 1e-5, cudnn: bool = True,
+) -> Any:  # fmt: skip
+    if len(shape) != 1 or weight is None:
+        return program.apply(nn.LayerNorm(list(shape), eps, elementwise_affine=False), x)
+    return program.apply(layers.layer_norm(weight, bias, eps), x)
+
+
+def _pool(
+    program: Program,
+    x: Any,
+    kernel: Any,
+    stride: Any = (),
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+) -> Any:
+    return program.apply(
+        nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil_mode), x
+    )
+
+
+def _dropout(program: Program, x: Any, p: float, train: bool) -> Any:
+    if train and p:
+        raise Refused("dropout in training: export model.eval()")
+    return x
+
+
+def _slice(
+    program: Program, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    places = range(*slice(start, end, step).indices(shape_of(x)[dim]))
+    if len(places) == shape_of(x)[dim]:
+        return x
+    ends = (torch.tensor([each]) for each in (places.start, places.stop, dim, step))
+    return _op(program, "Slice", x, *ends)
+
+
+def _pieces(program: Program, x: Any, sizes: int | Sequence[int], dim: int = 0) -> Any:
+    whole = shape_of(x)[dim]
+    parts = (
+        [min(sizes, whole - at) for at in range(0, whole, sizes)]
+        if isinstance(sizes, int)
+        else sizes
+    )
+    return _op(program, "Split", x, torch.tensor(parts), axis=dim, outputs=len(parts))
+
+
+def _transposed(program: Program, x: Any, first: int = 0, second: int = 1) -> Any:
+    order = list(range(len(shape_of(x))))
+    order[first], order[second] = order[second], order[first]
+    return _op(program, "Transpose", x, perm=order)
+
+
+def _chunks(program: Program, x: Any, chunks: int, dim: int = 0) -> Any:
+    return _pieces(program, x, -(-shape_of(x)[dim] // chunks), dim)
+
+
+def _mean(
+    program: Program, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    axes = list(range(len(shape_of(x)))) if dim is None else list(dim)
+    return _op(program, "ReduceMean", x, torch.tensor(axes), keepdims=int(keepdim))
+
+
+def _unbound(program: Program, x: Any, dim: int = 0) -> Any:
+    return [_READERS["select"](program, x, dim, place) for place in range(shape_of(x)[dim])]
+
+
+def _expanded(program: Program, x: Any, sizes: Sequence[int], implicit: bool = False) -> Any:
+    return _op(program, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes]))
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    **{name: lambda p, x, kind=kind: p.apply(kind(), x) for name, kind in _MODULES.items()},
+    **{name: _binary(function) for name, function in _BINARY.items()},
+    **{name: lambda p, x, **_: x for name in _SAME},
+    **dict.fromkeys(_RESHAPED, _reshaped),
+    "scaled_dot_product_attention": _attention,
+    "conv2d": _convolution,
+    "batch_norm": _batch_norm,
+    "layer_norm": _layer_norm,
+    "max_pool2d": _pool,
+    "dropout": _dropout,
+    "slice": _slice,
+    "split": _pieces,
+    "split_with_sizes": _pieces,
+    "chunk": _chunks,
+    "transpose": _transposed,
+    "t": _transposed,
+    "mean": _mean,
+    "unbind": _unbound,
+    "expand": _expanded,
+    "linear": lambda p, x, weight, bias=None: p.apply(linear(weight, bias), x),
+    "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
+    "softmax": lambda p, x, dim, dtype=None: p.apply(
+        nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x
+    ),
+    "matmul": lambda p, a, b: p.apply(torch.matmul, a, b),
+    "bmm": lambda p, a, b: p.apply(torch.matmul, a, b),
+    "adaptive_avg_pool2d": lambda p, x, size: p.apply(nn.AdaptiveAvgPool2d(size), x),
+    "permute": lambda p, x, order: p.apply("permute", x, list(order)),
+    "select": lambda p, x, dim, index: _op(p, "Gather", x, torch.tensor(index), axis=dim),
+    "squeeze": lambda p, x, dim: p.apply("squeeze", x, dim),
+    "unsqueeze": lambda p, x, dim: p.apply("unsqueeze", x, dim),
+    "cat": lambda p, parts, dim=0: _op(p, "Concat", *parts, axis=dim),
+    "roll": lambda p, x, shifts, dims=(): p.apply(torch.roll, x, list(shifts), list(dims)),
+    "pad": lambda p, x, sides, mode="constant", value=None: p.apply(
+        functional.pad, x, list(sides), mode, value
+    ),
+}
+"""Operations of aten, and what they are in torch's own words; others stay."""

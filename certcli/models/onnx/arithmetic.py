@@ -1,0 +1,222 @@
+"""Operators that act entry by entry, and those that only constants meet: shapes, masks, indices."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import nn
+
+from certcli.models.onnx.call import Call, reads
+from certcli.models.onnx.program import on_meta
+from certcli.system.errors import Refused
+
+_KINDS = {
+    1: torch.float32,
+    2: torch.uint8,
+    3: torch.int8,
+    6: torch.int32,
+    7: torch.int64,
+    9: torch.bool,
+    11: torch.float64,
+}
+"""onnx's numbers of types."""
+_BINARY = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
+_COMPARED = {
+    "Equal": torch.eq,
+    "Less": torch.lt,
+    "LessOrEqual": torch.le,
+    "Greater": torch.gt,
+    "GreaterOrEqual": torch.ge,
+    "And": torch.logical_and,
+    "Or": torch.logical_or,
+}
+_UNARY = {
+    "Erf": torch.erf,
+    "Sqrt": torch.sqrt,
+    "Neg": operator.neg,
+    "Abs": torch.abs,
+    "Exp": torch.exp,
+    "Log": torch.log,
+    "Reciprocal": torch.reciprocal,
+    "Ceil": torch.ceil,
+    "Floor": torch.floor,
+    "Not": torch.logical_not,
+}
+_MODULES = {
+    "Relu": nn.ReLU,
+    "Sigmoid": nn.Sigmoid,
+    "Tanh": nn.Tanh,
+    "HardSwish": nn.Hardswish,
+    "Softplus": nn.Softplus,
+    "Softsign": nn.Softsign,
+    "Mish": nn.Mish,
+}
+
+
+@reads(*_BINARY)
+def binary(call: Call) -> Any:
+    return call.apply(_BINARY[call.op], *_operands(call))
+
+
+def _operands(call: Call) -> tuple[Any, Any]:
+    return call.operand(0, call.value(1)), call.operand(1, call.value(0))
+
+
+@reads("Div")
+def divide(call: Call) -> Any:
+    a, b = _operands(call)
+    if isinstance(b, float):
+        call.require(b != 0, "a division by 0")
+    if not isinstance(a, float) and not on_meta(a).is_floating_point():
+        call.require(not bool((call.tensor(1) == 0).any()), "a division by 0")
+        return call.apply(torch.div, a, b, rounding_mode="trunc")
+    return call.apply(operator.truediv, a, b)
+
+
+@reads(*_COMPARED)
+def compared(call: Call) -> Any:
+    return call.apply(_COMPARED[call.op], call.value(0), call.value(1))
+
+
+@reads("Max", "Min")
+def extreme(call: Call) -> Any:
+    function = torch.maximum if call.op == "Max" else torch.minimum
+    result = call.value(0)
+    for place in range(1, len(call.inputs)):
+        result = call.apply(function, result, call.value(place))
+    return result
+
+
+@reads("Mod")
+def modulo(call: Call) -> Any:
+    call.require(call.attribute("fmod", 0) == 0, "fmod")
+    a, b = call.tensor(0), call.tensor(1)
+    call.require(not a.is_floating_point() and bool((b != 0).all()), "other than whole numbers")
+    return call.apply(torch.remainder, a, b)
+
+
+@reads("Pow")
+def power(call: Call) -> Any:
+    exponent = call.scalar(1)
+    call.require(exponent is not None, "an exponent that is left out")
+    whole = exponent if exponent != int(exponent or 0) else int(exponent or 0)
+    return call.apply(torch.pow, call.value(0), whole)
+
+
+@reads(*_UNARY)
+def unary(call: Call) -> Any:
+    return call.apply(_UNARY[call.op], call.value())
+
+
+@reads(*_MODULES)
+def curve(call: Call) -> Any:
+    return call.apply(_MODULES[call.op](), call.value())
+
+
+@reads("Gelu")
+def gelu(call: Call) -> Any:
+    return call.apply(nn.GELU(approximate=call.attribute("approximate", "none")), call.value())
+
+
+@reads("LeakyRelu")
+def leaky_relu(call: Call) -> Any:
+    return call.apply(nn.LeakyReLU(call.attribute("alpha", 0.01)), call.value())
+
+
+@reads("Elu")
+def elu(call: Call) -> Any:
+    return call.apply(nn.ELU(call.attribute("alpha", 1.0)), call.value())
+
+
+@reads("Clip")
+def clip(call: Call) -> Any:
+    if call.opset >= 11:
+        low, high = call.scalar(1), call.scalar(2)
+    else:
+        low, high = call.attribute("min", None), call.attribute("max", None)
+    return call.apply(torch.clamp, call.value(), low, high)
+
+
+@reads("Identity", "Dropout")
+def identity(call: Call) -> Any:
+    if call.op == "Dropout":
+        call.attribute("ratio", 0.5)
+        call.attribute("seed", 0)
+        call.constant(1)
+        mode = call.constant(2)
+        call.require(mode is None or not bool(mode.any()), "dropout in training")
+    return call.value()
+
+
+@reads("Cast")
+def cast(call: Call) -> Any:
+    kind = _KINDS.get(call.attribute("to"))
+    value = call.value()
+    call.require(kind is not None, "a type that is not read")
+    if isinstance(value, torch.Tensor):
+        return call.apply("to", value, kind)
+    if kind != on_meta(value).dtype:
+        raise Refused("a change of the image's type")
+    return value
+
+
+@reads("Where")
+def where(call: Call) -> Any:
+    return call.apply(torch.where, call.tensor(0), call.value(1), call.value(2))
+
+
+@reads("Shape")
+def shape(call: Call) -> Any:
+    sizes = list(call.shape())
+    sizes = sizes[call.attribute("start", 0) : call.attribute("end", len(sizes))]
+    return torch.tensor(sizes, dtype=torch.int64)
+
+
+@reads("Size")
+def size(call: Call) -> Any:
+    return torch.tensor(on_meta(call.value()).numel())
+
+
+@reads("ConstantOfShape")
+def filled(call: Call) -> Any:
+    value = call.attribute("value", torch.zeros(1))
+    sizes = call.numbers(0) or []
+    return call.apply("expand", value.reshape(()), sizes)
+
+
+@reads("Range")
+def numbers(call: Call) -> Any:
+    start, end, step = (call.tensor(place) for place in range(3))
+    first, last, by = (int(each.item()) for each in (start, end, step))
+    call.require(not start.is_floating_point() and by != 0, "other than whole numbers")
+    count = max(0, -(-(last - first) // by))
+    zeros = call.apply("expand", torch.zeros((), dtype=start.dtype), [count])
+    return call.apply(torch.cumsum, zeros + by, 0, dtype=start.dtype) + (first - by)
+
+
+@reads("DequantizeLinear")
+def dequantised(call: Call) -> Any:
+    """(q - zero) scale, rounded to float32 as ONNX says: of stored numbers, so exact."""
+    values, scale, zero = call.tensor(0), call.tensor(1), call.constant(2)
+    axis = call.attribute("axis", 1)
+    call.require(call.attribute("block_size", 0) == 0, "blocks")
+    if scale.numel() > 1:
+        call.require(scale.dim() == 1 and values.dim() > 0, "scales of blocks")
+        sides = [1] * values.dim()
+        sides[axis] = scale.numel()
+        scale = scale.reshape(sides)
+        zero = None if zero is None else zero.reshape(sides)
+    whole = call.apply("to", values, torch.float32)
+    shifted = whole if zero is None else call.apply(torch.sub, whole, zero.to(torch.float32))
+    return call.apply(torch.mul, shifted, scale)
+
+
+@reads("Constant")
+def constant(call: Call) -> Any:
+    name = next(iter(call.attributes), "value")
+    value = call.attribute(name)
+    if isinstance(value, torch.Tensor):
+        return value
+    whole = name in ("value_int", "value_ints")
+    call.require(whole or name in ("value_float", "value_floats"), f"a constant of {name}")
+    return torch.tensor(value, dtype=torch.int64 if whole else torch.float32)

@@ -1,0 +1,97 @@
+"""What a command refuses: a row names the words, the exit code, and a part of cause or hint."""
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.helpers.commands import console
+
+ROWS = """
+lipschitz m --frobnicate | 2 | --frobnicate
+certfy | 2 | 'certify'
+certify | 2 | CKPT
+lipschitz m --max large | 2 | --max
+lipschitz m --max nan | 2 | --max
+lipschitz m --max -1 | 2 | --max
+constrain m --beta nan | 2 | --beta nan
+certify m -e nan | 2 | nan
+certify m -e inf | 2 | inf
+certify m -e -1 | 2 | -1
+certify m --min-certified nan | 2 | nan
+certify m --min-certified 90 | 2 | 90
+certify m --min-certified 0.5@nan | 2 | nan
+certify m --min-certified 0.5@inf | 2 | inf
+certify m --min-certified half | 2 | half
+certify m --method nobody | 2 | nobody
+certify m --patch 2 | 2 | --patch is for
+certify m --method patch | 2 | needs a patch
+certify m --method patch --patch 9 | 2 | do not fit
+certify m --method patch --patch soup | 2 | is no patch
+certify m --method patch --patch 8 | 2 | hide the whole image
+certify m --method patch --patch 2 --masks 1 | 2 | --masks 1
+certify m --method patch --patch 2 -e 0.5 | 2 | --epsilon does not go
+certify m --method patch --patch 2 --method lipschitz | 2 | stands alone
+certify m --method patch --patch 2 --procedure prayer | 2 | unknown procedure
+certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands of 9 columns
+certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
+certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
+attack m -e 1/0 | 2 | 1/0
+attack m -e -0.1 | 2 | -0.1
+attack m -e nan | 2 | nan
+attack m --min-robust nan | 2 | nan
+attack m --min-robust 90 | 2 | 90
+attack m --min-robust -0.5 | 2 | -0.5
+attack m --preset nobody | 2 | nobody
+attack m --preset certvit -a pgd | 2 | certvit
+attack m --preset certvit --norm l2 | 2 | certvit
+attack m --preset certvit --steps 3 | 2 | certvit
+attack m --preset cauchy -e 1.0 | 2 | cauchy
+attack m -a pgd -a pgd | 2 | twice
+attack m --norm l1 | 2 | l1
+attack m --step-size 0 | 2 | step_size
+attack m -a cw --norm linf | 2 | cw
+attack m --resume | 2 | --records
+attack m --resume --records r.jsonl --save-examples x.safetensors | 2 | --resume
+attack m --compare other.safetensors | 2 | gallery
+attack m -a pdg | 2 | did you mean 'pgd'
+predict m i --defence prayer | 2 | prayer
+predict m i --prove | 2 | --defence patch
+predict m i --patch 2 | 2 | --defence patch
+predict m i --defence patch | 2 | needs a patch
+predict m i --defence patch --patch 99 | 2 | do not fit
+predict m nowhere.png | 6 | nowhere.png
+finetune m --batch-size 99999999999999999999 | 2 | --batch-size
+finetune m -e nan | 2 | nan
+finetune m --schedule cosin | 2 | cosin
+"""
+TABLE = [tuple(part.strip() for part in row.split(" | ")) for row in ROWS.strip().splitlines()]
+
+
+@pytest.mark.parametrize(("words", "code", "named"), TABLE, ids=[words for words, *_ in TABLE])
+def test_what_is_refused_is_one_line_and_with_json_one_document(
+    words: str,
+    code: str,
+    named: str,
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"m": workshop / "plain.safetensors", "i": tmp_path / "i.png"}
+    Image.new("L", (8, 8)).save(files["i"])
+    typed = [files.get(word, word) for word in words.split()]
+    ended, out, err = console(*typed)
+    assert ended == int(code)
+    # of a network that was read already
+    assert [line for line in out.splitlines() if not line.startswith("network: ")] == []
+    assert err.count("certvit:") == 1
+    assert named in err.partition("certvit:")[2]
+    ended, out, _ = console(*typed, "--json")
+    (line,) = out.splitlines()
+    error = json.loads(line)
+    assert (ended, error["code"]) == (int(code), int(code))
+    assert named in error["error"] + error["hint"]
+    assert error["hint"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i.png"]

@@ -1,0 +1,296 @@
+"""Every pull of the way back, as laws: each rule has one, and no gradient lies outside its form."""
+
+import copy
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
+import certvit
+from certcli.certify.steepest import steepest_slopes
+from certcli.enclosure.slopes import functions as derivatives
+from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
+from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
+from certcli.enclosure.slopes.table import pulls
+from certcli.enclosure.zonotopes import functions
+from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes.ellipsoids import Gram
+from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.engine.curves import NAMED
+from certcli.engine.table import ModuleRule, NoRule
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from tests.enclosure.test_every_rule import QUICK, pixel_model
+from tests.helpers.enclosed import images, places_of
+from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import Function, build, on_tokens
+from tests.helpers.reached import Entry, entries, recorded, title, without_a_row
+from tests.helpers.slopes import IMAGE
+
+LINEAR = "its transposed map is not written for forms"
+WITHOUT = {
+    **dict.fromkeys(
+        (
+            *(f"functions torch._VariableFunctionsClass.conv{n}d" for n in (1, 2, 3)),
+            *(f"modules torch.nn.modules.conv.Conv{n}d" for n in (1, 3)),
+            *(f"functions torch._VariableFunctionsClass.{name}_pool1d" for name in ("avg", "adaptive_avg")),
+            *(f"modules torch.nn.modules.pooling.AvgPool{n}d" for n in (1, 2)),
+            "functions torch._C._nn.avg_pool2d",
+            "functions torch.nn.functional.adaptive_avg_pool3d",
+            "functions torch.nn.functional.interpolate",
+            *(f"modules torch.nn.modules.upsampling.Upsampl{end}" for end in ("e", "ingBilinear2d", "ingNearest2d")),
+        ),
+        LINEAR,
+    ),
+    **dict.fromkeys(
+        (
+            *(f"{kind}.{name}imum".replace("methods.", "methods ")
+              for kind in ("functions torch._VariableFunctionsClass", "methods")
+              for name in ("max", "min")),
+            "functions torch._VariableFunctionsClass.max_pool2d",
+            "functions torch.nn.functional.boolean_dispatch.<locals>.fn",
+            "modules torch.nn.modules.pooling.MaxPool2d",
+        ),
+        "which entry is the largest is not enclosed",
+    ),
+}  # fmt: skip
+"""Rules of the zonotopes without a derivative, with the reason."""
+REFUSED = {
+    **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
+    **dict.fromkeys(("max-pool", "avg-pool", "avg-pool-1d", "upsample", "resize", "conv1d"), "no rule for the derivative of"),
+    **dict.fromkeys(("conv-reflect", "conv-3d", "spelled-images", "spelled-lines"), "no rule for the derivative of"),
+    "broadcast": "a broadcast argument",
+}  # fmt: skip
+"""Rows without a derivative, and what the refusal says."""
+COARSE = {"spelled-rounded-hard": 1e-6}
+"""Rows whose backward pass in torch is less exact: hardsigmoid's multiplies by 1/6 in float32."""
+RADIUS = 0.05
+KINDS = ("squares", "l2", "linf")
+CASES = [(name, kind) for number, name in enumerate(QUICK) for kind in (KINDS if EVERY else [KINDS[number % 3]])]  # fmt: skip
+ROUNDED = 1e-12
+"""Of gradients by autograd in float64, some thousand units of their size."""
+
+
+def ball(kind: str, pixels: Tensor, radius: float = RADIUS) -> Form:
+    if kind == "linf":
+        return linf_ball(pixels, radius, limit=1000, in_box=True)
+    return l2_ball(pixels, radius, squares_up_to=128 * (kind == "squares"), limit=1000, in_box=True)
+
+
+@functools.cache
+def network(name: str) -> SlopeNetwork:
+    return SlopeNetwork(pixel_model(build(name)), IMAGE)
+
+
+@pytest.fixture(autouse=True)
+def followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let autograd follow `detach`, as the function that is enclosed does."""
+    measured = Neighbourhood.measured
+
+    def following(near: Neighbourhood, weights: Tensor, image: Tensor) -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tensor, "detach", Tensor.clone)
+            return measured(near, weights, image)
+
+    monkeypatch.setattr(Neighbourhood, "measured", following)
+
+
+def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
+    """Yield how far gradients of a random sum of logits lie outside their form, relative to them."""
+    model = near.network.model
+    count = model(pixels).shape[1]
+    weights = torch.randn(count, generator=torch.Generator().manual_seed(1)).double()
+    form = near.gradient(weights)
+    reaching = near.tape.start.space.reach
+    assert reaching is not None
+    for place in places_of(model, pixels, "linf" if kind == "linf" else "l2", 2):
+        e = torch.maximum(torch.minimum(place, reaching[1]), -reaching[0])
+        truth = near.measured(weights, near.tape.start.at(e))
+        far = form.farthest(e, truth) - ROUNDED * (1 + truth.norm() + form.size.max())
+        yield float(far.max())
+
+
+@pytest.mark.parametrize("entry", sorted(entries(zonotopes.rules), key=title), ids=title)
+def test_every_rule_has_a_derivative_or_a_reason(entry: Entry) -> None:
+    assert (entry in entries(pulls)) is not (title(entry) in WITHOUT)
+
+
+@functools.cache
+def visited(name: str, kind: str) -> tuple[frozenset[Entry], tuple[float, ...]]:
+    pixels = images(1)[0]
+    with recorded(pulls) as reached:
+        far = tuple(faults(network(name).near(ball(kind, pixels)), kind, pixels))
+    return frozenset(reached), far
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_no_gradient_leaves_its_form(name: str, kind: str) -> None:
+    if name in REFUSED:
+        with pytest.raises(NoRule, match=REFUSED[name]):
+            visited(name, kind)
+    else:
+        assert max(visited(name, kind)[1]) <= COARSE.get(name, 0)
+
+
+def test_a_row_reaches_every_pull() -> None:
+    """All curves have one pull."""
+    cases = [case for case in CASES if case[0] not in REFUSED]
+    reached = {entry for case in cases for entry in visited(*case)[0]}
+    of_curves = {
+        (kind, key)
+        for named in NAMED
+        for kind in ("modules", "functions", "methods")
+        for key in getattr(named, kind)
+    }
+    assert of_curves & reached
+    assert without_a_row(pulls, reached | of_curves) == []
+
+
+ROW_OF = {
+    "GELU": "gelu-tanh",
+    "LayerNorm": "layer-norm-linear",
+    "FloorNorm": "floor-norm",
+    "Attention": "attention-bare",
+    "MaxMin": "maxmin",
+    "SiLU": "silu",
+    "Linear": "layer-norm-linear",
+    "PixelNormalize": "chunks",
+    "chunk": "chunks",
+    "softmax": "softmax",
+    "expand": "expand",
+    "normalize": "l2-normalize",
+}
+
+
+@pytest.mark.parametrize("what", ROW_OF)
+def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
+
+    def wrong(rule):  # type: ignore[no-untyped-def]
+        scale = torch.tensor(1.5).double()
+        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
+
+    for kind in ("modules", "functions", "methods"):
+        table = getattr(pulls, kind)
+        for key, rule in list(table.items()):
+            if getattr(key, "__name__", key) == what:
+                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
+                monkeypatch.setitem(table, key, planted)
+    guard = Neighbourhood.require_holds
+    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
+    pixels = images(1)[0]
+    near = SlopeNetwork(pixel_model(build(ROW_OF[what])), IMAGE).near(ball("squares", pixels, 0.01))
+    assert max(faults(near, "squares", pixels)) > 0
+    weights = torch.randn(near.network.model(pixels).shape[1]).double()
+    with pytest.raises(NoRule, match="excludes"):
+        guard(near, weights, near.gradient(weights))
+
+
+def test_a_gradient_that_autograd_does_not_follow_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    row = Function(lambda m, x: m.parts[0](x.detach() + x), nn.Linear(8, 3).double())
+    near = SlopeNetwork(pixel_model(on_tokens(row)), IMAGE).near(ball("l2", images(1)[0]))
+    with pytest.raises(NoRule, match="derivative"):
+        near.gradient(torch.ones(12).double())
+
+
+def test_an_operation_without_a_derivative_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(pulls.modules, nn.GELU)
+    with pytest.raises(NoRule, match="derivative of GELU"):
+        SlopeNetwork(pixel_model(build("gelu")), IMAGE)
+
+
+CURVES = [functions.GELU, functions.GELU_TANH, functions.SILU, functions.SIGMOID, functions.TANH]
+
+
+@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
+def test_derivatives_of_derivatives(curve: functions.Function) -> None:
+    """f''' is the derivative of f'', and sup |f''''| is proven on a grid by a bound of f'''''.
+
+    Between points h apart f'''' changes by h^2 / 8 sup |f^(6)| at most, some 1e-6 here.
+    """
+    bent = derivatives.derivative(curve)
+    x = torch.linspace(-9, 9, 18001, dtype=torch.float64).requires_grad_(True)
+    for lower, upper in ((bent.value, bent.first), (bent.first, bent.second)):
+        (truth,) = torch.autograd.grad(lower(x).sum(), x)
+        assert torch.allclose(upper(x), truth, atol=1e-11)
+    (fourth,) = torch.autograd.grad(bent.second(x).sum(), x)
+    assert float(fourth.abs().max()) <= bent.third <= 1.001 * float(fourth.abs().max()) + 1e-3
+
+
+def test_lengths_are_bounds_and_nearly_the_least() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for count, far in ((3, 0.0), (5, 1.0), (5, 30.0)):
+        centre = far * torch.randn(6, generator=generator, dtype=torch.float64)
+        linear = torch.randn(6, count, generator=generator, dtype=torch.float64)
+        e = torch.randn(count, 20000, generator=generator, dtype=torch.float64)
+        for _ in range(30):  # towards the largest, as power iteration does
+            e = e / e.norm(dim=0)
+            e = linear.T @ (centre[:, None] + linear @ e)
+        longest = float((centre[:, None] + linear @ (e / e.norm(dim=0))).norm(dim=0).max())
+        assert longest * (1 - 1e-12) <= reach(centre, linear) <= longest * (1 + 1e-4)
+        spectral = float(torch.linalg.matrix_norm(linear, 2))
+        assert spectral * (1 - 1e-12) <= norm(linear) <= spectral * (1 + 1e-9)
+    whole = Gram(torch.full((1, 2, 2), math.nan).double(), 1)
+    assert largest(whole) == math.inf
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_is_longer_than_its_bound(kind: str) -> None:
+    pixels = images(1)[0]
+    near = network("layer-norm-linear").near(ball(kind, pixels, 0.01))
+    weights = torch.randn(near.network.model(pixels).shape[1]).double()
+    form = near.gradient(weights)
+    bound = sum_of_sizes(form) if kind == "linf" else Parts.of(form).length
+    p = 1 if kind == "linf" else 2
+    lengths = [
+        float(near.measured(weights, near.tape.start.at(e)).flatten().norm(p=p))
+        for e in places_of(near.network.model, pixels, "linf" if kind == "linf" else "l2", 8)
+        if near.tape.start.at(e).clamp(0, 1).equal(near.tape.start.at(e))
+    ]
+    assert lengths
+    assert max(lengths) <= bound <= 2 * max(lengths)
+
+
+@pytest.mark.parametrize("name", ["attention", "layer-norm-linear", "silu", "chunks"])
+def test_executing_moves_margins_by_no_more_than_its_bound(name: str) -> None:
+    """In float32, whose results float64 measures: sums over nodes of rounding times gradient."""
+    model = pixel_model(build(name))
+    execution = NeighbourErrors(model, IMAGE, PRECISIONS["float32"], (zonotopes.rules,))
+    pixels = images(1)[0].float().double()
+    near = SlopeNetwork(model, IMAGE, execution).near(ball("squares", pixels, 0.01))
+    logits = model(pixels)[0]
+    low = copy.deepcopy(model).float()
+    with sdpa_kernel(SDPBackend.MATH):
+        run = low(pixels.float())[0].double()
+    moved = (run[0] - run) - (logits[0] - logits)
+    behind = near.behind(0)
+    for other in range(1, 4):
+        weights = torch.zeros_like(logits)
+        weights[0], weights[other] = 1.0, -1.0
+        _, rounding = near.gradient_and_rounding(weights)
+        bound = rounding + float(behind[other])
+        assert abs(float(moved[other])) <= bound < math.inf
+        assert bound < 1e5 * 2.0**-24 * float(logits.abs().max())
+
+
+def test_the_shipped_network_is_bounded_nearly_as_low_as_its_slope() -> None:
+    """certvit/digits-vit at R .1: a hundredth above a slope that it has there."""
+    model = certvit.network("certvit/digits-vit", double=True)
+    pixels = certvit.images("certvit/digits-vit", "digits", limit=1).tensors()[0].double()
+    logits = model(pixels)[0]
+    first, second = logits.topk(2).indices.tolist()
+    weights = torch.zeros_like(logits)
+    weights[first], weights[second] = 1.0, -1.0
+    network = SlopeNetwork(model, tuple(pixels.shape[1:]))
+    form = network.near(l2_ball(pixels, 0.1, squares_up_to=128, limit=500, in_box=True)).gradient(weights)  # fmt: skip
+    measured = float(steepest_slopes(model, pixels, first, 0.1, "l2")[second])
+    assert measured <= Parts.of(form).length <= 1.01 * measured

@@ -1,0 +1,218 @@
+"""Adapters of PEFT: the merged network computes what base and adapter compute side by side."""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import certvit
+from certcli.checkpoint.file import Checkpoint
+from certcli.models import build
+from certcli.models.adapters import CONFIG, WEIGHTS, read_adapter
+from certcli.models.open import open_checkpoint
+from certcli.models.overrides import Hints
+from certcli.system.errors import CheckpointError
+from tests.helpers.commands import certvit as typed
+from tests.helpers.commands import document
+from tests.models.test_converters import TRANSFORMERS, transformers_folder
+
+RANK = 2
+SETTINGS: dict[str, Any] = {
+    "peft_type": "LORA",
+    "r": RANK,
+    "lora_alpha": 3,
+    "target_modules": ["qkv"],
+    "megatron_core": "megatron.core",
+}
+LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.fc1", "patch_embed.proj")
+Layer = Callable[[nn.Module, str, Tensor, Tensor], Tensor]
+
+
+def written(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / CONFIG).write_text(json.dumps(SETTINGS | settings))
+    save_file(dict(tensors), folder / WEIGHTS)
+    return folder
+
+
+def adapter_of(
+    net: nn.Module, layers: tuple[str, ...] = LAYERS, rank: int = RANK
+) -> dict[str, Tensor]:
+    """Return random A and B of each layer, under PEFT's names."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {}
+    for path in layers:
+        weight = net.get_submodule(path).weight
+        ones = (1,) * (weight.dim() - 2)
+        a = torch.randn(rank, *weight.shape[1:], generator=generator) / 8
+        b = torch.randn(len(weight), rank, *ones, generator=generator) / 8
+        tensors[f"base_model.model.{path}.lora_A.weight"] = a
+        tensors[f"base_model.model.{path}.lora_B.weight"] = b
+    return tensors
+
+
+def beside(net: nn.Module, tensors: Mapping[str, Tensor], scale: Mapping[str, float]) -> None:
+    """Add s B(A(x)) to what each layer computes: the adapter as it is trained, not merged."""
+    for path, factor in scale.items():
+        a, b = (tensors[f"base_model.model.{path}.lora_{part}.weight"] for part in "AB")
+
+        def add(
+            layer: Any,
+            inputs: Any,
+            output: Tensor,
+            a: Tensor = a,
+            b: Tensor = b,
+            factor: float = factor,
+        ) -> Tensor:
+            (x,) = inputs
+            if a.dim() == 2:
+                return output + factor * (x @ a.double().T @ b.double().T)
+            inner = nn.functional.conv2d(x, a.double(), None, layer.stride, layer.padding)
+            return output + factor * nn.functional.conv2d(inner, b.double())
+
+        net.get_submodule(path).register_forward_hook(add)
+
+
+@pytest.mark.parametrize(
+    ("settings", "scales"),
+    [
+        ({}, (1.5, 1.5, 1.5)),
+        ({"use_rslora": True}, (3 / 2**0.5,) * 3),
+        ({"alpha_pattern": {"fc1": 5, "blocks.0.attn.qkv": 1}}, (0.5, 2.5, 1.5)),
+    ],
+)
+def test_the_merged_network_computes_base_and_adapter(
+    tiny: Checkpoint, tmp_path: Path, settings: dict[str, Any], scales: tuple[float, ...]
+) -> None:
+    net = build.load_double(tiny).net
+    tensors = adapter_of(net)
+    adapter = read_adapter(written(tmp_path / "a", tensors, **settings))
+    images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    merged = adapter.merged(tiny.tensors)
+    after = build.load_double(Checkpoint(merged, tiny.record))(images)
+    reference = build.load_double(tiny)
+    before = reference(images)
+    beside(reference.net, tensors, dict(zip(LAYERS, scales)))
+    expected = reference(images)
+    # weights are rounded to float32 once
+    assert torch.allclose(after, expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(before, expected, rtol=0, atol=1e-2)
+    assert {n for n in merged if not merged[n].equal(tiny.tensors[n])} == {
+        f"{n}.weight" for n in LAYERS
+    }
+
+
+def test_lengths_biases_and_whole_tensors_are_merged(tiny: Checkpoint, tmp_path: Path) -> None:
+    """DoRA: each row of W + s B A has the length that was learned."""
+    net = build.load_double(tiny).net
+    layer = "base_model.model.blocks.0.attn.qkv"
+    tensors = adapter_of(net, LAYERS[:1])
+    weight = tiny.tensors["blocks.0.attn.qkv.weight"]
+    lengths = torch.linspace(0.5, 2, len(weight))
+    head = torch.ones_like(tiny.tensors["head.bias"])
+    tensors |= {
+        f"{layer}.lora_magnitude_vector.weight": lengths,
+        f"{layer}.lora_B.bias": lengths.clone(),
+    }
+    tensors |= {"base_model.model.head.modules_to_save.bias": head}
+    merged = read_adapter(written(tmp_path / "a", tensors, use_dora=True)).merged(tiny.tensors)
+    a, b = (tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
+    rows = weight + 1.5 * b @ a
+    expected = lengths[:, None] * rows / rows.norm(dim=1, keepdim=True)
+    assert torch.allclose(merged["blocks.0.attn.qkv.weight"], expected, atol=1e-6)
+    assert merged["head.bias"].equal(head)
+    bias = tiny.tensors["blocks.0.attn.qkv.bias"] + 1.5 * lengths
+    assert torch.allclose(merged["blocks.0.attn.qkv.bias"], bias, atol=1e-6)
+
+
+LAYER = "base_model.model.blocks.0.attn.qkv"
+REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], object], str]] = {
+    "another kind": ({"peft_type": "IA3"}, dict, "adapter_config.json: .*peft_type"),
+    "unknown field": ({"layer_replication": [[0, 1]]}, dict, "'layer_replication' has no reader"),
+    "weights that change the base": ({"init_lora_weights": "pissa"}, dict, "init_lora_weights"),
+    "a pattern": ({"rank_pattern": {"(a+)+": 2}}, dict, "is no name"),
+    "another rank": ({"r": 3}, dict, "another rank"),
+    "rank pattern": ({"rank_pattern": {"qkv": 1}}, dict, "another rank"),
+    "no lengths": ({"use_dora": True}, dict, "lengths are not there"),
+    "infinite": ({"lora_alpha": 1e30}, dict, "lora_alpha"),
+    "another base": ({}, lambda t: t.update({"x.lora_A.weight": torch.ones(2, 2)}), "does not have"),
+    "no B": ({}, lambda t: t.pop(f"{LAYER}.lora_B.weight"), "another rank|adds"),
+    "another size": ({}, lambda t: t.update({f"{LAYER}.lora_B.weight": torch.ones(5, RANK)}), "adds"),
+    "twice": ({}, lambda t: t.update({"model.blocks.0.attn.qkv.weight": torch.ones(2)}), "twice"),
+    "another head": ({}, lambda t: t.update({"head.bias": torch.ones(3)}), r"to the shape \(3,\)"),
+    "NaN": ({}, lambda t: t.update({"head.bias": torch.full((10,), float("nan"))}), "NaN"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_merged_is_refused(tiny: Checkpoint, tmp_path: Path, name: str) -> None:
+    settings, change, message = REFUSED[name]
+    tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
+    change(tensors)
+    folder = written(tmp_path / "a", tensors, **settings)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(folder).merged(tiny.tensors)
+
+
+def test_files_that_run_code_or_are_missing_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=CONFIG):
+        read_adapter(tmp_path)
+    (tmp_path / "adapter_model.bin").touch()
+    with pytest.raises(CheckpointError, match="runs code") as refusal:
+        read_adapter(tmp_path)
+    assert "save_pretrained" in refusal.value.hint
+
+
+def test_the_lineage_names_the_adapter_and_evidence_is_stale(
+    workshop: Path, tmp_path: Path
+) -> None:
+    base = workshop / "certified.safetensors"
+    opened = certvit.load(base)
+    layers = ("blocks.0.mlp.fc1",) if "blocks.0.mlp.fc1.weight" in opened.tensors else ("head",)
+    tensors = adapter_of(certvit.network(opened).net, layers)
+    folder = written(tmp_path / "adapter", tensors)
+    out = tmp_path / "merged.safetensors"
+    answer = document("merge", base, folder, "-o", out)
+    merged = Checkpoint.read(out)
+    step = merged.record.lineage[-1]
+    assert (step.command, step.parent) == ("merge", opened.digest)
+    assert step.parameters["adapter"] == answer["adapter"] == read_adapter(folder).digest
+    assert len(merged.record.evidence) == len(opened.record.evidence) > 0
+    assert all(entry.digest != merged.digest for entry in merged.record.evidence)
+    assert typed("lipschitz", out).exit_code == 0
+
+
+def test_a_base_keeps_its_own_names_for_the_adapter(tiny: Checkpoint, tmp_path: Path) -> None:
+    """A file without a record, wrapped: names are those of the network within."""
+    tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
+    adapter = read_adapter(written(tmp_path / "a", tensors))
+    save_file({f"module.{n}": t for n, t in tiny.tensors.items()}, tmp_path / "bare.safetensors")
+    record = tiny.record
+    hints = Hints(
+        record.arch, record.arch_args, record.input.mean, record.input.std, adapter=adapter
+    )
+    opened = open_checkpoint(str(tmp_path / "bare.safetensors"), hints)
+    expected = adapter.merged(tiny.tensors)
+    assert all(opened.tensors[name].equal(tensor) for name, tensor in expected.items())
+
+
+def test_a_base_of_transformers_has_its_own_names(tmp_path: Path) -> None:
+    """Its query, key and value lie apart; in timm's network they are one matrix."""
+    row = TRANSFORMERS["vit"]
+    layer = "vit.encoder.layer.0.attention.attention.value"
+    shape = row["shapes"][f"{layer}.weight"]
+    tensors = {f"base_model.model.{layer}.lora_A.weight": torch.ones(RANK, shape[1])}
+    tensors |= {f"base_model.model.{layer}.lora_B.weight": torch.ones(shape[0], RANK)}
+    adapter = read_adapter(written(tmp_path / "a", tensors))
+    folder = transformers_folder(row, tmp_path)
+    base, merged = (open_checkpoint(folder, hints) for hints in (Hints(), Hints(adapter=adapter)))
+    change = merged.tensors["blocks.0.attn.qkv.weight"] - base.tensors["blocks.0.attn.qkv.weight"]
+    # s B A = 1.5 * RANK everywhere, in the last third of the rows; float32 rounds the sum
+    expected = torch.zeros_like(change)
+    expected[-shape[0] :] = 1.5 * RANK
+    assert torch.allclose(change, expected, atol=1e-6)

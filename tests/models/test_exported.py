@@ -1,0 +1,133 @@
+"""Programs of torch.export: the network and the bound of the module that was exported."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+import certvit
+from certcli.system.errors import ArchitectureError, CheckpointError
+from tests.helpers.commands import attempt
+from tests.helpers.grids import EVERY
+
+SIZE = (3, 16, 16)
+SMALL = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 8,
+    "depth": 1,
+    "num_heads": 2,
+    "num_classes": 4,
+}
+PIXELS: dict[str, Any] = {"mean": 0.5, "std": 0.25}
+
+
+class Residual(nn.Module):
+    """Convolution, norm by statistics, a sum, pools and a relu in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.max_pool2d(self.relu(self.norm(self.first(x))), 2)
+        return self.head((y + 0.5 * y.roll(1, 2)).mean((2, 3)))
+
+
+def vit(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
+    return timm.create_model(name, **SMALL, **more)
+
+
+NETWORKS: dict[str, Callable[[], nn.Module]] = {
+    "vit": vit,
+    "residual": Residual,
+    **(
+        {
+            "mean of tokens": lambda: vit(global_pool="avg"),
+            "distilled": lambda: vit("deit_tiny_distilled_patch16_224"),
+            "swin": lambda: timm.create_model(
+                "swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(2,),
+                num_heads=(2,), num_classes=4,
+            ),
+        }
+        if EVERY
+        else {}
+    ),
+}  # fmt: skip
+
+
+def exported(net: nn.Module, images: int = 2) -> Any:
+    batch = {0: torch.export.Dim.DYNAMIC} if images > 1 else None
+    return torch.export.export(net, (torch.rand(images, *SIZE),), dynamic_shapes=(batch,))
+
+
+@pytest.mark.parametrize("images", [1, 2], ids=["one image", "any number"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_program_has_the_bound_of_its_module(name: str, images: int) -> None:
+    torch.manual_seed(0)
+    net = NETWORKS[name]().eval()
+    program = exported(net, images)
+    native = certvit.load(net, **PIXELS, input_size=SIZE)
+    pixels = torch.rand(2, *SIZE)
+    upper = certvit.bound(native).upper
+    assert upper.finite
+    for source in (program, program.module()):
+        opened = certvit.load(source, **PIXELS)
+        assert opened.record.input.size == SIZE
+        assert certvit.bound(opened).upper.log10() == upper.log10()
+        # sums of the same numbers, in the order of a fused attention or of a written one
+        assert torch.allclose(
+            certvit.network(opened)(pixels), certvit.network(native)(pixels), atol=1e-5
+        )
+
+
+class Aliased(nn.Module):
+    """y is read after it was changed through a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x.flatten(1)[:, :4] - 1
+        y.view(-1, 2, 2).relu_()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Aliased(), "changes a tensor that is read elsewhere"),
+        (nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(768, 4)).train(), "dropout in training"),
+        (nn.Sequential(nn.BatchNorm2d(3), nn.Flatten()).train(), "statistics of the batch|changes a tensor"),
+    ],
+)  # fmt: skip
+def test_what_a_graph_without_memory_would_not_compute_is_refused(
+    net: nn.Module, message: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=message):
+        certvit.load(exported(net), **PIXELS)
+
+
+def test_an_operation_without_a_rule_is_named() -> None:
+    class Summed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1)[:, :4].cumsum(1)
+
+    result = certvit.bound(certvit.load(exported(Summed().eval()), mean=0, std=1))
+    assert not result.upper.finite
+    assert "cumsum" in result.bound.why
+
+
+def test_files_of_programs_are_refused_with_the_call_that_helps(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 4)).eval()
+    torch.export.save(exported(net), tmp_path / "net.pt2")
+    torch.jit.trace(net, torch.rand(1, *SIZE)).save(str(tmp_path / "net.pt"))
+    for name, kind in (("net.pt2", "torch.export"), ("net.pt", "TorchScript")):
+        failure = attempt("lipschitz", tmp_path / name, "--mean", 0, "--std", 1).exception
+        assert isinstance(failure, CheckpointError)
+        assert f"a program of {kind}, and reading it runs code" in failure.message
+        assert "torch.onnx.export(model, (image,)" in failure.hint
