@@ -235,10 +235,10 @@ TEN_SENTENCES = (
     "below its authors' figure, which is above CertViT's.",
     "5. Its parameter counts are real, but of other networks than its hyper-parameters describe, and it prints two values "
     "of eta and of beta; its FLOPs are of other epochs than its tables print.",
-    "6. SpecFormer's penalty lowers the bounds of attention's matrices; that it makes a network more robust or more "
+    "6. SpecFormer's penalty lowers the spectral norms of W_q, W_k and W_v; that it makes a network more robust or more "
     "accurate than a plain ViT was not decided in any of our runs.",
-    "7. Above the replaced attentions it lies on digits about as far as printed (one or two seeds, mostly not decided), and "
-    "so does the plain ViT; on CIFAR-10 no such difference was seen.",
+    "7. On digits it lies above the three replaced attentions under both attacks, and so does the plain ViT, by as much "
+    "(five seeds): the advantage is theirs to lose, not the penalty's; on CIFAR-10 no such difference was seen.",
     "8. Its Theorem 4.3 fails at the origin, and its Algorithm 1 as printed does not normalise.",
     "9. The Cauchy paper's observation comes out, attention ahead under FGSM and PGD-7 in linf (digits, AdamW; not on "
     "CIFAR-10 with SAM in as many steps), behind under CW in l2 (CIFAR-10), but its strong attacks are all in l2: strength "
