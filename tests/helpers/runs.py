@@ -34,14 +34,19 @@ ENDINGS = {
 }
 
 
+OF_QUERIES = "--result"
+"""Written where --vnnlib is read: `tests/certify/test_vnnlib.py`."""
+
+
 def outputs_of(name: str) -> list[str]:
     """Return the options of a command that name a file to be written."""
-    return [
+    options = [
         spelling(parameter.name, info_of(parameter.annotation))[-1]
         for parameter in inspect.signature(COMMANDS[name]).parameters.values()
         for note in getattr(parameter.annotation, "__metadata__", ())
         if isinstance(note, Writes)
     ]
+    return [option for option in options if option != OF_QUERIES]
 
 
 def named_words(name: str) -> list[tuple[str, str]]:

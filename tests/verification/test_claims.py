@@ -177,7 +177,7 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
         change("certify", "parameters", value={"denoiser_file": "/etc/passwd"}),
         "refuted",
     ),
-    ("certify infinite", change("certify", "average_radius", value=10**400), "refuted"),
+    ("certify vast", change("certify", "average_radius", value=10**18), "refuted"),
     ("lipschitz free text", change("lipschitz", "bound", value="0.01 (proven)"), "refuted"),
     ("finetune free text", change("finetune", "upper_text", value="0.01 (proven)"), "refuted"),
     ("finetune half an image", change("finetune", "clean", value=0.97499), "refuted"),
