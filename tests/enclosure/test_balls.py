@@ -339,7 +339,7 @@ def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
     (auto,) = LocalCertifier(model, SIZE, Local(), symbols=100, steps=0).batch([0], pixels, [label])
     assert (by_norms.rung, auto.rung) == ("norms", "zonotope")
     assert 0 < by_norms.radius < auto.radius
-    with pytest.raises(UsageError, match="--effort most"):
+    with pytest.raises(UsageError, match="unknown effort 'most'"):
         LocalCertifier(model, SIZE, Local(effort="most"))
 
 

@@ -2,7 +2,6 @@
 text.
 """
 
-import csv
 import json
 import os
 from html import unescape
@@ -134,7 +133,7 @@ def test_records_name_their_files_and_an_edited_name_is_refused(
 def test_an_audit_names_files_and_hostile_names_stay_text(
     workshop: Path, pictures: Path, tmp_path: Path
 ) -> None:
-    made = {kind: tmp_path / f"audit.{kind}" for kind in ("json", "csv", "html")}
+    made = {kind: tmp_path / f"audit.{kind}" for kind in ("json", "html")}
     reports = [word for path in made.values() for word in ("--report", path)]
     words = (
         "audit",
@@ -151,9 +150,6 @@ def test_an_audit_names_files_and_hostile_names_stay_text(
     done = console(*words, *reports)
     assert done.code == 0, done.err
     found = json.loads(made["json"].read_text())["records"]
-    with made["csv"].open(newline="") as handle:
-        rows = {int(row["index"]): row["file"] for row in csv.DictReader(handle)}
-    assert rows == {row["index"]: row["file"] for row in found}
     names = {row["file"] for row in found}
     page = made["html"].read_text()
     captions = [
@@ -164,12 +160,3 @@ def test_an_audit_names_files_and_hostile_names_stay_text(
     assert all(text.partition(" (")[2].partition("): ")[0] in names for text in captions)
     assert "<script>" not in page + done.out
     assert not {"\x1b", "\u202e"} & {*page, *done.out, *done.err}
-
-
-def test_a_spreadsheet_computes_no_name() -> None:
-    from certcli.report.formats import _no_formula
-
-    kept = ("a=1.png", "0/-1.png", "")
-    assert [_no_formula(name) for name in (*kept, "=1+2.png", "+a", "-a", "@a", " =a")] == [
-        *kept, "'=1+2.png", "'+a", "'-a", "'@a", "' =a",
-    ]  # fmt: skip

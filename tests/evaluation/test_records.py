@@ -349,13 +349,13 @@ def test_a_figure_compares_the_images_that_both_know(
         "--method",
         "smoothing",
         "--method",
-        "local",
+        "bcp",
         "--limit",
         2,
         "--attack-records",
         attacked,
     )
-    assert "skipped local: no local certificate" in several.stderr
+    assert "skipped bcp: " in several.stderr
     (above,) = [line for line in several.stdout.splitlines() if line.startswith("attack ")]
     assert "measured" in above
     other = workshop / "constrained.safetensors"

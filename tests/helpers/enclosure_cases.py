@@ -39,6 +39,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
 )
 from certcli.enclosure.zonotopes.rules.shapes import total
 from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
+from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
@@ -197,7 +198,7 @@ CASES = (
     Case(
         "rows of length 1",
         ((1, 9, 4),),
-        lambda x: normalize(None, x, dim=-1, eps=1.5),  # type: ignore[arg-type]
+        lambda x: normalize(ZonotopeContext(None, None), x, dim=-1, eps=1.5),  # type: ignore[arg-type]
         lambda x: F.normalize(x, dim=-1, eps=1.5),
         order=1,
     ),

@@ -59,7 +59,7 @@ def test_an_audit_without_images_gives_a_first_answer(colour: Path) -> None:
     assert audit["clean"] is None  # accuracy is not known
     assert audit["attack"]["clean"]["hits"] == 12
     assert "correct images" not in " ".join([audit["headline"], *audit["verdict"]])
-    assert audit["next"] == ["certvit audit c.safetensors --dataset FOLDER"]
+    assert audit["next"] == [f"certvit audit {colour} --dataset FOLDER"]
 
 
 def test_accuracy_is_no_gate_without_labels(colour: Path, photos: Path) -> None:

@@ -216,9 +216,8 @@ def test_bounds_beyond_float32_train(loss: str, scale: float) -> None:
     assert 1e39 < float(pairs.detach().max()) < 1e300
     logits = torch.randn(6, 4, requires_grad=True)
     labels = torch.arange(6) % 4
-    value = LOSSES.load(loss)(
-        logits, labels, pairs[labels] if loss in NEEDS_CHAIN else pairs, 1.58, 0.0
-    )
+    constants = pairs[labels] if loss in NEEDS_CHAIN else pairs
+    value = LOSSES.load(loss)(logits, labels, constants, 1.58)
     assert bool(value.isfinite())
     value.backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)

@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
             TRANSFORMERS["vit"], folder, {**PIXELS, "do_center_crop": True, "size": {"shortest_edge": 10**9}}
         ),
         Hints(),
-        "no record may hold",
+        "Expected `int` <= 4096",
     ),
     "a dictionary that contains itself": (lambda folder: saved(folder, endless()), Hints(), "none of them is a dictionary"),
     "blocks without numbers": (

@@ -372,7 +372,7 @@ def test_an_error_grows_by_its_slope() -> None:
 def test_errors_of_pairs_are_not_rounded_to_float32() -> None:
     error = as_real(1 + 2.0**-30)
     box = Executed((1, 3), error, error, error)
-    last: Any = [type("Step", (), {"box": box})()]
-    errors_of = errors_of_pairs(last, 0, None, [box], [error])
+    last: Any = [type("Step", (), {"box": box, "shifts": False})()]
+    errors_of = errors_of_pairs(last, 0, None, PRECISIONS["float32"], [box], [error])
     assert bool((errors_of >= float(error) * 2**0.5).all())
     assert errors_of.dtype == torch.float64

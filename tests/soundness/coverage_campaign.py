@@ -33,9 +33,10 @@ from certcli.certify.methods import certify, run_of
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import PRECISIONS, Smoothing
+from certcli.certify.smoothing.options import Smoothing
 from certcli.certify.smoothing.sigma import choose_sigma
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.choices import PRECISIONS
 from certcli.evaluation.records import RecordFile, read_records
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel

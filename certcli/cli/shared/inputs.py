@@ -228,7 +228,7 @@ def doubt_accuracy(
     classes = checkpoint.record.classes
     answers = [prediction for prediction in predictions if prediction is not None]
     permuted = None
-    if len(images.classes) == classes and len(answers) == len(predictions):
+    if answers and len(images.classes) == classes and len(answers) == len(predictions):
         permuted = permutation_doubt(images, answers, classes)
     usual = accuracy_doubts(round(share * len(images)), len(images), checkpoint)
     for doubt in usual if permuted is None else [permuted]:
