@@ -6,11 +6,13 @@
 # make docs: the documentation site, in site/.   make tutorial: types it again.
 # make release-check: what would be pushed, installed into an empty environment.   make test-min: the oldest dependencies.
 # TORCH_INDEX: where torch and torchvision come from, together; empty for PyPI. On Linux without a GPU of NVIDIA, wheels
-# for CPUs.
+# for CPUs, where their index can be reached.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-TORCH_INDEX ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || echo https://download.pytorch.org/whl/cpu)
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+TORCH_INDEX ?= $(shell [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1 || $(PYTHON) -c \
+	'import urllib.request; urllib.request.urlopen("$(CPU_INDEX)/torch/", timeout=5); print("$(CPU_INDEX)")' 2>/dev/null)
 # one command and one index: a torchvision built for another torch breaks every `import timm` outside certvit
 TORCH := "torch>=2.6,<2.14" torchvision $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 
