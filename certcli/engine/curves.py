@@ -199,7 +199,13 @@ ERF = smooth(
     limit=1.0,
 )
 SQUARE = Curve(
-    "square", torch.square, lambda x: 2 * x, lambda x: torch.full_like(x, 2.0), 0.0, bend=2.0
+    "square",
+    torch.square,
+    lambda x: 2 * x,
+    lambda x: torch.full_like(x, 2.0),
+    0.0,
+    bend=2.0,
+    growth=math.inf,
 )
 SELU = Curve("SELU", torch.selu, slope=1.7580994, growth=1.7580994, why="SELU: scale times alpha")
 HARD_SWISH = Curve(

@@ -1,0 +1,101 @@
+"""Every number of every curve's record, swept over the axis in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from certcli.engine import activations
+from certcli.engine.curves import NAMED, Curve, unknown
+
+assert activations.named  # it enters the names
+
+REQUIRED: dict[str, dict[str, object]] = {
+    "clamped": {"min": -0.5, "max": 1.25},
+    "clamped_below": {"min": 0.25},
+    "clamped_above": {"max": -0.25},
+    "clipped_relu": {"threshold": torch.tensor(0.75, dtype=torch.float64)},
+    "softplus": {"threshold": 50.0},
+    "parametric_relu": {"weight": torch.tensor([0.2], dtype=torch.float64)},
+}
+"""Options of those curves that have some without a default."""
+CURVES = {
+    f"{named.describe.__name__} {number}": named.describe(
+        **REQUIRED.get(named.describe.__name__, {})
+    )
+    for number, named in enumerate(NAMED)
+}
+STEP = 1e-4
+X = torch.cat(
+    [torch.arange(-12, 12, STEP, dtype=torch.float64), torch.linspace(-1e3, 1e3, 4001).double()]
+)
+"""Every ten-thousandth where curves bend, and farther."""
+ROUNDED = 1e-12
+"""Of a derivative of order n by automatic differentiation, relative to its bound, times 10^n."""
+
+
+def derivatives(f: Curve, order: int) -> list[Tensor]:
+    """Return f, f', ... up to this order at X, by automatic differentiation."""
+    x = X.clone().requires_grad_()
+    found = [f.value(x)]
+    for _ in range(order):
+        (slope,) = torch.autograd.grad(found[-1].sum(), x, create_graph=True)
+        found.append(slope)
+    return [part.detach() for part in found]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_slopes_and_sizes_are_within_their_bounds(name: str) -> None:
+    f = CURVES[name]
+    value, slope = derivatives(f, 1)
+    # torch's backward of hardsigmoid multiplies by 1/6 in float32
+    rounded = 1e-7 if f.name == "hard sigmoid" else 10 * ROUNDED
+    assert float(slope.abs().max()) <= f.slope * (1 + rounded)
+    assert bool((value.abs() <= f.growth * X.abs() + f.offset + 1e-15).all()) or math.isinf(
+        f.growth
+    )
+    assert float(value.abs().max()) <= f.limit
+
+
+SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown]
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_derivatives_are_those_of_the_curve_and_within_their_bounds(name: str) -> None:
+    """The record's f' and f'' are what differentiation gives; sup |f''| and sup |f'''| hold."""
+    f = CURVES[name]
+    _, slope, bend, third = derivatives(f, 3)
+    near = X.abs() < 12
+    assert torch.allclose(f.first(X)[near], slope[near], rtol=1e-9, atol=1e-11)
+    assert torch.allclose(f.second(X)[near], bend[near], rtol=1e-8, atol=1e-10)
+    assert float(bend.nan_to_num().abs().max()) <= f.bend * (1 + 100 * ROUNDED)
+    if f.third > 0:
+        assert float(third.nan_to_num().abs().max()) <= f.third * (1 + 1000 * ROUNDED)
+    else:
+        steps = f.second(X[:-4001]).diff()
+        assert bool((steps >= 0).all()) or bool((steps <= 0).all())
+
+
+LINES = [name for name, f in CURVES.items() if f.line is not None]
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_a_broken_line_is_its_curve(name: str) -> None:
+    f = CURVES[name]
+    line = f.line
+    assert line is not None
+    total = line.slope * X + line.start
+    for place, rise in line.kinks:
+        total = total + rise * (X - place).clamp_min(0)
+    # where kinks are far away, terms of their size cancel
+    assert torch.allclose(total, f.value(X), rtol=1e-12, atol=1e-12)
+
+
+def test_a_bound_that_is_too_small_is_seen() -> None:
+    for name in SMOOTH:
+        f = CURVES[name]
+        _, slope, bend, third = derivatives(f, 3)
+        for bound, found in ((f.slope, slope), (f.bend, bend), (f.third, third)):
+            if 0 < bound < math.inf:
+                assert float(found.nan_to_num().abs().max()) > 0.8 * bound, (name, bound)
