@@ -6,6 +6,7 @@ Shares carry the number of images they are shares of. A value that was not measu
 "inf" where float64 is too small for the bound or where there is none: `upper_finite` says which.
 """
 
+import inspect
 import json
 import math
 from typing import Annotated, Any, Literal
@@ -362,7 +363,11 @@ def written_schema() -> str:
     """docs/schema/audit.json, as `python -m certcli.report.document` prints it and a test compares
     it.
     """
-    return json.dumps(schema(), indent=1, sort_keys=True) + "\n"
+    described = schema()
+    for part in (described, *described["$defs"].values()):
+        if "description" in part:  # msgspec before 0.23 keeps a docstring's indentation
+            part["description"] = inspect.cleandoc(part["description"])
+    return json.dumps(described, indent=1, sort_keys=True) + "\n"
 
 
 if __name__ == "__main__":
