@@ -60,7 +60,7 @@ def _whole(row: Row) -> tuple[dict[int, int], float]:
     """Return a row times a number above 0 that makes its factors whole, and its constant rounded up."""
     scale = math.lcm(*(factor.denominator for factor in row.coefficients.values()))
     factors = {place: int(factor * scale) for place, factor in row.coefficients.items()}
-    if max(map(abs, factors.values())) > EXACT:
+    if max(map(abs, factors.values()), default=0) > EXACT:
         raise Refused("a factor has more digits than float64")
     return factors, rounded_up(row.constant * scale)
 

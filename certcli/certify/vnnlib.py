@@ -8,24 +8,32 @@ float64, and then the box is rounded outward and the constraints towards unsafe.
 import gzip
 import math
 import re
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from certcli.system.errors import DataError, Refused, one_line
 from certcli.system.reading import open_bounded
 
-LARGEST = 64 * 2**20
+LARGEST = 16 * 2**20
 MOST_VARIABLES = 2**20
 MOST_CASES = 10_000
+MOST_ROWS = 2**20
+"""Constraints of all cases together."""
 DEEPEST = 64
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError)
+"""Errors of Python where a word stands for a list, or a list for a word."""
 _TOKEN = re.compile(r"\s*(?:;[^\n]*|([()]|\[[^\]\n]*\]|[^\s()\[\];]+))")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 
+_HINT = "VNN-LIB 1.0 or 2.0: a box of inputs, and linear constraints on outputs"
+
+T = TypeVar("T")
 Terms = dict[tuple[str, int], Fraction]
 """Coefficients of variables: ("X" or "Y", place in the flattened tensor); ("", 0) is the constant."""
 _ONE = ("", 0)
@@ -95,11 +103,10 @@ def read_query(path: Path) -> Query:
     """Read a file, as text or compressed by gzip; DataError names what is no such query."""
     try:
         return _Reader().read(_text(path))
-    except (Refused, OSError, EOFError, ValueError) as failure:
-        raise DataError(
-            f"{path}: {one_line(failure)}",
-            "VNN-LIB 1.0 or 2.0: a box of inputs, and linear constraints on outputs",
-        ) from failure
+    except (Refused, OSError, EOFError, zlib.error) as failure:
+        raise DataError(f"{path}: {one_line(failure)}", _HINT) from failure
+    except _MALFORMED as failure:
+        raise DataError(f"{path} is no query ({one_line(failure)})", _HINT) from failure
 
 
 def _text(path: Path) -> str:
@@ -115,8 +122,11 @@ def _text(path: Path) -> str:
 def _trees(text: str) -> list[Any]:
     """Return nested lists of words; an index in brackets is a word of its own."""
     stack: list[list[Any]] = [[]]
+    place = 0
     for match in _TOKEN.finditer(text):
-        word = match[1]
+        if match.start() != place:
+            raise Refused(f"'{one_line(text[place : match.start()])[:40]}' is no word")
+        place, word = match.end(), match[1]
         if word == "(":
             stack.append([])
             if len(stack) > DEEPEST:
@@ -128,8 +138,8 @@ def _trees(text: str) -> list[Any]:
             stack[-1].append(inner)
         elif word is not None:
             stack[-1].append(word)
-    if len(stack) != 1:
-        raise Refused("a bracket too few")
+    if len(stack) != 1 or text[place:].strip():
+        raise Refused("a bracket too few, or one that is never closed")
     return stack[0]
 
 
@@ -241,10 +251,7 @@ class _Reader:
         if operator == "and":
             cases: list[list[tuple[Terms, bool]]] = [[]]
             for each in rest:
-                further = self._cases(each)
-                if len(cases) * len(further) > MOST_CASES:
-                    raise Refused(f"more than {MOST_CASES:,} cases")
-                cases = [case + other for case in cases for other in further]
+                cases = _both(cases, self._cases(each))
             return cases
         if operator not in ("<=", ">=", "<", ">", "=="):
             raise Refused(f"'{one_line(operator)[:40]}' is no constraint that is read")
@@ -261,13 +268,12 @@ class _Reader:
         cases = self._cases(tree)
         kinds = {kind for case in cases for terms, _ in case for kind, _ in terms} - {""}
         if kinds == {"X"} and len(cases) == 1:
-            for terms, _ in cases[0]:
+            for terms, strict in cases[0]:
+                if strict:
+                    raise Refused("a box without its edge: < or > of an input")
                 self._narrow(terms)
         elif kinds == {"Y"}:
-            if len(self.cases) * len(cases) > MOST_CASES:
-                raise Refused(f"more than {MOST_CASES:,} cases")
-            rows = [[_row(*each) for each in case] for case in cases]
-            self.cases = [case + other for case in self.cases for other in rows]
+            self.cases = _both(self.cases, [[_row(*each) for each in case] for case in cases])
         elif kinds == {"X"}:
             raise Refused("several boxes of inputs")
         else:
@@ -284,6 +290,20 @@ class _Reader:
         side, nearer = (0, max) if slope > 0 else (1, min)
         earlier = edges[side]
         edges[side] = edge if earlier is None else nearer(earlier, edge)
+
+
+def _both(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
+    """Return the cases in which one of each holds; the first may change. Refused: too many."""
+    if len(further) == 1:
+        for case in cases:
+            case.extend(further[0])
+    elif len(cases) * len(further) <= MOST_CASES:
+        cases = [case + other for case in cases for other in further]
+    else:
+        raise Refused(f"more than {MOST_CASES:,} cases")
+    if sum(map(len, cases)) > MOST_ROWS:
+        raise Refused(f"more than {MOST_ROWS:,} constraints")
+    return cases
 
 
 def _sum(first: Terms, second: Terms, factor: Fraction | int) -> Terms:

@@ -218,6 +218,9 @@ class NearImageFields(Struct):
     radius: Annotated[float, Meta(gt=0, le=sys.float_info.max)]
     prediction: Count
     upper: list[Upper]
+    lower: list[Measured | None]
+    margins: list[Number]
+    rival: Count
     logits_upper: Upper
     certified: Measured
 

@@ -87,7 +87,9 @@ class Adapter:
         """Put the weight and the bias of a layer into `changed`, and take its tensors of `unread`."""
         path = layer.removeprefix("base_model.model.")
         a = unread.pop(f"{layer}.lora_A.weight").double()
-        b = unread.pop(f"{layer}.lora_B.weight", a).double()
+        if f"{layer}.lora_B.weight" not in unread:
+            raise CheckpointError(f"'{one_line(path)[:80]}' has lora_A and no lora_B")
+        b = unread.pop(f"{layer}.lora_B.weight").double()
         lengths = [
             unread.pop(key)
             for key in (f"{layer}.lora_magnitude_vector", f"{layer}.lora_magnitude_vector.weight")

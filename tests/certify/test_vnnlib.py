@@ -1,10 +1,12 @@
 """Queries of VNN-LIB: what a file says exactly, and holds, violated or unknown about an ONNX file."""
 
+import gzip
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from certcli.certify.query_network import query_network
@@ -83,6 +85,13 @@ def test_the_box_of_the_network_covers_that_of_the_file(tmp_path: Path) -> None:
         f"{FIRST}(assert (<= X_0 X_1))(assert (>= Y_1 Y_0))",
         f"{FIRST}(assert (not (>= Y_1 Y_0)))",
         f"{FIRST}(check-sat)",
+        f"{FIRST}(assert (>= Y_1] Y_0))",
+        f"{FIRST}(assert (>= Y_1 Y_0)) [",
+        f"{FIRST}(assert (< X_0 0.05))(assert (>= Y_1 Y_0))",
+        "(declare-network f ())",
+        "(declare-network f ((declare-input X float32 [1,2])))",
+        "(declare-network f (declare-input X float32 ([1,2])))",
+        "(declare-network f (declare-input (X) float32 [1,2]))",
         f"{FIRST}(assert (>= Y_1 1e99999))",
         "(declare-const X_0 Real)(declare-const Y_0 Real)(assert (<= X_0 1))(assert (>= Y_0 1))",
         f"{SECOND}(assert (>= Y[0,2] 1))",
@@ -118,6 +127,41 @@ def exported(folder: Path) -> Path:
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
     path.write_bytes(model.SerializeToString())
     return path
+
+
+def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
+    whole = gzip.compress(f"{FIRST}(assert (>= Y_1 Y_0))".encode(), mtime=0)
+    path = tmp_path / "q.vnnlib.gz"
+    refused = 0
+    for place in range(10, len(whole)):
+        for data in (
+            whole[:place],
+            whole[:place] + bytes([whole[place] ^ 255]) + whole[place + 1 :],
+        ):
+            path.write_bytes(data)
+            try:
+                read_query(path)
+            except DataError:
+                refused += 1
+    assert refused == 2 * (len(whole) - 10)
+
+
+def test_many_constraints_are_counted(tmp_path: Path) -> None:
+    many = "(>= Y_1 Y_0)" * 30_000
+    for text in (f"(assert (and {many}))", f"(assert (and (or (>= Y_1 0) (>= Y_0 0)) {many}))"):
+        assert all(
+            len(case) >= 30_000 for case in read_query(written(tmp_path, FIRST + text)).cases
+        )
+    with pytest.raises(DataError, match="cases"):
+        read_query(written(tmp_path, f"{FIRST}(assert (or {many}))"))
+
+
+def test_a_constraint_without_outputs_is_one(tmp_path: Path) -> None:
+    query = read_query(written(tmp_path, f"{FIRST}(assert (or (>= Y_1 9) (>= 1 2)))"))
+    rows = [row for case in query.cases for row in case]
+    assert [(dict(row.coefficients), row.constant) for row in rows] == [({1: 1}, -9), ({}, -1)]
+    network = query_network(nn.Linear(2, 2).eval(), (2,), query)
+    assert network(torch.full((1, 1, 1, 2), 0.5).double())[0, 2] == -1
 
 
 @pytest.mark.parametrize(

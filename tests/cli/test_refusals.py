@@ -16,6 +16,16 @@ lipschitz m --max large | 2 | --max
 lipschitz m --max nan | 2 | --max
 lipschitz m --max -1 | 2 | --max
 constrain m --beta nan | 2 | --beta nan
+certify m --vnnlib q.vnnlib | 2 | an ONNX file
+certify m --result r.txt | 2 | answer to a query
+certify n.onnx --vnnlib q.vnnlib -e 0.1 | 2 | -e does not go with --vnnlib
+certify n.onnx --vnnlib q.vnnlib --method smoothing | 2 | --method does not go with --vnnlib
+certify n.onnx --vnnlib q.vnnlib --records r.jsonl | 2 | --records does not go with --vnnlib
+constrain n.onnx | 2 | n.onnx is a program
+finetune n.onnx --loss ce | 2 | n.onnx is a program
+adapt n.onnx | 2 | n.onnx is a program
+lipschitz n.onnx -o x.safetensors | 2 | n.onnx is a program
+attack n.onnx -o x.safetensors | 2 | n.onnx is a program
 certify m -e nan | 2 | nan
 certify m -e inf | 2 | inf
 certify m -e -1 | 2 | -1
@@ -81,6 +91,7 @@ def test_what_is_refused_is_one_line_and_with_json_one_document(
     monkeypatch.chdir(tmp_path)
     files = {"m": workshop / "plain.safetensors", "i": tmp_path / "i.png"}
     Image.new("L", (8, 8)).save(files["i"])
+    Path("n.onnx").touch()
     typed = [files.get(word, word) for word in words.split()]
     ended, out, err = console(*typed)
     assert ended == int(code)
@@ -94,4 +105,4 @@ def test_what_is_refused_is_one_line_and_with_json_one_document(
     assert (ended, error["code"]) == (int(code), int(code))
     assert named in error["error"] + error["hint"]
     assert error["hint"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["i.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["i.png", "n.onnx"]

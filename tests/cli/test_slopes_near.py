@@ -46,6 +46,9 @@ def test_the_report_says_what_is_proven_and_what_is_measured(
 
 
 FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a margin": lambda row: row["margins"].__setitem__(row["rival"], 99.0),
+    "a rival": lambda row: row.update(rival=row["prediction"]),
+    "a slope": lambda row: row["lower"].__setitem__(row["rival"], 2 * row["upper"][row["rival"]]),
     "a bound of a margin": lambda row: row["upper"].__setitem__(
         (row["prediction"] + 1) % 10, 0.99 * row["upper"][(row["prediction"] + 1) % 10]
     ),
@@ -60,7 +63,7 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 def proven(row: dict[str, Any]) -> NearImage:
     """Return what proving the slopes of a report's image again gives."""
     margins, upper, lower = (
-        torch.tensor(row[name]).double() for name in ("margins", "upper", "lower")
+        torch.tensor(row[name], dtype=torch.float64) for name in ("margins", "upper", "lower")
     )
     around, label, logits = Around(0.02), row["prediction"], row["logits_upper"]
     return NearImage(around, label, margins, upper, lower, logits, row["certified"])

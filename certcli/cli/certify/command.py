@@ -15,6 +15,7 @@ from certcli.cli.shared import inputs
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate
+from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
 
 if TYPE_CHECKING:
@@ -71,9 +72,14 @@ def certify(
     if target.vnnlib is not None:
         from certcli.cli.certify import query
 
+        query.require_read(context)
         output.claim(source, target)
         query.answer(options, talk.sink())
         return
+    if target.result is not None:
+        raise UsageError(
+            "--result is the answer to a query", "certvit certify NET.onnx --vnnlib SPEC"
+        )
     gate = Gate()
     chooses = AUTO in target.methods or smoothing.sigma == AUTO
     demand, threats = require_compatible(options)

@@ -13,6 +13,8 @@ from certcli.system.errors import GateError, UndecidedError, UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import typer
+
     from certcli.certify.query_network import QueryNetwork
     from certcli.certify.vnnlib import Query
     from certcli.models.build import OpenCheckpoint
@@ -25,8 +27,27 @@ SECONDS = 100.0
 ATTACKS = 2
 STEPS = 40
 
+READ = frozenset(
+    (
+        *("ckpt", "vnnlib", "result", "seconds", "effort", "arithmetic", "seed", "device"),
+        *("force", "as_json", "quiet"),
+    )
+)
+"""Parameters of the command that a query takes."""
+
 Example = tuple[list[float], list[float]]
 """Inputs and outputs of a counterexample, flattened."""
+
+
+def require_read(context: typer.Context) -> None:
+    """Raise UsageError for an option that is typed beside --vnnlib and that no query reads."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(str(parameter.name))
+        if source is not None and source.name == "COMMANDLINE" and parameter.name not in READ:
+            raise UsageError(
+                f"{parameter.opts[-1]} does not go with --vnnlib, whose file says what is asked",
+                "leave it out",
+            )
 
 
 def answer(options: CertifyOptions, sink: Sink) -> None:
@@ -50,7 +71,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
     example: Example | None = None
-    verdict, remark = HOLDS, ""
+    verdict, remark, about = HOLDS, "", {}
     if not query.is_empty:
         opened = open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
         seconds = options.local.seconds or SECONDS
@@ -58,11 +79,19 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            proven, remark = _proven(opened, options, remaining)
-            verdict = HOLDS if proven else UNKNOWN
+            certifier, proven = _proven(opened, options, remaining)
+            remark = certifier.remark
+            if proven:
+                verdict = HOLDS
+                about = {"arithmetic": certifier.arithmetic}
     spent = round(time.perf_counter() - started, 3)
-    sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name})
+    sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name, **about})
     sink.text(verdict)
+    if about:
+        arithmetic = about["arithmetic"]
+        sink.note(
+            f"proven for every input of the box, of the network that is read, in {arithmetic}"
+        )
     if target.result is not None:
         save(target.result, result_text(verdict, example, query, size))
     if verdict == VIOLATED:
@@ -116,9 +145,10 @@ def inside(inputs: Any, query: Query) -> Any:
     return stored
 
 
-def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[bool, str]:
-    """Tell whether class 0 is proven within 1/2 of the grey image, by --effort or by branching, and
-    what is to be said about that.
+def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
+    """Return the certifier, and whether it proves class 0 within 1/2 of the grey image.
+
+    By --effort, or by branching.
     """
     from dataclasses import replace
 
@@ -140,7 +170,7 @@ def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> 
     certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
     grey = torch.full((1, *opened.record.input.size), 0.5)
     (certificate,) = certifier.batch([0], grey, [0])
-    return certificate.holds_at(Threat("linf", 0.5)), certifier.remark
+    return certifier, certificate.holds_at(Threat("linf", 0.5))
 
 
 def result_text(verdict: str, example: Example | None, query: Query, size: Sequence[int]) -> str:

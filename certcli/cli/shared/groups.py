@@ -256,6 +256,15 @@ class BatchDevice(Device):
     )
 
 
+def _require_nameable(source: str) -> None:
+    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
+    if source.endswith(".onnx"):
+        raise UsageError(
+            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
+            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
+        )
+
+
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
@@ -272,6 +281,9 @@ class Output:
 
     def claim(self, *groups: object) -> None:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
+        if self.output is not None:
+            for group in groups:
+                _require_nameable(str(getattr(group, "ckpt", "")))
         self.shard_bytes()
         self._check(self._outputs(groups))
 
@@ -289,6 +301,7 @@ class Output:
             last: the last epoch's file is written beside it.
             state: a state file is written beside it, and its metadata has this key.
         """
+        _require_nameable(source)
         self.shard_bytes()
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None

@@ -68,7 +68,18 @@ def _claim(row: NearImageFields, around: Around, network: AroundImages, images: 
     problem = next(_problems(row, proven), None)
     if problem is not None:
         return Claim(statement, "refuted", problem)
-    return Claim(statement, "verified", f"the logits' proven again: {rounded_up(proven.logits, 5)}")
+    return Claim(
+        statement,
+        "verified",
+        f"the logits' proven again: {rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
+    )
+
+
+def _alike(stated: list[float], margins: list[float]) -> bool:
+    """Tell whether margins are the same up to another machine's rounding in float64."""
+    size = max(map(abs, margins), default=0.0)
+    pairs = zip(stated, margins, strict=False)
+    return len(stated) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
 
 
 def _problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
@@ -78,6 +89,13 @@ def _problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
     upper = proven.upper.tolist()
     if len(row.upper) != len(upper):
         yield f"{len(row.upper)} margins are stated, the network has {len(upper)}"
+    if not _alike(row.margins, proven.margins.tolist()):
+        yield "the margins at the image are other ones"
+    elif row.rival != proven.rival:
+        yield f"class {row.rival} is the nearest, as is stated, and {proven.rival} is"
+    slopes = [(slope, bound) for slope, bound in zip(row.lower, upper) if slope is not None]
+    if len(row.lower) != len(upper) or any(slope > bound for slope, bound in slopes):
+        yield "a slope is stated that is above what is proven"
     pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
