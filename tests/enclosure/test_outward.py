@@ -17,11 +17,14 @@ import torch
 from torch import nn
 
 import certcli.enclosure
+from certcli.certify.around import AroundImages
 from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, normalised, pixels
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
+from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_sizes
+from certcli.enclosure.slopes.network import SlopeNetwork
 from certcli.enclosure.zonotopes import rounding
 from certcli.enclosure.zonotopes.attention import average, softmax
 from certcli.enclosure.zonotopes.backward import (
@@ -44,23 +47,30 @@ from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.reduction import by_fibres
+from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.rules.shapes import joined
+from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.norms import Spread
 from tests.enclosure.test_backward import hinged, inputs
 from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
+from tests.enclosure.test_every_rule import pixel_model
+from tests.enclosure.test_slopes import ball
+from tests.enclosure.test_slopes import network as slopes
 from tests.enclosure.test_zonotope_networks import SIZE, image, network
+from tests.helpers.enclosed import images
 from tests.helpers.enclosure_cases import CASES, fibre_forms, forms
+from tests.helpers.lipschitz_cases import build
 from tests.helpers.sites import Site, Sites
+from tests.helpers.slopes import IMAGE
 
 FOLDER = Path(certcli.enclosure.__file__).parent
 FILES = sorted(
     "/".join(file.parts[-2:])
     for file in FOLDER.rglob("*.py")
     if re.search(r"zonotopes.rounding import .*\b(up|gamma)\b", file.read_text())
-    and file.parent.name != "slopes"
 )
-"""Of gradients the forms have `test_no_gradient_leaves_its_form` alone: no row here goes back through a network."""
 Numbers = list[float]
 
 
@@ -243,6 +253,47 @@ def at_the_edge() -> Numbers:
     return [number for form in both for number in of_form(form)]
 
 
+@functools.cache
+def executed(name: str) -> SlopeNetwork:
+    return AroundImages(pixel_model(build(name)), IMAGE).network
+
+
+def gradients(name: str, kind: str, network: Callable[[str], SlopeNetwork] = slopes) -> Numbers:
+    """Of the gradients of two logits near an image: their forms, lengths, and what rounding adds."""
+    pixels = images(1)[0]
+    near = network(name).near(ball(kind, pixels))
+    rows = torch.eye(near.network.model(pixels).shape[1]).double()[:2]
+    forms, added = zip(*(near.gradient_and_rounding(row) for row in rows), strict=True)
+    sizes = [float(part.sum()) for form in forms for part in (form.radius, form.size)]
+    if kind == "linf":
+        return [*sizes, *map(sum_of_sizes, forms), *added]
+    parts = [Parts.of(form) for form in forms]
+    return [*sizes, *(part.length for part in parts), logits_length(parts, 0), *added]
+
+
+SLOPES = (
+    ("attention-bare", "squares"),
+    ("center-norm", "linf"),
+    ("l2-normalize", "l2"),
+    ("batch-norm-folded", "squares"),
+    ("clamp", "squares"),
+)
+"""Rows of networks whose gradients reach every rounding on the way back."""
+
+
+def broken_line() -> Numbers:
+    (x,) = forms(next(case for case in CASES if case.name == "LayerNorm"), 0.1, True, 0)
+    context = ZonotopeContext(None, None)  # type: ignore[arg-type]
+    return of_form(relaxed_curve(context, x, activations.clamped(-0.1, 0.3)))
+
+
+def along_one_axis() -> Numbers:
+    """|c + A e|_2 where c lies along A's longest axis: |c| + |A|, below every multiplier of the grid."""
+    return [
+        reach(torch.tensor([1.0, 0.0]).double(), torch.tensor([[2.0, 0.0], [0.0, 1.0]]).double())
+    ]
+
+
 def deviation() -> Numbers:
     """1 / deviation of a LayerNorm, which the way back of gradients divides by."""
     case = next(case for case in CASES if case.name == "LayerNorm")
@@ -254,6 +305,10 @@ def deviation() -> Numbers:
 
 ROWS: dict[str, Callable[[], Numbers]] = {
     "deviation": deviation,
+    "broken line": broken_line,
+    "along one axis": along_one_axis,
+    "slopes as executed": functools.partial(gradients, "attention-bare", "l2", executed),
+    **{f"slopes of {name}": functools.partial(gradients, name, kind) for name, kind in SLOPES},
     **{
         f"{c.name} {s}": functools.partial(relaxed, i, s, 0.1)
         for i, c in enumerate(CASES)
