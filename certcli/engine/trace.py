@@ -147,6 +147,37 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     )
 
 
+def result_of(traced: Trace, image: Tensor) -> Any:
+    """Return the graph's result on an image (1, c, h, w)."""
+    *_, (_, result) = executed(traced, image)
+    return result
+
+
+def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield the graph node by node, output last: modules as they are, constants as traced."""
+    values: dict[fx.Node, Any] = {}
+    for node, module, unused in traced.steps:
+        args: Any = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__) if node.kwargs else {}
+        if module is not None:
+            value = module(*args, **kwargs)
+        elif node.op == "placeholder":
+            value = image
+        elif node.op == "get_attr":
+            value = traced.constants[str(node.target)]
+        elif node.op == "call_method":
+            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            function: Any = node.target
+            value = function(*args, **kwargs)
+        else:
+            value = args[0]
+        values[node] = value
+        yield node, value
+        for argument in unused:
+            del values[argument]
+
+
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
     """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.replay import executed, replayed
+from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
+from certcli.engine.trace import executed
 from certcli.engine.walk import walk
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
