@@ -1,10 +1,10 @@
 """lambda_max(A) <= s, proven by a factorisation: the theorem of spectral.py without its last term."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from certcli.lipschitz.numerics.lanczos import lanczos_guess
 from certcli.lipschitz.numerics.outward import (
@@ -16,11 +16,6 @@ from certcli.lipschitz.numerics.outward import (
     unscale,
     up,
 )
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 _GUESS_SLACK = 1e-6  # relative, on sigma^2: the looseness on ordinary matrices is half of this
 _FULL_SOLVER_SIDE = {
@@ -42,8 +37,6 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     Args:
         grams: (b, m, m), real symmetric or complex Hermitian, read from the lower block triangle.
     """
-    import torch
-
     side = grams.shape[-1]
     shifted = grams.neg()
     diagonal = shifted.diagonal(dim1=-2, dim2=-1)
@@ -116,8 +109,6 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
     Guess, certificate; where that fails a full eigenvalue solver as guess; where that fails Gram
     iteration.
     """
-    import torch
-
     side = grams.shape[-1]
     bounds = [math.inf] * len(grams)
     if side > _FULL_SOLVER_SIDE.get(grams.device.type, 32):
@@ -167,7 +158,6 @@ def panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def _square_sum(matrices: Tensor) -> Tensor:
-    import torch
 
     flat = torch.view_as_real(matrices).flatten(-2) if matrices.is_complex() else matrices
     norms: Tensor = torch.linalg.vector_norm(flat, dim=(-2, -1))
@@ -200,8 +190,6 @@ def largest_of_chunks(chunks: Iterator[Tensor]) -> float:
 
 def _guess(grams: Tensor, attempt: int) -> float:
     """About the largest eigenvalue of all matrices: roughly on all, with care on the largest."""
-    import torch
-
     if grams.shape[-1] <= _SMALL_SIDE:
         return float(torch.linalg.eigvalsh(grams)[:, -1].max())
     rough, _ = lanczos_guess(grams, 12 * 2**attempt)

@@ -1,11 +1,7 @@
 """Lanczos' iteration: a guess of the largest eigenvalue, from which `spectral` proves a bound."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
 MOST_STEPS = 96
 
@@ -19,8 +15,6 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
     precision. The distance to the nearest eigenvalue is at most r and, with a gap g to the others,
     r^2 / g (r the residual).
     """
-    import torch
-
     batch, side, _ = grams.shape
     steps = min(side, most_steps)
     if batch == 1 and grams.device.type == "cpu" and not grams.is_complex():
@@ -70,8 +64,6 @@ def lanczos_guess(grams: Tensor, most_steps: int = MOST_STEPS) -> tuple[Tensor, 
 
 def _lanczos_of_one(gram: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """`lanczos_guess` of one real matrix: at ordinary sizes a batch's calls cost more."""
-    import torch
-
     side = len(gram)
     single = gram.float()
     basis = single.new_zeros(steps, side)

@@ -20,17 +20,7 @@ from certcli.lipschitz.value import Convolution, Scores, Value
 def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
     """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
     x = ctx.settle(x)
-    old = x.size
-    return ctx.chain(
-        x,
-        factor,
-        why,
-        lambda: factor * old.fibre,
-        axis=old.axis,
-        total=lambda: factor * old.total,
-        peak=lambda: factor * old.peak,
-        shape=x.shape,
-    )
+    return ctx.charge(x, factor, why, x.size.times(factor))
 
 
 @rules.method("mul", "mul_", "multiply")
