@@ -13,12 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
-from certcli.checkpoint.git_lfs import require_no_pointer
-from certcli.checkpoint.header import read_safetensors
+from certcli.checkpoint.header import (
+    in_file_order,
+    read_safetensors,
+    require_no_pointer,
+    write_one_by_one,
+)
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 from certcli.system.memory import free_bytes

@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from certcli.checkpoint.git_lfs import require_no_pointer
+from certcli.checkpoint.header import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, PROGRAM, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import open_regular

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from certcli.engine.tracer import tensors_of
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",

@@ -25,8 +25,8 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     for path, module in model.named_modules():
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
-            held = value if name in ("_parameters", "_buffers", "_modules") else {name: value}
-            for inner, item in held.items():
+            parts = value if name in ("_parameters", "_buffers", "_modules") else {name: value}
+            for inner, item in parts.items():
                 description[f"{where}.{inner}"] = _described(item, _DEPTH)
     return description
 

@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.endings import of_margins, shifts_logits
 from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
-from certcli.engine.trace import Trace, executed
+from certcli.engine.trace import Trace, executed, of_margins, shifts_logits
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, walk
 from certcli.lipschitz.context import Context

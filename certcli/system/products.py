@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 FEWEST_PRODUCTS = 2**20
 """Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some 20 microseconds."""

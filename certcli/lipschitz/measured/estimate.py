@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from certcli.lipschitz.bound import Estimate
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 SCOUTING = 2
 """Power iterations of every image of a batch; the steepest image then goes on."""

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
+from certcli.lipschitz.numerics.convolution_estimate import (
+    COLD,
+    Geometry,
+    block_norms,
+    convolution_estimate,
+    leading,
+    warm,
+)
 
 
 class TrainableArithmetic(Arithmetic):
