@@ -119,7 +119,8 @@ def write_one_by_one(
 
 
 LONGEST_HEADER = 2**26
-"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are escaped."""
+"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are
+escaped."""
 MOST_TENSORS = 2**17
 MOST_DIMENSIONS = 16
 """Dimensions of one tensor; most functions of torch take at most 64."""
@@ -169,7 +170,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str], int]:
-    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no header."""
+    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no
+    header."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")

@@ -87,6 +87,7 @@ def _canonical(about: Mapping[str, Any]) -> str:
 
 
 def _digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    """Return the sha256 of all tensors and of everything that stands beside them, but for itself."""
+    """Return the sha256 of all tensors and of everything that stands beside them, but for
+    itself."""
     rest = {name: value for name, value in about.items() if name != "digest"}
     return hashlib.sha256(_canonical({"about": rest, "tensors": digests}).encode()).hexdigest()

@@ -19,7 +19,8 @@ MOVING = frozenset(
 
 @dataclass(frozen=True)
 class Computed:
-    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+    """An operation (its name in aten) on tensors that do not depend on the image, and its
+    result."""
 
     name: str
     args: tuple[Any, ...]

@@ -19,7 +19,8 @@ Names = dict[str, tuple[Any, CodeType | None]]
 
 
 def _callables(space: Mapping[str, Any]) -> Names:
-    """Return the functions of a class or module by name, each with its code: None for C functions."""
+    """Return the functions of a class or module by name, each with its code: None for C
+    functions."""
     names: Names = {}
     for name, value in list(space.items()):
         inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
@@ -30,7 +31,8 @@ def _callables(space: Mapping[str, Any]) -> Names:
 
 _TORCH = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
 _BEFORE_FORWARD = ("__init__", "__setstate__")
-"""What makes or copies a module, and no forward: torch replaces both itself when something is compiled."""
+"""What makes or copies a module, and no forward: torch replaces both itself when something is
+compiled."""
 
 
 def _library() -> dict[str, Names]:
@@ -70,7 +72,8 @@ def patched() -> str | None:
 
 
 def _as_it_is(kind: type[nn.Module]) -> list[Names]:
-    """Return the methods of a class and its bases, and the functions of the modules they stand in."""
+    """Return the methods of a class and its bases, and the functions of the modules they stand
+    in."""
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     modules = dict.fromkeys(base.__module__ for base in bases)
     spaces = [

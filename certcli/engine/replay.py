@@ -223,7 +223,8 @@ def movement_of_margins(logits: Tensor) -> float:
 
 
 _LAST_PLACES = 8.0
-"""Units of the last place that a logit's own size may add: a constant logit is computed to these."""
+"""Units of the last place that a logit's own size may add: a constant logit is computed to
+these."""
 
 
 def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:

@@ -1,4 +1,5 @@
-"""A description of a model's state, everything but its code, that changes whenever the state does."""
+"""A description of a model's state, everything but its code, that changes whenever the state
+does."""
 
 import inspect
 import random
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from certcli.models.build import own_name
 
 _DEPTH = 4
-"""Depth to which containers and objects in attributes are followed; below it an object counts by its identity."""
+"""Depth to which containers and objects in attributes are followed; below it an object counts by
+its identity."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, range)
 _TITLES = {"training": "the training mode", "_forward_hooks": "a forward hook"}
 

@@ -56,7 +56,8 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The nodes in order: looking their modules up takes as long as running them on one image."""
+        """The nodes in order: looking their modules up takes as long as running them on one
+        image."""
         read: set[fx.Node] = set()
         steps: list[Step] = []
         for node in reversed(self.graph.nodes):

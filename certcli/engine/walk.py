@@ -188,7 +188,8 @@ def called(
 
 
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
-    """Tell whether a rule's result has the shape of the call, or each of several results its own."""
+    """Tell whether a rule's result has the shape of the call, or each of several results its
+    own."""
     if isinstance(shape, list):
         return all(
             _shaped(domain, part, part_shape) for part, part_shape in zip(value, shape, strict=True)

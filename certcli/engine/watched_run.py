@@ -154,7 +154,8 @@ def _is_finite(result: Tensor) -> Tensor:
 
 
 def _codes(rows: int) -> Tensor:
-    """Return sets of rows as columns, (n, m) bool: each row is in half of them, no two in the same."""
+    """Return sets of rows as columns, (n, m) bool: each row is in half of them, no two in the
+    same."""
     runs = next(m for m in range(1, rows + 2) if comb(m, m // 2) >= rows)
     codes = torch.zeros(rows, runs, dtype=torch.bool)
     for row, places in enumerate(islice(combinations(range(runs), runs // 2), rows)):

@@ -63,7 +63,8 @@ def chosen_split(splits: Mapping[str, Path], split: str | None) -> str | None:
 def unused_folders(
     folder: Path, splits: Mapping[str, Path], split: str | None, chosen: str | None
 ) -> str:
-    """Return a note on the folders beside the judged one that nobody would expect to be left out."""
+    """Return a note on the folders beside the judged one that nobody would expect to be left
+    out."""
     notes = []
     others = [name for name in folders_in(folder) if name not in splits]
     if others:
@@ -80,7 +81,8 @@ def unused_folders(
 
 
 def order_note(classes: Sequence[str]) -> str:
-    """Return a note where torchvision and timm number the classes differently, with the order taken."""
+    """Return a note where torchvision and timm number the classes differently, with the order
+    taken."""
     if sorted(classes) == sorted(classes, key=_natural):
         return ""
     order = "in the order of the numbers (2 before 10), as timm has them"

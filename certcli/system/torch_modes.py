@@ -1,4 +1,5 @@
-"""Torch's modes: as they were before a block, every operation seen, and the seed of its random numbers."""
+"""Torch's modes: as they were before a block, every operation seen, and the seed of its random
+numbers."""
 
 from typing import Any
 

@@ -25,7 +25,8 @@ UNDERFLOW = 2.0**-1022
 """Largest loss of a product that underflows: below this number float64 has no full precision."""
 
 Scalar = Any
-"""`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
+"""`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply
+and compare."""
 
 GAIN_SLACK = 2.0**-47
 """Relative error of a product with a gain: the gain's own (2^-49, quotients and roots rounded away from zero) and one
@@ -170,7 +171,8 @@ class Arithmetic:
         return self._centred(a, 0)
 
     def _centred(self, a: Matrix, dim: int) -> Matrix:
-        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
+        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F
+        each."""
         tensor = a.tensor - a.tensor.mean(dim=dim, keepdim=True)
         d = a.tensor.shape[dim]
         size = self._norm(a.tensor)

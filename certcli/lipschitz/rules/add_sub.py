@@ -1,4 +1,5 @@
-"""Sums and differences: residuals, position embeddings, masks, lerp. Proofs: docs/bounds.md, 8.1, 8.2."""
+"""Sums and differences: residuals, position embeddings, masks, lerp. Proofs: docs/bounds.md, 8.1,
+8.2."""
 
 import math
 import operator

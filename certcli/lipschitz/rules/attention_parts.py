@@ -22,7 +22,8 @@ from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 
 _SLACK = 1e-9
-"""Relative: the error of a softmax of numbers below 1e4 in float64, and of sums of its entries, is below 1e-10."""
+"""Relative: the error of a softmax of numbers below 1e4 in float64, and of sums of its entries, is
+below 1e-10."""
 
 
 @dataclass(frozen=True)

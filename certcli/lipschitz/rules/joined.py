@@ -1,4 +1,5 @@
-"""Tensors side by side, chosen by a mask, and maxima of two. Proofs: docs/bounds.md, 8.3, 8.6, 8.8."""
+"""Tensors side by side, chosen by a mask, and maxima of two. Proofs: docs/bounds.md, 8.3, 8.6,
+8.8."""
 
 from collections.abc import Sequence
 from dataclasses import replace

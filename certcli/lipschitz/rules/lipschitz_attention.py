@@ -1,4 +1,5 @@
-"""L2, scaled cosine similarity and LipschitzNorm attention. Proofs: docs/bounds.md, 6, 10.1, 10.2."""
+"""L2, scaled cosine similarity and LipschitzNorm attention. Proofs: docs/bounds.md, 6, 10.1,
+10.2."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ W_OF_1_OVER_E = 0.27846454277
 """Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
 
 _SLACK = 1e-9
-"""Relative: the error of Newton's last step and of sums of up to 1e6 positive terms in float64 is below 1e-10."""
+"""Relative: the error of Newton's last step and of sums of up to 1e6 positive terms in float64 is
+below 1e-10."""
 
 _UNSEEN = -1e4
 """A logit so far below the token's own that its exp() is 0 in float64."""

@@ -138,7 +138,8 @@ def settle_log_probabilities(ctx: Context, x: Value, waiting: LogProbabilities) 
 
 
 def _softmax(ctx: Context, x: Value, axis: int) -> Value:
-    """Return the softmax of a settled value; its fibres are probability vectors, of norm at most 1."""
+    """Return the softmax of a settled value; its fibres are probability vectors, of norm at most
+    1."""
     one = ctx.arith.const(1.0)
     why = "slope of softmax at most 1/2"
     return ctx.chain(

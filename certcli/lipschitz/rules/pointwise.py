@@ -1,4 +1,5 @@
-"""Activations by their curves, squares, MaxMin, dropout and copies. Proofs: docs/bounds.md, section 3."""
+"""Activations by their curves, squares, MaxMin, dropout and copies. Proofs: docs/bounds.md,
+section 3."""
 
 import math
 import operator

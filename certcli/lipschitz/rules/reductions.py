@@ -1,4 +1,5 @@
-"""Means, sums, maxima, deviations, pooling and interpolation. Proofs: docs/bounds.md, 8.5 to 8.7."""
+"""Means, sums, maxima, deviations, pooling and interpolation. Proofs: docs/bounds.md, 8.5 to
+8.7."""
 
 import math
 from dataclasses import replace
