@@ -25,7 +25,7 @@ from certcli.checkpoint.schema import (
     convert,
     decode,
 )
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
 DEFAULT_CROP = 0.875
 """timm's share of an image where a config states none."""
@@ -116,10 +116,11 @@ def decode_config(text: str | bytes) -> ConfigFields:
     labels = _labels(raw) if flat else (_labels(raw) or _labels(about))
     config = convert({key: value for key, value in top.items() if key not in _LABELS}, ConfigFields)
     arch_arguments(config.model_args)
-    if config.pretrained_cfg.label_offset:
-        raise Refused(
-            f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier"
-        )
+    raise_if(
+        config.pretrained_cfg.label_offset,
+        Refused,
+        f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier",
+    )
     config.doubts = [
         *_unknown(raw, _TOP | (_PIXELS if flat else frozenset())),
         *([] if flat else _unknown(about, _PIXELS | set(_LABELS) | {"architecture"})),
