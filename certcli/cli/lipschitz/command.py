@@ -66,7 +66,9 @@ def lipschitz(
         run.help_leader(chosen, sink)
         return
     return_large_blocks()
-    audited = run.prove(source, machine, sink)
+    asked = {"--around": near.around, "-o": output.output}
+    decision = next((option for option, value in asked.items() if value), None)
+    audited = run.prove(source, machine, sink, decision)
     nearby = around.prepared(audited, chosen) if near.around else None
     lower = run.measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)

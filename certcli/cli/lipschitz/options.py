@@ -24,7 +24,7 @@ class BoundedNetwork(Source):
     features: bool = option(False, "Bound the features of a network that has no classifier.")
 
     def hints(self) -> Hints:
-        return replace(super().hints(), features=self.features)
+        return replace(super().hints(), features=self.features, logits=True)
 
 
 @group("Lower bound")

@@ -22,7 +22,14 @@ ITERATIONS = 20
 """Most power iterations of an image."""
 
 
-def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
+def prove(
+    source: BoundedNetwork, machine: BatchDevice, sink: Sink, decision: str | None = None
+) -> Audited:
+    """Return the network with its bound.
+
+    Args:
+        decision: An option that asks for more than the logits.
+    """
     from certcli.lipschitz import network
     from certcli.models import build
     from certcli.models.weights import require_features
@@ -30,6 +37,11 @@ def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     checkpoint = source.open(sink)
     if source.features:
         require_features(checkpoint, source.ckpt)
+    if not checkpoint.reading.decides and decision is not None:
+        raise UsageError(
+            f"{decision} is of the largest logit, by which this network does not decide",
+            f"leave out {decision}: the bound of the logits is printed without it",
+        )
     model = build.load(checkpoint, machine.pick())
     return Audited(
         Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
@@ -55,7 +67,8 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
     doubt_images(images, record, sink)
-    judged = options.data.dataset is not None and record.classes > 0
+    decides = record.classes > 0 and audited.checkpoint.reading.decides
+    judged = options.data.dataset is not None and decides
     labels, why = known_labels(images, record) if judged else (None, "")
     if why:
         sink.warn(why)

@@ -125,6 +125,8 @@ def explain(audited: Audited, lower: float | None, share: float | None, sink: Si
         sink.text(f"lower bound{of} (measured):  {rounded_down(lower, 4)}")
     if audited.of_features:
         sink.text("the file has no classifier: this bounds its features, not its classes")
+    elif not audited.checkpoint.reading.decides:
+        sink.text("no margin, class or radius is judged: the largest logit decides nothing here")
     elif upper.finite and float(upper) > 0:
         radius = (1 - 2**-50) / (2**0.5 * float(upper))
         if radius >= USABLE:

@@ -82,7 +82,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
     unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
-    checkpoint = options.open(sink, features=of_features)
+    checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
         from certcli.cli.verify.around import near_images

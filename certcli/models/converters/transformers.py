@@ -358,7 +358,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     except Refused as refusal:
         raise ArchitectureError(f"{config_file}: {refusal}") from refusal
     spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
-    doubts += unknown(config_file, family.config)
+    doubts += unknown(config_file, family.config, not hints.logits)
     network_tensors = renamed(tensors, family.names)
     features = None
     if architecture == family.headless:
