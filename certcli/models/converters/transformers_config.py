@@ -242,8 +242,8 @@ def unknown(path: Path, struct: type[Struct], decides: bool = True) -> list[str]
         hint = "delete problem_type to judge the largest logit"
         raise ArchitectureError(f"{path.name}: {problem}", hint)
     doubts = [] if problem is None else [problem + LOGITS_ALONE]
-    names = one_line(", ".join(strange))[:160]
-    if names:
+    if strange:
+        names = one_line(", ".join(strange))[:160]
         doubts.append(f"{path.name} says {names}, which certvit does not know and leaves out")
     return doubts
 
