@@ -6,13 +6,13 @@ all calibration images, old and new, stay in memory; the streams inside a block 
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.adaptation import AdaptedPart
 from certcli.adapt.calibration_shards import Pairs, Shards, Stream
 from certcli.adapt.descend import COMPARED, Descent, mixed_precision
 from certcli.adapt.families import (
@@ -41,16 +41,6 @@ _ROWS = 64
 _FEWEST = 128
 
 Map = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class AdaptedPart:
-    """An adapted part: its path, its description before and after, its relative output error."""
-
-    path: str
-    before: str
-    after: str
-    error: float
 
 
 class Fitter:
