@@ -14,10 +14,10 @@ from certcli.system.reading import is_absent
 if TYPE_CHECKING:
     import torch
 
+    from certcli.adapt.adaptation import Trade
     from certcli.adapt.keep import Keeper
     from certcli.adapt.run import Adapter
     from certcli.adapt.settings import AdaptSettings
-    from certcli.adapt.trials import Trade
     from certcli.checkpoint.file import Checkpoint
     from certcli.images.labelled import Images
 
