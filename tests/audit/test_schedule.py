@@ -116,13 +116,12 @@ def test_a_first_round_may_have_several_units_and_an_easy_image_makes_none_cheap
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine = Machine()
-    easy = Toy(machine, "attack", 0.1, guess=1.0)
+    easy = Toy(machine, "attack", 0.1, guess=0.4)
     easy.first = 1
     easy.few = 4
-    dear = Toy(machine, "smoothing", 0.5)
-    run(machine, [dear, easy], 4.0, monkeypatch)
-    assert machine.log[:3] == ["attack", "smoothing", "attack"]
-    assert easy.count >= easy.few
+    dear = Toy(machine, "smoothing", 1.0)
+    run(machine, [dear, easy], 12.0, monkeypatch)
+    assert machine.log[:4] == ["attack", "attack", "attack", "smoothing"]
     single = Machine()
     again = Toy(single, "attack", 0.1, guess=1.0)
     again.first = 1
