@@ -14,7 +14,7 @@ from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
 from certcli.audit.findings import ROBUST, AuditFindings, Key
 from certcli.audit.judging import dataset_of, first
-from certcli.audit.schedule import FIRST, Stage
+from certcli.audit.schedule import Stage
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
@@ -61,7 +61,7 @@ class Attacking(Stage):
     name = "attack"
     doing = "attacks"
     first = 1
-    few = FIRST
+    few = 3
 
     def __init__(
         self,
