@@ -174,7 +174,7 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
+    ("cli/audit/run.py", "save"): "report.formats.save, which calls the writer",
 }
 """Calls outside the one writer, and where they write."""
 

@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.view import AS_STATED, chance, of_features, power
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.evidence import Decoded, understood
 from certcli.evaluation.radii import (
     attacked_percent,
     proven_percent,
@@ -18,10 +20,6 @@ from certcli.evaluation.radii import (
     rounded_down,
     rounded_up,
 )
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.evaluation.evidence import Decoded
 
 
 def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
@@ -32,7 +30,6 @@ def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     A column says its radius and its number of images where they are the same in all rows, else each
     cell its own. What only training knows (validation images, which chose the epoch) says so.
     """
-    from certcli.evaluation.evidence import understood
 
     entries: list[dict[str, Decoded]] = []
     for _, ckpt in read:
