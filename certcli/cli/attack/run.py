@@ -24,7 +24,6 @@ from certcli.attack.stages import (
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
 from certcli.cli.attack import patches as patch_attacked
-from certcli.cli.attack import run
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared import inputs
 from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
@@ -67,7 +66,6 @@ class Session:
 
     def load(self, checkpoint: Checkpoint) -> Any:
         """A certificate speaks of the network in float64, so that is what must not be broken."""
-
         load = build.load_double if self.certificates is not None else build.load
         return load(checkpoint, self.machine.pick())
 
@@ -85,7 +83,6 @@ class Session:
         Args:
             every: none may rest on what --resume read.
         """
-
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
@@ -119,7 +116,10 @@ class Session:
                             model, crafter, self.tasks[number], rows, self.settings, passes
                         )
                         work.stage = "attacks"
-                        self._warn(raised(flags))
+                        for flag in raised(flags):
+                            self.sink.warn(
+                                f"{flag.check.name}: {flag.measured}. {flag.check.explanation}"
+                            )
         findings = findings_of(self.tasks, records_of, flags, self.certificates)
         if file.taken:
             resumed = attack_again(
@@ -127,16 +127,6 @@ class Session:
             )
             findings = replace(findings, resumed=resumed)
         return findings, records_of
-
-    def _warn(self, flags: Sequence[Flag]) -> None:
-        for flag in flags:
-            self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
-
-    def document(self, findings: AttackFindings) -> dict[str, Any]:
-        """What was attacked and what was found."""
-
-        about = {"checkpoint": self.checkpoint.digest, "dataset": describe(self.images)}
-        return {**about, **findings.to_json(), **self.facts}
 
     def show(
         self,
@@ -147,7 +137,6 @@ class Session:
         force: bool,
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
-
         fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
@@ -317,7 +306,6 @@ def report_attacks(
     talk: Talk,
 ) -> None:
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
-
     results.check()
     if results.keeps_images:
         require_one(
@@ -353,18 +341,19 @@ def report_attacks(
         "source": crafted_on.digest if crafted_on else None,
         "certified_only": certificates is not None,
     }
-    session = run.Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
+    session = Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
     outcome = session.run(
         crafted_on, results, output.force, attacks.checks, output.output is not None
     )
     if outcome is None:
         return
     findings, records = outcome
-    document = session.document(findings)
+    about = {"checkpoint": checkpoint.digest, "dataset": describe(images)}
+    document = {**about, **findings.to_json(), **facts}
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
-    run.gate_of(findings, results.minimum, gate)
+    gate_of(findings, results.minimum, gate)
     sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    run.table(
+    table(
         sink,
         findings,
         f"{images.name} ({images.split})",

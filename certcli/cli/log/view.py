@@ -30,7 +30,7 @@ STALE = "STALE: about another network, not these weights; nothing can recompute 
 AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
-def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
+def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
 
     record = checkpoint.record
     outputs = f"{record.classes} classes" if record.classes else "no classifier"
@@ -181,7 +181,7 @@ def _finetune(result: Any, about: Any) -> str:
     return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
 
 
-def _kept(result: Any, about: Any) -> str:
+def _fidelity(result: Any, about: Any) -> str:
     n = result.images
     parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
     parts.append(f"logit error {percent(result.logits_error)}")
@@ -195,8 +195,8 @@ def _kept(result: Any, about: Any) -> str:
 
 
 _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
-    "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _kept,
-    "constrain": _kept,
+    "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _fidelity,
+    "constrain": _fidelity,
 }  # fmt: skip
 
 

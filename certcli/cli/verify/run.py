@@ -11,7 +11,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Json, ReportFields, decode
 from certcli.checkpoint.shards import is_index
-from certcli.cli.log.command import files_of
+from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
 from certcli.cli.shared.inputs import missing_file
 from certcli.cli.shared.output import Gate, Sink
