@@ -49,7 +49,11 @@ def test_a_docstring_and_the_layout_count_for_nothing() -> None:
 
 
 def test_a_name_counts_once_however_many_files_define_it() -> None:
-    texts = ("def f(): pass\ndef g(): pass\n", "def _f(): pass\n", "class A:\n  def g(self): pass\n")
+    texts = (
+        "def f(): pass\ndef g(): pass\n",
+        "def _f(): pass\n",
+        "class A:\n  def g(self): pass\n",
+    )
     modules = {Path(f"{number}.py"): ast.parse(text) for number, text in enumerate(texts)}
     assert shared_names(modules) == {"f": {Path("0.py"), Path("1.py")}}
 
