@@ -25,7 +25,7 @@ from certcli.system.products import fast_products
 BLANK = (0.0, 0.5, 1.0)
 
 ROOM = 0.7
-"""A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
+"""A floor is this share of the least deviation seen (docs/trials.md, *Room under the floors*)."""
 
 
 @torch.no_grad()

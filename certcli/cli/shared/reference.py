@@ -4,6 +4,7 @@ The documentation site has such a page for each command, too.
 """
 
 import inspect
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -69,7 +70,8 @@ def _section(
             yield from [f"**{title}**", ""] if title else []
             yield from ["| option | default | meaning |", "|---|---|---|", *lines, ""]
     if elsewhere:
-        yield from (f"[Shared options](#shared-options): {', '.join(elsewhere)}.", "")
+        names = f"[Shared options](#shared-options): {', '.join(elsewhere)}."
+        yield from (*textwrap.wrap(names, 100, break_on_hyphens=False), "")
 
 
 def _panels(command: Callable[..., None]) -> dict[str, list[Row]]:
