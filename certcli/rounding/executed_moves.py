@@ -11,12 +11,13 @@ from timm.layers import DropPath, PatchDropout
 from torch import Tensor, nn
 from torch.nn import functional
 
+from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, rules
+from certcli.rounding.operation_errors import Followed, Operand, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
 
 
@@ -44,7 +45,7 @@ def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
     error = ZERO
     for constant in _constants_in((args, named)):
-        error = error + op.stored(constant).moved
+        error = error + op.operand(constant).moved
     return lambda sizes: error
 
 
@@ -63,7 +64,8 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d,
+    nn.AlphaDropout, nn.FeatureAlphaDropout, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.Flatten,
     nn.Unflatten, nn.MaxPool2d, nn.PixelShuffle, nn.PixelUnshuffle, nn.ChannelShuffle, nn.ReflectionPad2d,
     nn.ReplicationPad2d, nn.ZeroPad2d,
 )(exact)  # fmt: skip
@@ -72,7 +74,7 @@ rules.method(
     "unbind", "clone", "swapaxes", "movedim", "relu", "neg", "t", "roll", "flip", "select", "narrow", "unflatten", "view_as",
     "reshape_as", "moveaxis", "swapdims", "tensor_split", "split_with_sizes", "expand", "expand_as", "repeat", "tile",
     "broadcast_to", "repeat_interleave", "index_select", "unfold", "amax", "amin", "detach",
-    "to", "type_as", "double",
+    "to", "type_as", "double", "relu_", "abs_",
 )(exact)  # fmt: skip
 rules.function(
     torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, torch.permute, torch.transpose, torch.chunk,
@@ -81,7 +83,8 @@ rules.function(
     torch.swapdims, torch.tensor_split, torch.tile, torch.broadcast_to, torch.repeat_interleave, torch.index_select,
     torch.amax, torch.amin, torch.abs, torch.neg, getattr, functional.unfold, functional.pixel_shuffle,
     functional.pixel_unshuffle, functional.channel_shuffle, functional.max_pool2d, torch.max_pool2d,
-    functional.adaptive_max_pool2d,
+    functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d, torch.relu_,
+    functional.relu6, torch.split_with_sizes, functional.dropout1d, functional.dropout2d, functional.dropout3d,
 )(exact)  # fmt: skip
 
 
@@ -95,8 +98,10 @@ def padded(
     return lambda sizes: error
 
 
-@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
-@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+@rules.method(
+    "clamp", "clamp_", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "clip", "clip_"
+)  # fmt: skip
+@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max, torch.clip)
 @covers("moves")
 def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     """Entries are compared with limits that are stored."""
@@ -107,13 +112,42 @@ def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     return lambda sizes: error
 
 
-@rules.module(nn.ReLU6, nn.Hardtanh)
+@rules.function(functional.hardtanh, functional.hardtanh_)
 @covers("moves")
-def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    error = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
+def clipped(
+    op: Operation, x: Followed, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Rounding:
+    return clamped(op, x, min_val, max_val)
+
+
+rules.module(nn.ReLU6, nn.Hardtanh)(with_attributes(clipped, "min_val", "max_val"))
+
+
+@rules.function(torch.where)
+@covers("moves")
+def chosen(op: Operation, condition: Any, a: Any, b: Any) -> Rounding:
+    """Entries of either, by a mask of the network's own; those of a constant are stored."""
+    op.require_own(op.tensor(condition))
+    error = Operand.of(op, a).shift + Operand.of(op, b).shift
     return lambda sizes: error
+
+
+rules.method("where")(
+    covers("moves")(lambda op, x, condition, other: chosen(op, condition, x, other))
+)
+rules.method("masked_fill", "masked_fill_")(
+    rules.function(torch.masked_fill)(
+        covers("moves")(lambda op, x, mask, value: chosen(op, mask, value, x))
+    )
+)
+
+
+@rules.method("max", "min")
+@rules.function(torch.max, torch.min)
+@covers("moves")
+def largest(op: Operation, x: Any, *other: Any) -> Rounding:
+    """The largest of all entries, or the larger of two tensors."""
+    return larger(op, x, other[0]) if other else exact(op, x)
 
 
 @rules.module(ClippedReLU)

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +13,24 @@ from certcli.engine.attention import CAUSAL, fused_attention
 from certcli.engine.table import with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.rules.repeat_pad import pair, windows_of
 from certcli.rounding.algorithms import covers
 from certcli.rounding.executed_attention import AttentionRow, averaged, softmax_error
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules, scaled
+from certcli.rounding.operation_errors import (
+    Followed,
+    Operand,
+    Operation,
+    Rounding,
+    Sizes,
+    rules,
+    scaled,
+)
 from certcli.rounding.precisions import compounded
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
 
 
-@rules.method("mul", "mul_")
-@rules.function(operator.mul, operator.imul, torch.mul)
+@rules.method("mul", "mul_", "multiply")
+@rules.function(operator.mul, operator.imul, torch.mul, torch.multiply)
 @covers("entries")
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     """A rounding a product: |a b| <= max |a_i| |b| of two tensors, one perhaps repeated."""
@@ -94,6 +104,130 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
     return lambda sizes: layer.rounding(sizes(x).total * copies, rows)
 
 
+def _product(op: Operation, a: Operand, b: Operand, terms: int) -> Callable[[Sizes], Real]:
+    """Return what products of a and b lose, summed where each is of Cauchy-Schwarz: |a| |b| bounds
+    the sums of their absolute values.
+    """
+    p = op.precision
+
+    def rounding(sizes: Sizes) -> Real:
+        one, other = a.size(sizes), b.size(sizes)
+        if not p.sums.fits(one * other):
+            return INF
+        shift = a.shift * other + one * b.shift
+        return one * other * p.products(terms) + shift + p.lost(terms, op.entries)
+
+    return rounding
+
+
+@rules.method("addmm", "addmm_")
+@rules.function(torch.addmm)
+@covers("any order")
+def product_added(
+    op: Operation, x: Any, mat1: Any, mat2: Any, *, beta: float = 1, alpha: float = 1
+) -> Rounding:
+    """beta x + alpha a b: the product's roundings, then those of two factors and a sum."""
+    parts = [Operand.of(op, part, _entries(part)) for part in (mat1, mat2)]
+    addend = Operand.of(op, x)
+    weight, factor = abs(float(beta)), abs(float(alpha))
+    product = _product(op, parts[0], parts[1], _shape(mat1)[-1])
+    roundings = compounded(as_real(6 * op.precision.unit))
+
+    def rounding(sizes: Sizes) -> Real:
+        error = product(sizes)
+        reached = addend.size(sizes) * weight
+        reached = reached + (parts[0].size(sizes) * parts[1].size(sizes) + error) * factor
+        if not op.precision.fits(reached):
+            return INF
+        underflow = op.underflow() * (2 + factor + weight)
+        return reached * roundings + error * factor + addend.shift * weight + underflow
+
+    return rounding
+
+
+@rules.method("baddbmm", "baddbmm_")
+@rules.function(torch.baddbmm)
+@covers("any order")
+def products_added(op: Operation, x: Any, batch1: Any, batch2: Any, **weights: Any) -> Rounding:
+    return product_added(op, x, batch1, batch2, **weights)
+
+
+@rules.function(torch.addcmul)
+@covers("entries")
+def product_of_entries_added(op: Operation, x: Any, a: Any, b: Any, value: float = 1) -> Rounding:
+    """x + value a b, entry by entry: |a b| <= |a| |b|."""
+    parts, addend, factor = [Operand.of(op, part) for part in (a, b)], Operand.of(op, x), abs(value)
+    product = multiplied(op, a, b)
+    roundings = compounded(as_real(6 * op.precision.unit))
+
+    def rounding(sizes: Sizes) -> Real:
+        error = product(sizes) * factor
+        reached = parts[0].size(sizes) * parts[1].size(sizes) * factor + error + addend.size(sizes)
+        return reached * roundings + error + addend.shift + op.underflow() * (2 + factor)
+
+    return rounding
+
+
+@rules.function(torch.einsum)
+@covers("any order")
+def einsum(op: Operation, equation: str, *operands: Any) -> Rounding:
+    """Every summed index is in both operands: the global bound's theorem asks for it."""
+    a, b = operands[0] if len(operands) == 1 else operands
+    inputs, output = equation.replace(" ", "").split("->")
+    sizes: dict[str, int] = {}
+    for labels, x in zip(inputs.split(","), (a, b), strict=True):
+        for label, size in zip(labels, _shape(x), strict=True):
+            sizes[label] = max(size, sizes.get(label, 0))
+    parts = [
+        Operand.of(op, x, math.prod(sizes[label] for label in labels))
+        for labels, x in zip(inputs.split(","), (a, b), strict=True)
+    ]
+    terms = math.prod(size for label, size in sizes.items() if label not in output)
+    return _product(op, parts[0], parts[1], terms)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    return tuple(x.tensor.shape if isinstance(x, Constant) else x.shape)
+
+
+def _entries(x: Any) -> int:
+    return math.prod(_shape(x))
+
+
+@rules.method("lerp", "lerp_")
+@rules.function(torch.lerp)
+@covers("entries")
+def interpolated(op: Operation, x: Any, end: Any, weight: Any) -> Rounding:
+    """x + w (y - x), or y - (1 - w) (y - x): a few roundings of (1 + 2 |w|) (|x| + |y|)."""
+    one, other, share = Operand.of(op, x), Operand.of(op, end), op.factor(weight)
+    reach = largest(share.number) * 2.0 + 1.0
+    relative = reach * compounded(as_real(8 * op.precision.unit)) + share.farthest
+    shift = (one.shift + other.shift) * reach
+    return lambda sizes: (
+        (one.size(sizes) + other.size(sizes)) * relative + shift + op.underflow() * reach * 4.0
+    )
+
+
+@rules.function(functional.fold)
+@covers("any order")
+def folded(
+    op: Operation, x: Followed, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Rounding:  # fmt: skip
+    """A pixel is a sum over the windows that it lies in, which half precisions store step by step."""
+    taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
+    times = math.prod(windows_of(k, s, d) for k, s, d in taps)
+    root = as_real(float(times)).sqrt()
+    relative = compounded(as_real(2 * (times + 8) * op.precision.unit))
+
+    def rounding(sizes: Sizes) -> Real:
+        reached = sizes(x).total * root
+        if not op.precision.fits(reached):
+            return INF
+        return reached * relative + op.precision.lost(times, op.entries)
+
+    return rounding
+
+
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 @covers("softmax")
@@ -124,7 +258,7 @@ def fused(
     fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
     bias = ZERO
     moved_bias = ZERO
-    if mask is not None and mask is not CAUSAL:
+    if mask is not None and mask is not CAUSAL and not isinstance(mask, Followed):
         tensor = op.tensor(mask)
         hidden = tensor == -math.inf  # of probability 0, exactly
         if not tensor.is_floating_point():
@@ -153,6 +287,7 @@ def fused(
         score = product * factor
         rounding = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor
         whole = score + rounding + bias
+        whole = whole + sizes(mask).peak if isinstance(mask, Followed) else whole
         rounding = rounding + moved_bias + whole * compounded(as_real(2 * p.unit))
         error = averaged(
             p, tokens, softmax_error(p, tokens, whole + rounding, rounding), AttentionRow(v, ZERO)

@@ -56,9 +56,9 @@ class Ordered(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in ("mm", "bmm"):
             return self.product(*args)
-        if name in ("addmm", "baddbmm"):
+        if name in ("addmm", "baddbmm") and not kwargs:
             return args[0] + self.product(*args[1:3])
-        if name == "convolution" and args[8] == 1:
+        if name == "convolution" and args[8] == 1 and args[1].dim() == 4 and not args[6]:
             x, weight, bias, stride, padding, dilation = args[:6]
             columns = F.unfold(
                 x.float() if x.dtype != torch.float64 else x,
