@@ -9,20 +9,26 @@ import certcli.system.compat  # noqa: F401 (before timm)
 import torch
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
+from timm.layers.norm import RmsNorm2d
 from torch import nn
 from torch.nn import functional
 
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.nn.heads import L2Pool
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.operation_errors import (
+    Followed,
+    Operation,
+    Rounding,
+    Sizes,
+    rules,
+)
 from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
 
 
-def _gain(
+def with_gain(
     op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
 ) -> Real:
     """Return gain n + bias' error, n off by `error`, of norm `n` as executed, of x's size.
@@ -74,7 +80,7 @@ def _normalised(
     each = float(longest * (p.products(d) + 2 * p.unit)) if is_measured else math.inf
     deviation = max(deviation, (size.deviation - 4 * each) * (1 - 2.0**-40))
     variance = as_real(deviation) * deviation
-    if not p.fits(square) or not variance > _least_square(op, d):
+    if not p.fits(square) or not variance > least_square(op, d):
         return INF
     centring_error = size.total * (p.products(d) + 2 * p.unit) * 5.0 / deviation
     rounding = compounded(
@@ -83,18 +89,18 @@ def _normalised(
         )
     )
     n = as_real(float(x.entries)).sqrt() + centring_error
-    return _gain(op, x, weight, bias, 1.0, n, centring_error + n * rounding)
+    return with_gain(op, x, weight, bias, 1.0, n, centring_error + n * rounding)
 
 
-def _least_square(op: Operation, d: int) -> float:
+def least_square(op: Operation, d: int) -> float:
     """Return what variance + eps of a row must exceed, so that underflow is a small error."""
     return 2.0**12 * (d + 8) * op.precision.tiny
 
 
-def _least_deviation(op: Operation, eps: float, d: int) -> float:
+def least_deviation(op: Operation, eps: float, d: int) -> float:
     """Return sqrt(eps), rounded down; a smaller eps than the arithmetic needs is noted."""
     smallest = math.sqrt(eps) * (1 - 2.0**-40)
-    if smallest * smallest <= (needed := _least_square(op, d)):
+    if smallest * smallest <= (needed := least_square(op, d)):
         place = op.call.path if op.call is not None else "LayerNorm"
         wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
         why = (
@@ -112,7 +118,7 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
         isinstance(normalized_shape, int) or len(normalized_shape) == 1,
         "a norm over more than the last axis",
     )
-    deviation = _least_deviation(op, eps, x.shape[-1])
+    deviation = least_deviation(op, eps, x.shape[-1])
     return lambda sizes: _normalised(op, x, sizes, deviation, weight, bias)
 
 
@@ -132,7 +138,7 @@ def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, 
     loses too.
     """
     group = math.prod(x.shape[1:]) // num_groups
-    deviation = _least_deviation(op, eps, group)
+    deviation = least_deviation(op, eps, group)
     once = len(x.shape) in (4, 5)
     return lambda sizes: (
         _normalised(op, x, sizes, deviation, weight, bias, group)
@@ -174,20 +180,29 @@ rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "
 def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
-    """x / sqrt(|x|^2 / d + eps), rows <= sqrt(d): relative errors of |x|^2 and of roundings."""
     op.require(
         len(normalized_shape) == 1 and eps is not None,
         "a norm over more than the last axis, or without eps",
     )
+    return _root_mean_square(op, x, x.shape[-1], weight, float(eps or 0.0))
+
+
+def _root_mean_square(
+    op: Operation, x: Followed, d: int, weight: Any, eps: float, last: bool = True
+) -> Rounding:
+    """x / sqrt(|x|^2 / d + eps), fibres <= sqrt(d): relative errors of |x|^2 and of roundings.
+
+    Args:
+        last: of fibres along the last axis.
+    """
     p = op.precision
-    d = x.shape[-1]
-    deviation = _least_deviation(op, float(eps or 0.0), d)
+    deviation = least_deviation(op, eps, d)
     n = as_real(float(x.entries)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         square = as_real(deviation) * deviation
-        size = sizes(x).fibre
-        if not p.fits(size * size) or not square > _least_square(op, d):
+        size = sizes(x).fibre if last else sizes(x).total
+        if not p.fits(size * size) or not square > least_square(op, d):
             return INF
         relative = compounded(
             p.products(d)
@@ -195,9 +210,18 @@ def rms_norm(
             + 12 * p.unit
             + float((d + 8) * p.tiny / float(square)) * 2
         )
-        return _gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
+        return with_gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
 
     return rounding
+
+
+rules.module(RmsNorm2d)(
+    covers("any order", "function")(
+        lambda op, module, x: _root_mean_square(
+            op, x, x.shape[1], module.weight, float(module.eps), last=False
+        )
+    )
+)
 
 
 rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight", "eps"))
@@ -229,23 +253,6 @@ def normalize(
     def rounding(sizes: Sizes) -> Real:
         longest = sizes(x).total
         return total + op.underflow() if precision.fits(longest * longest) else INF
-
-    return rounding
-
-
-@rules.module(L2Pool)
-@covers("any order", "function")
-def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
-    """Roots of sums of squares, without cancelling: relative errors, and what underflows."""
-    p = op.precision
-    reach = module.side // module.windows
-    # one sum of all squares of a window, in any order, or one of each row and then one of these
-    relative = compounded(p.products(reach * reach) + p.function + 4 * p.unit)
-    underflow = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
-
-    def rounding(sizes: Sizes) -> Real:
-        size = sizes(x).total
-        return size * relative + underflow * 2.0 if p.fits(size * size * 2.0) else INF
 
     return rounding
 
@@ -314,7 +321,7 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
         if not op.precision.fits(total * as_real(float(d)).sqrt()):
             return INF
         error = total * relative
-        return _gain(
+        return with_gain(
             op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + error, error
         )
 

@@ -13,6 +13,7 @@ from certcli.engine.averages import (
     adaptive_windows,
     pair,
     register_averages,
+    register_interpolation,
     window_places,
 )
 from certcli.engine.table import with_attributes
@@ -103,6 +104,7 @@ def separable(ctx: Context, x: Value, averaging: Separable) -> Value:
 
 
 register_averages(rules, Value, separable)
+register_interpolation(rules, Value, separable)
 
 
 def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
