@@ -26,6 +26,7 @@ from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.conv_attention import ConvAttention
 from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
+from certcli.nn.lnorm_attention import FLOOR, LipschitzNormAttention
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding.algorithms import covers
 from certcli.rounding.executed_windows import require_plain_convolutions
@@ -37,7 +38,7 @@ from certcli.rounding.operation_errors import (
     rules,
 )
 from certcli.rounding.precisions import Precision, compounded
-from certcli.rounding.stored import LinearMap, largest
+from certcli.rounding.stored import LinearMap, Stored, largest
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,14 @@ def dot_product(
 
 
 def _dot_products(
-    op: Operation, parts: Sequence[LinearMap], count: int, scale_of_scores: float
+    op: Operation,
+    parts: Sequence[LinearMap],
+    count: int,
+    scale_of_scores: float,
+    mask: Any = None,
 ) -> Callable[[Real], list[tuple[Real, Real, AttentionRow]] | None]:
-    """Return a rule for heads s q k^T, of the maps of all queries, keys and values."""
+    """Return a rule for heads s q k^T + mask, of the maps of all queries, keys and values."""
+    positions = Positions(*of_mask(op, mask))
     p = op.precision
     width = parts[0].out
     scale = as_real(scale_of_scores * (1 + 2.0**-50))
@@ -124,10 +130,44 @@ def _dot_products(
             # |dq| |dk| is inside: sizes are of executed rows
             score_error = (q.error * k.size + q.size * k.error) * scale
             rounding = score * p.products(width) + p.lost(width, 1.0)
-            facts.append((score + rounding, score_error + rounding, v))
+            facts.append((*_placed(p, score + rounding, score_error + rounding, positions), v))
         return facts
 
     return heads
+
+
+def of_mask(op: Operation, mask: Any) -> tuple[Real, Real]:
+    """Return the largest finite |entry| of a constant mask, and how far one is off; where it is
+    -inf, or a mask of yes and no, the probability is 0 exactly.
+    """
+    if mask is None:
+        return ZERO, ZERO
+    tensor = op.tensor(mask)
+    hidden = tensor == -math.inf
+    if bool(hidden.any()) or not tensor.is_floating_point():
+        op.require_own(tensor)
+    if not tensor.is_floating_point():
+        return ZERO, ZERO
+    added = (
+        Stored.of(tensor.masked_fill(hidden, 0.0), op.precision)
+        if bool(hidden.any())
+        else op.operand(tensor)
+    )
+    return largest(added.number), added.farthest
+
+
+@rules.module(nn.MultiheadAttention)
+@covers("any order", "softmax")
+def multihead(op: Operation, module: nn.MultiheadAttention, query: Followed, key: Any, value: Any,
+              key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, *_: Any,
+              **__: Any) -> Rounding:  # fmt: skip
+    """torch's attention of a tensor with itself, on any path, under one mask."""
+    parts = _heads(op, module.in_proj_weight, module.in_proj_bias, 3 * module.num_heads)
+    mask = key_padding_mask if attn_mask is None else attn_mask
+    heads = _dot_products(op, parts, module.num_heads, module.head_dim**-0.5, mask)
+    tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
+    proj = op.map(module.out_proj.weight, module.out_proj.bias)
+    return _attended(op, query, proj, heads, tokens=tokens)
 
 
 @dataclass(frozen=True)
@@ -142,14 +182,10 @@ class Positions:
 
 
 def _positions(op: Operation, module: LipschitzAttention, mask: Any, tokens: int) -> Positions:
-    added = [] if module.window_size is None else [op.stored(module.relative_position_bias_table)]
-    if mask is not None:
-        added.append(op.stored(op.tensor(mask)))
-    size = ZERO
-    error = ZERO
-    for part in added:
-        size = size + largest(part.number)
-        error = error + part.farthest
+    size, error = of_mask(op, mask)
+    if module.window_size is not None:
+        table = op.stored(module.relative_position_bias_table)
+        size, error = size + largest(table.number), error + table.farthest
     return Positions(size, error, _gates(op, module, tokens) if module.gated else ZERO)
 
 
@@ -173,17 +209,19 @@ def _attended(
     heads: Callable[[Real], list[tuple[Real, Real, AttentionRow]] | None],
     gates: Real = ZERO,
     normalised: bool = False,
+    tokens: int | None = None,
 ) -> Rounding:
     """Return the rounding of softmax attention behind a rule for its heads.
 
     Args:
+        tokens: of an image; by default the axis before the last.
         gates: as in `Positions`.
         normalised: rows are divided by their sums, which are 1 but for what they are off.
         heads: from the longest token, of each head the size of its scores, how far they are off,
             and its values; None where they may overflow.
     """
     p = op.precision
-    tokens = x.shape[-2]
+    tokens = x.shape[-2] if tokens is None else tokens
 
     def rounding(sizes: Sizes) -> Real:
         facts = heads(sizes(x).fibre)
@@ -342,3 +380,42 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
 
     proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, positions.gates)
+
+
+@rules.module(LipschitzNormAttention)
+@covers("any order", "function", "softmax")
+def normed_scores(op: Operation, module: LipschitzNormAttention, x: Followed, attn_mask: Any = None,
+                  is_causal: bool = False, mask: Any = None) -> Rounding:  # fmt: skip
+    """By Theorem 10.2 of docs/bounds.md the averages move by (sqrt(n) + 1) |dv| + 2 |dq| + 2 |dk| at
+    most. Scores q.k / M are <= 1, off by what q.k and M lose, M >= FLOOR.
+    """
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = (module.query, module.key, module.value, module.proj)
+    op.require(all(runs_known_code(part, nn.Linear) for part in layers), "a replaced linear layer")
+    p, tokens, width = op.precision, x.shape[-2], module.head_dim
+    op.require(p.tiny * 2.0**12 < FLOOR, f"a least divisor that vanishes in {p.name}")
+    query, key, value, proj = (op.map(layer.weight, layer.bias) for layer in layers)
+    positions = _positions(op, module, mask, tokens)
+    relative = p.products(width) + p.products(tokens * width) + 2 * p.function + 12 * p.unit
+    # lengths are roots of sums of squares, which may underflow
+    lost = (as_real(tokens * width + 8) * p.tiny).sqrt() * 4.0 + p.lost(width, 1.0)
+
+    def rounding(sizes: Sizes) -> Real:
+        q, k, v = (AttentionRow.of(layer, sizes(x).fibre) for layer in (query, key, value))
+        root = as_real(float(tokens)).sqrt()
+        if not p.fits(q.size * q.size * float(tokens), k.size * k.size, v.size * v.size):
+            return INF
+        error = compounded(relative) + (q.size * root + k.size + v.size + 1.0) * lost / FLOOR
+        score, score_error = _placed(p, ONE + error, error, positions)
+        row_error = softmax_error(p, tokens, score, score_error) + positions.gates
+        own = averaged(p, tokens, row_error, AttentionRow(v.size, ZERO)) * math.sqrt(
+            module.num_heads * (1 + 2.0**-40)
+        )
+        passed = (root + 1.0) * v.error + (q.error + k.error) * 2.0
+        row = own + passed * root  # the errors of all tokens may come together in one
+        images = as_real(float(x.rows // tokens)).sqrt()
+        mixed = (own + passed) * root
+        longest = v.size * math.sqrt(module.num_heads * (1 + 2.0**-40)) + row
+        return ((proj.norm + proj.moved) * mixed + proj.rounding(longest) * root) * images
+
+    return rounding

@@ -10,14 +10,17 @@ import torch
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from timm.layers.norm import RmsNorm2d
+from timm.layers.norm_act import RmsNormAct2d
 from torch import nn
 from torch.nn import functional
 
+from certcli.engine.curves import curve_of
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.algorithms import covers
 from certcli.rounding.operation_errors import (
+    Executed,
     Followed,
     Operation,
     Rounding,
@@ -222,6 +225,27 @@ rules.module(RmsNorm2d)(
         )
     )
 )
+
+
+@rules.module(RmsNormAct2d)
+@covers("any order", "function")
+def rms_norm_and_curve(op: Operation, module: RmsNormAct2d, x: Followed) -> Rounding:
+    """The norm's error times the slope of the curve, and what the curve loses."""
+    d = x.shape[1]
+    normalised = _root_mean_square(op, x, d, module.weight, float(module.eps), last=False)
+    rule, known = rules.find(module.act), curve_of(module.act)
+    op.require(rule is not None and known is not None, f"the activation {module.act}")
+    assert rule is not None
+    assert known is not None
+    curve = rule.apply(op, module.act, x)
+    gain = largest(op.stored(module.weight).number)
+
+    def rounding(sizes: Sizes) -> Real:
+        error = normalised(sizes)
+        row, whole = (as_real(float(n)).sqrt() * gain + error for n in (d, x.entries))
+        return error * known.slope + curve(lambda _: Executed(x.shape, whole, row, row))
+
+    return rounding
 
 
 rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight", "eps"))

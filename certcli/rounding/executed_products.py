@@ -16,7 +16,7 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.rules.moves import windows_of
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed_attention import AttentionRow, averaged, softmax_error
+from certcli.rounding.executed_attention import AttentionRow, averaged, of_mask, softmax_error
 from certcli.rounding.operation_errors import (
     Followed,
     Operand,
@@ -27,7 +27,7 @@ from certcli.rounding.operation_errors import (
     scaled,
 )
 from certcli.rounding.precisions import compounded
-from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
+from certcli.rounding.stored import BlockMap, LinearMap, largest, length
 
 
 @rules.method("mul", "mul_", "multiply")
@@ -187,22 +187,8 @@ def fused(
     width = key.shape[-1]
     factor = as_real(abs(scale if scale is not None else width**-0.5) * (1 + 2.0**-50))
     fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
-    bias = ZERO
-    moved_bias = ZERO
-    if mask is not None and mask is not CAUSAL and not isinstance(mask, Followed):
-        tensor = op.tensor(mask)
-        hidden = tensor == -math.inf  # of probability 0, exactly
-        if not tensor.is_floating_point():
-            op.require_own(tensor)
-        else:
-            added = (
-                Stored.of(tensor.masked_fill(hidden, 0.0), p)
-                if bool(hidden.any())
-                else op.operand(tensor)
-            )
-            op.require_own(tensor) if bool(hidden.any()) else None
-            bias = largest(added.number)
-            moved_bias = added.farthest
+    constant = None if mask is CAUSAL or isinstance(mask, Followed) else mask
+    bias, moved_bias = of_mask(op, constant)
 
     def rounding(sizes: Sizes) -> Real:
         q = (

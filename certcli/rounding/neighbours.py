@@ -32,7 +32,7 @@ from certcli.engine.replay import executed, noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
 from certcli.engine.tracer import Untraceable
-from certcli.engine.walk import Call, walk
+from certcli.engine.walk import Call, Constant, Unproven, walk
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
@@ -91,12 +91,17 @@ class _Looked:
 
 
 class _Stepwise(GlobalDomain):
-    """Follows a graph by operation; nothing waits to be folded: each one is executed."""
+    """Follows a graph by operation; nothing waits to be folded: each one is executed.
+
+    Attributes:
+        tensors: by node, which of its results are followed.
+    """
 
     def __init__(self, operation: Operation) -> None:
         super().__init__(RigorousArithmetic())
         self.operation = operation
         self.steps: list[ErrorStep] = []
+        self.tensors: dict[str, list[int]] = {}
         self.errors: list[Real] = []
         self.rules = _Rules(self)  # type: ignore[assignment]
 
@@ -129,7 +134,10 @@ class _Stepwise(GlobalDomain):
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
             if ctx.call.dtype not in (None, torch.float64):
                 raise NoRule(f"a precision of its own, {ctx.call.dtype}")
+            args, hides = _without_hidden(ctx.call.kind, args)
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
+            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
+                raise NoRule("scores of -inf in something else than a softmax")
             try:
                 operands = [
                     self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
@@ -140,10 +148,22 @@ class _Stepwise(GlobalDomain):
                 raise NoRule(next(iter(whys), str(reason))) from reason
             if not operands:
                 raise NoRule("an operation without a tensor that depends on the image")
+            if isinstance(operands[0], (Constant, Unproven)):
+                return operands[0]
             own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
             several = isinstance(operands[0], list)
             parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            steps = [self._step(ctx.call, sources, values, own_rounding) for values in parts]
+            assert ctx.call.node is not None
+            proven = [
+                place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
+            ]
+            self.tensors[ctx.call.node.name] = proven
+            steps = [
+                self._step(ctx.call, sources, values, own_rounding, hides)
+                if place in proven
+                else values[0]
+                for place, values in enumerate(parts)
+            ]
             return steps if several else steps[0]
 
         return apply
@@ -161,9 +181,15 @@ class _Stepwise(GlobalDomain):
         values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
         result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
         shape = ctx.call.shape
+        if isinstance(result, (Constant, Unproven)):
+            return result
         if isinstance(result, (list, tuple)):
-            return [ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
-                    for x, s in zip(result, shape, strict=True)]  # fmt: skip
+            return [
+                x
+                if isinstance(x, Unproven)
+                else ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                for x, s in zip(result, shape, strict=True)
+            ]
         return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
 
     def _value(self, x: Followed, base: Real) -> Value:
@@ -180,6 +206,7 @@ class _Stepwise(GlobalDomain):
         sources: Sequence[Followed],
         values: Sequence[Value],
         rounding: Callable[[Sizes], Real],
+        hides: bool,
     ) -> Followed:
         shape = tuple(values[0].shape)
         size = values[0].size
@@ -190,8 +217,8 @@ class _Stepwise(GlobalDomain):
         box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
         assert call.node is not None
         entries, shifts = math.prod(shape), shifts_logits(call.node)
-        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts)
-        return self._kept(step, error)
+        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts, hides)
+        return replace(self._kept(step, error), hides=hides)
 
     def shape(self, value: Any) -> Any:
         return value.shape
@@ -203,6 +230,14 @@ def _followed_in(x: Any) -> list[Followed]:
     if isinstance(x, (list, tuple)):
         return [value for part in x for value in _followed_in(part)]
     return _followed_in(list(x.values())) if isinstance(x, dict) else []
+
+
+def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """Return the arguments with 0 for a number of -inf that stands in place of scores."""
+    if kind not in ("where", "masked_fill", "masked_fill_"):
+        return args, False
+    shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
+    return shown, shown != args
 
 
 def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
@@ -242,7 +277,7 @@ class NeighbourErrors:
             with graph as self._traced, torch.no_grad(), deep_recursion():
                 domain = _Stepwise(Operation(precision, self._traced.made))
                 self._last: Followed = walk(self._traced, domain)
-                self._steps = domain.steps
+                self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)
                 require_same_program(model, size, precision, self._traced, self.tables)
         except Untraceable as reason:
@@ -270,13 +305,14 @@ class NeighbourErrors:
 
         That of float64, and its error, which is below e of any arithmetic.
         """
-        lengths = []
+        lengths = [torch.linalg.vector_norm(image)]
         for node, value in executed(self._traced, image[None]):
-            if node.op not in ("get_attr", "output"):
-                parts = value if isinstance(value, (list, tuple)) else [value]
-                lengths += [torch.linalg.vector_norm(part) for part in parts]
-        if len(lengths) != len(self._steps):
-            raise NoRule("the graph makes other tensors than its rules say")
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            for place in self._tensors.get(node.name, ()):
+                part = parts[place]
+                if self._steps[len(lengths)].hides:
+                    part = part.masked_fill(part == -math.inf, 0.0)
+                lengths.append(torch.linalg.vector_norm(part))
         return torch.stack(lengths) * (1 + 2.0**-20) + self._widest
 
     @torch.no_grad()

@@ -59,10 +59,15 @@ class Executed:
 
 @dataclass(frozen=True)
 class Followed:
-    """A tensor of the graph: its place among those that were followed, and its shape."""
+    """A tensor of the graph: its place among those that were followed, and its shape.
+
+    Attributes:
+        hides: scores, some of which a constant -inf replaces in every arithmetic; they count as 0.
+    """
 
     place: int
     shape: tuple[int, ...]
+    hides: bool = False
 
     @property
     def entries(self) -> int:
