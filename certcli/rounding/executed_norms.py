@@ -25,6 +25,7 @@ from certcli.rounding.operation_errors import (
     Operation,
     Rounding,
     Sizes,
+    Steep,
     rules,
 )
 from certcli.rounding.precisions import FLOAT32, compounded
@@ -51,6 +52,12 @@ def with_gain(
         root = as_real(x.entries / tensor.numel()).sqrt()
         total = total + (length(shift.number) * relative + shift.moved) * root
     return total + (gain + 1.0) * op.underflow()
+
+
+def _gain(op: Operation, weight: Any) -> Real:
+    """Return the largest gain, and room for the rounding of a slope."""
+    largest_gain = ONE if weight is None else largest(op.stored(op.tensor(weight)).number)
+    return largest_gain * (1 + 2.0**-40)
 
 
 def _normalised(
@@ -122,7 +129,11 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
         "a norm over more than the last axis",
     )
     deviation = least_deviation(op, eps, x.shape[-1])
-    return lambda sizes: _normalised(op, x, sizes, deviation, weight, bias)
+    gain = _gain(op, weight)
+    return Steep(
+        lambda sizes: _normalised(op, x, sizes, deviation, weight, bias),
+        lambda sizes: gain / max(deviation, sizes(x).deviation),
+    )
 
 
 rules.module(nn.LayerNorm, TimmLayerNorm)(
@@ -201,6 +212,7 @@ def _root_mean_square(
     p = op.precision
     deviation = least_deviation(op, eps, d)
     n = as_real(float(x.entries)).sqrt()
+    gain = _gain(op, weight) * as_real(float(d)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         square = as_real(deviation) * deviation
@@ -215,7 +227,10 @@ def _root_mean_square(
         )
         return with_gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
 
-    return rounding
+    def slope(sizes: Sizes) -> Real:
+        return gain / sizes(x).shortest if last and sizes(x).shortest > 0 else INF
+
+    return Steep(rounding, slope)
 
 
 rules.module(RmsNorm2d)(
@@ -278,7 +293,10 @@ def normalize(
         longest = sizes(x).total
         return total + op.underflow() if precision.fits(longest * longest) else INF
 
-    return rounding
+    last = dim in (-1, len(x.shape) - 1)
+    return Steep(
+        rounding, lambda sizes: (ONE + 2.0**-40) / max(smallest, sizes(x).shortest if last else 0.0)
+    )
 
 
 @rules.module(FloorNorm)

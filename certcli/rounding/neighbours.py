@@ -18,7 +18,7 @@ inequality adds them.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -42,7 +42,7 @@ from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
 from certcli.rounding.enclosed import EnclosedErrors, ErrorStep, carried, errors_of_pairs
 from certcli.rounding.head import head_of
-from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, Steep, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.program_comparison import require_same_program
 from certcli.rounding.running_error import written_out
@@ -54,6 +54,8 @@ _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
 """Images whose sizes are found together."""
+_UNSEEN = 2.0**-500
+"""Above the length of what is so small that its square underflows, in tensors of 2^50 entries."""
 
 
 class _Rules:
@@ -300,26 +302,87 @@ class NeighbourErrors:
         )
         self._known: dict[tuple[int, int], Tensor] = {}
 
+    def _tensors_of(self, image: Tensor) -> Iterator[Tensor]:
+        """Yield every step's tensor at one image, scores of -inf as 0: (c, h, w)."""
+        yield image
+        place = 0
+        for node, value in executed(self._traced, image[None]):
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            for number in self._tensors.get(node.name, ()):
+                place += 1
+                part = parts[number]
+                hides = self._steps[place].hides
+                yield part.masked_fill(part == -math.inf, 0.0) if hides else part
+
     def _lengths_of(self, image: Tensor) -> Tensor:
         """Return |v(x)| of every step at one image, rounded up: (c, h, w) -> (steps,).
 
         That of float64, and its error, which is below e of any arithmetic.
         """
-        lengths = [torch.linalg.vector_norm(image)]
-        for node, value in executed(self._traced, image[None]):
-            parts = value if isinstance(value, (list, tuple)) else [value]
-            for place in self._tensors.get(node.name, ()):
-                part = parts[place]
-                if self._steps[len(lengths)].hides:
-                    part = part.masked_fill(part == -math.inf, 0.0)
-                lengths.append(torch.linalg.vector_norm(part))
-        return torch.stack(lengths) * (1 + 2.0**-20) + self._widest
+        lengths = [torch.linalg.vector_norm(part) for part in self._tensors_of(image)]
+        return torch.stack(lengths) * (1 + 2.0**-20) + _UNSEEN + self._widest
 
     @torch.no_grad()
     def _lengths(self, images: Tensor) -> Tensor:
         """Return `_lengths_of` each image, a traced batch of its own: (b, c, h, w) -> (b, steps)."""
         with written_out():
             return torch.vmap(self._lengths_of, chunk_size=_AT_ONCE)(images)
+
+    @torch.no_grad()
+    def evaluated(
+        self, images: Tensor, classes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the graph's logits z of each image alone, and how far they lie from real ones.
+
+        By the sizes of the very tensors of which they were computed, in this arithmetic.
+
+        Args:
+            images: (b, c, h, w).
+            classes: i, by default the top one, (b,).
+
+        Returns:
+            (b, k); bounds on the rounding of z_i - z_j, (b, k), and of each logit, (b, 1).
+        """
+        rows, of_pairs, of_logits = [], [], []
+        for number, image in enumerate(images):
+            with written_out():
+                logits, sizes = self._measured(image)
+            executed_sizes, errors = self._errors(sizes)
+            pairs = errors_of_pairs(
+                self._steps,
+                self._last.place,
+                self._head,
+                self.precision,
+                executed_sizes,
+                errors,
+            ).to(images.device)
+            top = logits.argmax() if classes is None else classes[number]
+            rows.append(logits)
+            of_pairs.append(pairs[top])
+            of_logits.append(errors[self._last.place])
+        return torch.stack(rows), torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
+
+    def _measured(self, image: Tensor) -> tuple[Tensor, list[Executed]]:
+        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way."""
+        sizes = []
+        logits = image
+        for place, part in enumerate(self._tensors_of(image)):
+            rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
+            lengths = rows.norm(dim=1)
+            sizes.append(torch.stack([
+                lengths.norm(), lengths.amax(), rows.abs().amax(), rows.std(1, unbiased=False).amin(), lengths.amin(),
+            ]))  # fmt: skip
+            logits = part.flatten() if place == self._last.place else logits
+        measured = []
+        for step, numbers in zip(self._steps, torch.stack(sizes).tolist(), strict=True):
+            total, fibre, peak = (
+                as_real(x) * (1 + 2.0**-20) + _UNSEEN if x >= 0 else INF for x in numbers[:3]
+            )
+            # the deviation of a row is rounded as its entries are
+            deviation = numbers[3] * (1 - 2.0**-20) - numbers[1] * 2.0**-30
+            shortest = numbers[4] * (1 - 2.0**-20)
+            measured.append(Executed(step.box.shape, total, fibre, peak, deviation, shortest))
+        return logits, measured
 
     @cached_property
     def on_box(self) -> Tensor:
@@ -350,7 +413,8 @@ class NeighbourErrors:
                 raise
             # an operation that is not known for many images
             return self.on_box[predictions]
-        near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
+        moved = _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
+        near = at_images + torch.where(radii[:, None] > 0, moved, 0.0)
         grown = torch.stack(
             [(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1
         )
@@ -387,6 +451,23 @@ class NeighbourErrors:
         return errors_of_pairs(
             self._steps, self._last.place, self._head, self.precision, sizes, errors
         )
+
+    def _errors(self, measured: Sequence[Executed]) -> tuple[list[Executed], list[Real]]:
+        """Return the sizes of tensors that were executed, and how far each is from the real one.
+
+        A slope counts between the two: their rows lie within the error of the executed ones.
+        """
+        sizes: list[Executed] = []
+        errors: list[Real] = []
+        for step, size in zip(self._steps, measured, strict=True):
+            added = step.rounding(lambda x: sizes[x.place])
+            slopes_here = step.slopes
+            if isinstance(step.rounding, Steep):
+                slopes_here = (min(slopes_here[0], step.rounding.slope(lambda x: sizes[x.place])),)
+            error = carried(slopes_here, [errors[source] for source in step.sources]) + added
+            errors.append(error if size.peak < self.precision.largest else INF)
+            sizes.append(size.within_reach(error))
+        return sizes, errors
 
 
 def _floats(values: Sequence[Real]) -> Tensor:

@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -34,6 +34,7 @@ class Executed:
 
     Attributes:
         deviation: from below, of every row's entries.
+        shortest: from below, of every row's length.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,17 @@ class Executed:
     fibre: Real
     peak: Real
     deviation: float = 0.0
+    shortest: float = 0.0
+
+    def within_reach(self, error: Real) -> "Executed":
+        """Return the sizes with lower bounds that hold for all rows up to this far away."""
+        away = float(error) * (1 + 2.0**-40) if error.finite else math.inf
+        root = math.sqrt(self.shape[-1]) if self.shape else 1.0
+        return replace(
+            self,
+            deviation=max(0.0, self.deviation - away / root * (1 + 2.0**-40)),
+            shortest=max(0.0, self.shortest - away),
+        )
 
     def within(self, total: Real) -> "Executed":
         """Return the lesser bounds of a tensor of this norm."""
@@ -82,6 +94,17 @@ class Followed:
 Sizes = Callable[[Followed], Executed]
 Rounding = Callable[[Sizes], Real]
 """From the sizes of executed operands to the l2 norm of what rounding adds to the result; infinite where it may overflow."""
+
+
+@dataclass(frozen=True)
+class Steep:
+    """A rounding, and a slope that is less where rows are long: by sizes of all tensors between."""
+
+    rounding: Rounding
+    slope: Rounding
+
+    def __call__(self, sizes: Sizes) -> Real:
+        return self.rounding(sizes)
 
 
 @dataclass(frozen=True)
