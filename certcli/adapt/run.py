@@ -24,7 +24,7 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.processes import ALONE, Team
-from certcli.system.seeds import seed_all
+from certcli.system.torch_modes import seed_all
 
 NETWORK = "(network)"
 """The path of the record of distillation."""

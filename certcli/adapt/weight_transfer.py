@@ -20,7 +20,7 @@ from torch import nn
 
 from certcli.adapt.families import Family, Half, Section, part_at
 from certcli.adapt.start import fold_gain
-from certcli.lipschitz.rules.l2_attention import l2_mixing_constant
+from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
 from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
 from certcli.nn.lnorm_attention import LipschitzNormAttention

@@ -16,7 +16,7 @@ from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
-from certcli.system.seeds import seed_all
+from certcli.system.torch_modes import seed_all
 
 _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
