@@ -447,17 +447,17 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
 def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     """A training does not resume on other images or labels."""
     from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import identity
+    from certcli.finetune.state import training_identity
 
     images = datasets.load("digits", tiny.record.input, "val")
     inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
     relabelled = replace(images, labels=images.labels.flip(0))
     found = [
-        identity(tiny.digest, FinetuneSettings(), images, other)
+        training_identity(tiny.digest, FinetuneSettings(), images, other)
         for other in (images, inverted, relabelled)
     ]
     assert len(set(found)) == 3
-    assert found[0] == identity(tiny.digest, FinetuneSettings(), images, images)
+    assert found[0] == training_identity(tiny.digest, FinetuneSettings(), images, images)
 
 
 @pytest.mark.parametrize(
