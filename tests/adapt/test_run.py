@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt import state as adapt_state
 from certcli.adapt.pixels import augment_for_distillation, compact
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
 from certcli.adapt.state import load_adaptation_state, save_adaptation_state
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.adapt import run as adapting
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
@@ -98,7 +98,8 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
-    interrupted(tmp_path, ["adapt", *map(str, words), "-o", str(out)], adapt_state)
+    stopped = ["adapt", *map(str, words), "-o", str(out)]
+    interrupted(tmp_path, stopped, adapting, "save_adaptation_state")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

@@ -467,11 +467,15 @@ def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) ->
     from certcli.adapt import state as adapt_state
     from certcli.finetune import state as finetune_state
 
-    for module in (adapt_state, finetune_state):
+    loads = {
+        adapt_state: adapt_state.load_adaptation_state,
+        finetune_state: finetune_state.load_training_state,
+    }
+    for module, load in loads.items():
         metadata = None if text is None else {module.KEY: text}
         safetensors.torch.save_file(dict(tiny.tensors), "s.safetensors", metadata)
         with pytest.raises(CheckpointError, match="is not the state of"):
-            module.load_state(Path("s.safetensors"), "0" * 64)
+            load(Path("s.safetensors"), "0" * 64)
 
 
 @pytest.mark.parametrize(
