@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.families import end, family_of
+from certcli.adapt.families import adapted_family, run_end
 from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
@@ -338,10 +338,10 @@ def test_a_family_runs_as_its_network_does() -> None:
     for name in SMALL:
         checkpoint = make(name)
         model = build.load(checkpoint)
-        family = family_of(build.load(checkpoint).net)
+        family = adapted_family(build.load(checkpoint).net)
         x = pixels(checkpoint, 2)
         with torch.no_grad():
             stream = family.embed(model.net, model.normalize(x))
             for step in family.body(model.net):
                 stream = step.run(stream)
-            assert torch.equal(end(model.net, stream), model(x))
+            assert torch.equal(run_end(model.net, stream), model(x))

@@ -268,7 +268,7 @@ def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> No
         tried.append(eta)
         return eta <= truth, 0.9 * min(optimism * truth, keep.FAR * eta)
 
-    found = keep.search(trial)
+    found = keep.search_eta(trial)
     assert len(tried) <= keep.TRIALS
     assert 0 < found <= keep.MOST
     if (

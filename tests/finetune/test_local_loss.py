@@ -16,7 +16,7 @@ from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.finetune.validation import ENCLOSED_ENTRIES, Validation
 from certcli.images import datasets
 from certcli.models import build
@@ -318,9 +318,9 @@ def test_a_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     data = sets(checkpoint, 128)
     stream = whole.run(*data)
     next(stream)
-    save_state(tmp_path / "s.safetensors", whole.state())
+    save_training_state(tmp_path / "s.safetensors", whole.state())
     rest = [epoch.loss for epoch in stream]
-    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    second.restore(load_training_state(tmp_path / "s.safetensors", "test"))
     assert [epoch.loss for epoch in second.run(*data)] == rest
 
 

@@ -13,14 +13,14 @@ from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import (
     RETRACT_EVERY,
     StiefelMuon,
-    direction,
     orthogonal_parameters,
     orthogonalise,
+    orthogonalised_direction,
     polar_factor,
     retract,
 )
@@ -151,7 +151,7 @@ def test_directions_have_singular_values_near_one(
     count = shape[-1]
     spectrum = torch.linspace(1.0, 0.2, count)
     tangent = 1e-3 * left * spectrum @ right
-    logits = direction(tangent, fast).float()
+    logits = orthogonalised_direction(tangent, fast).float()
     sizes = torch.linalg.svdvals(logits)
     assert float(sizes.min()) > 0.6
     assert (
@@ -159,11 +159,11 @@ def test_directions_have_singular_values_near_one(
     )  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
     polar = left @ right
     assert float((logits * polar).sum() / (logits.norm() * polar.norm())) > 0.97
-    assert not direction(torch.zeros(shape), fast).any()
+    assert not orthogonalised_direction(torch.zeros(shape), fast).any()
     steep = (
         left * torch.logspace(0, -4, count) @ right
     )  # as in long runs, where few directions have large gradients
-    assert float(torch.linalg.svdvals(direction(steep, fast).float()).max()) < 1.25
+    assert float(torch.linalg.svdvals(orthogonalised_direction(steep, fast).float()).max()) < 1.25
 
 
 def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(lipschitz: Checkpoint) -> None:
@@ -217,9 +217,9 @@ def test_resuming_continues_bit_for_bit(lipschitz: Checkpoint, tmp_path: Path) -
     whole, second = (trainer(lipschitz, epochs=3) for _ in range(2))
     stream = whole.run(*sets)
     next(stream)
-    save_state(tmp_path / "s.safetensors", whole.state())
+    save_training_state(tmp_path / "s.safetensors", whole.state())
     rest = [record.loss for record in stream]
-    second.restore(load_state(tmp_path / "s.safetensors", "test"))
+    second.restore(load_training_state(tmp_path / "s.safetensors", "test"))
     assert [record.loss for record in second.run(*sets)] == rest
     for name, value in whole.best_net.items():
         assert torch.equal(value, second.best_net[name]), name
@@ -286,12 +286,12 @@ def test_noisy_images_pass_the_denoiser_in_training_and_in_the_choice(
 
 
 def test_a_state_of_another_run_is_refused(lipschitz: Checkpoint, tmp_path: Path) -> None:
-    save_state(tmp_path / "s.safetensors", trainer(lipschitz).state())
+    save_training_state(tmp_path / "s.safetensors", trainer(lipschitz).state())
     with pytest.raises(CheckpointError, match="another starting checkpoint"):
-        load_state(tmp_path / "s.safetensors", "other")
+        load_training_state(tmp_path / "s.safetensors", "other")
     (tmp_path / "s.safetensors").write_bytes(b"broken")
     with pytest.raises(CheckpointError):
-        load_state(tmp_path / "s.safetensors", "test")
+        load_training_state(tmp_path / "s.safetensors", "test")
 
 
 def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(tiny: Checkpoint) -> None:

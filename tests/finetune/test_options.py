@@ -17,7 +17,7 @@ from certcli.finetune.ema import Average
 from certcli.finetune.loop import Trainer
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import polar_factor
 from certcli.finetune.teacher import Teacher
@@ -113,9 +113,9 @@ def resumed(
     second = trainer(checkpoint, **options)
     stream = whole.run(*sets)
     next(stream)
-    save_state(path, whole.state())
+    save_training_state(path, whole.state())
     rest = [record.loss for record in stream]
-    second.restore(load_state(path, "test"))
+    second.restore(load_training_state(path, "test"))
     assert [record.loss for record in second.run(*sets)] == rest
     return whole, second
 

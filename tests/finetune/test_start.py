@@ -10,7 +10,12 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending, proof
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.start import default_batch_size, defaults, sentence, start_of
+from certcli.finetune.start import (
+    default_batch_size,
+    defaults_of_start,
+    sentence_of_start,
+    start_of,
+)
 from tests.helpers.commands import attempt, document
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
@@ -52,11 +57,15 @@ def test_what_nobody_named_depends_on_the_start() -> None:
     trained = start_of(record(FRESH, TUNED))
     fresh = start_of(record(FRESH))
     plain = FinetuneSettings(loss="ce")
-    assert defaults(fresh, plain, 5_000_000) == {}
-    assert defaults(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}
-    assert defaults(trained, FinetuneSettings(loss="ce", lr=0.1), 5_000_000) == {"epochs": 3}
-    assert defaults(trained, FinetuneSettings(loss="ce", epochs=9), 100)["lr"] == 5e-4
-    assert defaults(trained, FinetuneSettings(loss="margin"), 100) == {}  # matrices begin anew
+    assert defaults_of_start(fresh, plain, 5_000_000) == {}
+    assert defaults_of_start(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}
+    assert defaults_of_start(trained, FinetuneSettings(loss="ce", lr=0.1), 5_000_000) == {
+        "epochs": 3
+    }
+    assert defaults_of_start(trained, FinetuneSettings(loss="ce", epochs=9), 100)["lr"] == 5e-4
+    assert (
+        defaults_of_start(trained, FinetuneSettings(loss="margin"), 100) == {}
+    )  # matrices begin anew
     assert (plain.lr, plain.epochs) == (0.001, 40)
     assert default_batch_size(trained, plain, 5_000_000) == 32
     assert default_batch_size(fresh, plain, 5_000_000) is None
@@ -168,7 +177,7 @@ def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
 
 def test_why_a_fresh_network_is_fresh_is_not_said_twice() -> None:
     settings = FinetuneSettings()
-    assert "is fresh: " in sentence(start_of(record(FRESH)), settings)
-    assert "trained already (finetune in its lineage)" in sentence(
+    assert "is fresh: " in sentence_of_start(start_of(record(FRESH)), settings)
+    assert "trained already (finetune in its lineage)" in sentence_of_start(
         start_of(record(FRESH, TUNED)), settings
     )

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from certcli.adapt import state as adapt_state
 from certcli.checkpoint import schema
 from certcli.finetune.shards import LocalRows
-from certcli.finetune.state import KEY, TrainingState, load_state, save_state
+from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
 from certcli.system.errors import CheckpointError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -46,18 +46,18 @@ SHARED: Any = SimpleNamespace(leads=True, join=lambda rows, shape: rows.view(sha
 STATES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
     "training": (
         KEY,
-        lambda path: save_state(path, training(False)),
-        lambda path: load_state(path, "run"),
+        lambda path: save_training_state(path, training(False)),
+        lambda path: load_training_state(path, "run"),
     ),
     "sharded": (
         KEY,
-        lambda path: save_state(path, training(True), SHARED),
-        lambda path: load_state(path, "run", copy=False),
+        lambda path: save_training_state(path, training(True), SHARED),
+        lambda path: load_training_state(path, "run", copy=False),
     ),
     "adaptation": (
         adapt_state.KEY,
-        lambda path: adapt_state.save_state(path, adaptation()),
-        lambda path: adapt_state.load_state(path, "run"),
+        lambda path: adapt_state.save_adaptation_state(path, adaptation()),
+        lambda path: adapt_state.load_adaptation_state(path, "run"),
     ),
 }
 """Every kind of state: the key of its facts, and how it is written and read."""

@@ -30,7 +30,7 @@ from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.checkpoint.schema import ReportFields, decode
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -156,7 +156,7 @@ class Laboratory:
         trainer = Trainer(
             build.load(plain, writable=True), FinetuneSettings(loss="ce"), 10, "0" * 64
         )
-        save_state(Path("good.state"), trainer.state())
+        save_training_state(Path("good.state"), trainer.state())
         self.good_state = Path("good.state").read_bytes()
         rows = np.arange(64, dtype=np.uint8).reshape(8, 8)
         self.pictures = [("png", self.picture(rows.astype(np.uint16) * 900, "PNG"))]
@@ -300,7 +300,7 @@ class Laboratory:
 
     def of_state(self, rng: random.Random) -> int:
         Path("m.state").write_bytes(edit_bytes(self.good_state, rng))
-        load_state(Path("m.state"), "0" * 64)
+        load_training_state(Path("m.state"), "0" * 64)
         return 0
 
     def of_image(self, rng: random.Random) -> int:

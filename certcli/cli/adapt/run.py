@@ -17,7 +17,7 @@ from certcli.adapt.pixels import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import HEAD, AdaptSettings
-from certcli.adapt.state import KEY, load_state, save_state
+from certcli.adapt.state import KEY, load_adaptation_state, save_adaptation_state
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
 from certcli.cli.adapt.options import Mode
@@ -140,7 +140,7 @@ def fit(
                 bar.advance(remark=remark)
         return
     if team().agree(lambda: resume and not is_absent(state_path)):
-        adapter.restore(load_state(state_path, adapter.identity))
+        adapter.restore(load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -148,7 +148,7 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
-                save_state(state_path, adapter.state())
+                save_adaptation_state(state_path, adapter.state())
                 hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 

@@ -27,7 +27,7 @@ from certcli.finetune.duration import expected_duration, plan_for_budget
 from certcli.finetune.loop import Trainer
 from certcli.finetune.optimisers import default_batch
 from certcli.finetune.shards import require_shardable, share_out
-from certcli.finetune.state import KEY, identity, load_state, save_state
+from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
 from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
@@ -109,7 +109,7 @@ class Training:
             share_out(model, device, team(), self.settings.precision)
         if team().leads and not order.shard_weights:
             self.before = ending.accuracy(model, validation)
-        run = identity(self.checkpoint.digest, self.settings, train, validation)
+        run = training_identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = Trainer(
             model,
             self.settings,
@@ -126,7 +126,7 @@ class Training:
         if team().leads:
             hold_state(self.state_path, self.held)
         if order.resume and not is_absent(self.state_path):
-            trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
+            trainer.restore(load_training_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -179,11 +179,13 @@ class Training:
             or default_batch(settings.optimiser, images)
         )
         self.settings = replace(
-            self.settings, batch_size=batch, **start.defaults(self.begin, settings, parameters)
+            self.settings,
+            batch_size=batch,
+            **start.defaults_of_start(self.begin, settings, parameters),
         )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
         if settings.unsaid:
-            self.sink.note(start.sentence(self.begin, self.settings))
+            self.sink.note(start.sentence_of_start(self.begin, self.settings))
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
@@ -316,7 +318,7 @@ class Training:
         if not team().leads and not self.order.shard_weights:
             return
         try:
-            save_state(self.state_path, trainer.state(), team())
+            save_training_state(self.state_path, trainer.state(), team())
         except OutputError as failure:
             raise self._resumable(failure) from failure
         if team().leads:
