@@ -81,9 +81,8 @@ def certify(
             "--result is the answer to a query", "certvit certify NET.onnx --vnnlib SPEC"
         )
     gate = Gate()
-    chooses = AUTO in target.methods or smoothing.sigma == AUTO
     demand, threats = require_compatible(options)
-    if chooses:
+    if AUTO in target.methods:
         require_one(
             "auto chooses by trying",
             "certvit certify ... --limit 50 says what it chooses; name that",

@@ -77,23 +77,15 @@ def run_all(
 
 
 def _options_of(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions
 ) -> MethodOptions | None:
-    from certcli.certify.smoothing.options import Tuning
-
     if method == "local":
         return _local_options(choice.effort, task, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
-        tuning = Tuning(
-            lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats]
-        )
         return replace(
-            options.smoothing,
-            seed=options.data.seed,
-            batch_size=options.machine.batch_size,
-            tuning=tuning,
+            options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size
         )
     return options.patches if method == "patch" else None
 
@@ -114,30 +106,6 @@ def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -
 def _decides(options: CertifyOptions) -> bool:
     """Tell whether `local` decides radii in place of a search."""
     return bool(options.target.epsilon) and options.target.radius == ASKED
-
-
-def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images, of another split than the judged one where there is one."""
-    from certcli.certify.smoothing.sigma import TUNED
-
-    judged = task.images
-    data = options.data
-    other = "train" if judged.split in ("val", "validation") else "val"
-    if judged.split != "all":  # a folder without splits: any part of it is judged too
-        try:
-            tuned = replace(data, split=other, limit=TUNED)
-            images = tuned.images(task.checkpoint.record, Sink(as_json=True, quiet=True))
-        except DataError:
-            pass
-        else:
-            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
-            return images
-    images = judged.limit(TUNED, data.seed)
-    sink.warn(
-        f"sigma is chosen on {len(images)} of the reported images, so that its share is slightly optimistic; "
-        "each certificate stays valid"
-    )
-    return images
 
 
 @dataclass(frozen=True)
@@ -194,7 +162,7 @@ def _run(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _options_of(method, choice, task, options, sink)
+        chosen = _options_of(method, choice, task, options)
         device = options.machine.pick_for(getattr(chosen, "arithmetic", None))
         certifier = prepare(method, task.checkpoint, device, chosen)
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
