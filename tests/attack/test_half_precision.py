@@ -11,7 +11,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Region
-from tests.helpers.attack_nets import batches, labelled, pictures
+from tests.helpers.attack_nets import batches, labelled, random_pictures
 
 
 def small_vit() -> nn.Module:
@@ -23,7 +23,7 @@ def small_vit() -> nn.Module:
         for parameter in net.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3)  # timm starts so small that a fresh net is nearly constant
-        net.head.bias -= net(pictures(6)).mean(dim=0)
+        net.head.bias -= net(random_pictures(6)).mean(dim=0)
     return net.eval()
 
 
@@ -59,7 +59,7 @@ def test_a_flip_in_half_precision_alone_is_no_success() -> None:
 @pytest.mark.parametrize("name", ["fgsm", "pgd", "apgd-ce", "square", "fab", "cw"])
 def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) -> None:
     model = small_vit()
-    images = pictures(6)
+    images = random_pictures(6)
     labels = labelled(model, images)
     region = Region("l2", 3.0)
     settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
