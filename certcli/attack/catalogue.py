@@ -117,13 +117,13 @@ ATTACKS = AttackRegistry(
     ),
     Attack(
         "autoattack",
-        "certcli.attack.families.auto:autoattack",
+        "certcli.attack.families.apgd:autoattack",
         "APGD-CE, APGD-T, FAB-T, Square in turn; runs that are far from a success at their checkpoints are left",
         "Croce & Hein 2020, Reliable evaluation of adversarial robustness",
     ),
     Attack(
         "autoattack-full",
-        "certcli.attack.families.auto:autoattack_full",
+        "certcli.attack.families.apgd:autoattack_full",
         "the same with the whole of the published budgets for every image that withstands",
         "Croce & Hein 2020, Reliable evaluation of adversarial robustness",
     ),

@@ -48,7 +48,7 @@ METHODS = Registry(
     ),
     Entry(
         "bcp",
-        "certcli.certify.chains.bcp:prepare",
+        "certcli.certify.chains.local_lip:prepare_bcp",
         "chains of layers (ReLU, MaxMin): a box and a ball through all layers, proven, faster than local-lip",
         "Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound",
     ),
