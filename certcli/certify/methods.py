@@ -54,7 +54,7 @@ METHODS = Registry(
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing.sigma:prepare",
+        "certcli.certify.smoothing.preparation:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),
