@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from certcli.attack import stages
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.checks import CHECKS
-from certcli.attack.presets import PRESETS
 from certcli.attack.run import attack_images
+from certcli.attack.settings import PRESETS
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Bar
 from certcli.images.labelled import Batch

@@ -93,7 +93,7 @@ def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
     [
         ("--method", "lipschitz", "--denoiser", "FILE"),
         ("--method", "smoothing", "--effort", "branch"),
-        ("--method", "local", "--sigma", "auto"),
+        ("--method", "local", "--sigma", "0.1"),
         ("--method", "box", "--method", "bcp", "--samples", "7"),
     ],
     ids=" ".join,

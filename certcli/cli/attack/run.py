@@ -7,10 +7,9 @@ from typing import Any, Self
 
 from certcli.attack.certified_radii import CertifiedImage, read_certified
 from certcli.attack.checks import Flag, raised
-from certcli.attack.examples import collect
+from certcli.attack.examples import Exhibit, beside, choose, collect
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
-from certcli.attack.selected_examples import Exhibit, beside, choose
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import (
     RECORD_KEYS,

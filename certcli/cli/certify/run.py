@@ -19,8 +19,6 @@ from certcli.certify.method_choice import MethodChoice, choose_method
 from certcli.certify.methods import certify, run_of
 from certcli.certify.options import CertifierOptions as MethodOptions
 from certcli.certify.record_check import disagreements
-from certcli.certify.smoothing.options import Tuning
-from certcli.certify.smoothing.sigma import TUNED
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
 from certcli.cli.certify.demands import (
@@ -42,7 +40,7 @@ from certcli.evaluation.records import (
 from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, NoBoundError, UsageError
+from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.processes import require_one, team
 
 
@@ -89,22 +87,15 @@ def run_all(
 
 
 def _options_of(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions
 ) -> MethodOptions | None:
-
     if method == "local":
         return _local_options(choice.effort, task, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
-        tuning = Tuning(
-            lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats]
-        )
         return replace(
-            options.smoothing,
-            seed=options.data.seed,
-            batch_size=options.machine.batch_size,
-            tuning=tuning,
+            options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size
         )
     return options.patches if method == "patch" else None
 
@@ -127,29 +118,6 @@ def _decides(options: CertifyOptions) -> bool:
     return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
-def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images, of another split than the judged one where there is one."""
-    judged = task.images
-    data = options.data
-    other = "train" if judged.split in ("val", "validation") else "val"
-    if judged.split != "all":  # a folder without splits: any part of it is judged too
-        try:
-            images = replace(data, split=other, limit=TUNED).images(
-                task.checkpoint.record, Sink(as_json=True, quiet=True)
-            )
-        except DataError:
-            pass
-        else:
-            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
-            return images
-    images = judged.limit(TUNED, data.seed)
-    sink.warn(
-        f"sigma is chosen on {len(images)} of the reported images, so that its share is slightly optimistic; "
-        "each certificate stays valid"
-    )
-    return images
-
-
 def _run(
     method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> Result | None:
@@ -162,7 +130,7 @@ def _run(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _options_of(method, choice, task, options, sink)
+        chosen = _options_of(method, choice, task, options)
         certifier = methods.prepare(
             method,
             task.checkpoint,
@@ -265,7 +233,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         )
     gate = Gate()
     demand, threats = require_compatible(options)
-    if AUTO in target.methods or options.smoothing.sigma == AUTO:
+    if AUTO in target.methods:
         require_one(
             "auto chooses by trying",
             "certvit certify ... --limit 50 says what it chooses; name that",
