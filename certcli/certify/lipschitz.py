@@ -90,6 +90,9 @@ class LipschitzCertifier(ProvingCertifier):
         self.bound = bound
         super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
         self.rounding = self._of_float64(bound.traced)
+        if self.rounding.rows != 1:
+            message = f"{self.rounding.rows} rows of logits for 1 image"
+            raise NoBoundError(f"no certificate: the network makes {message}", _HINT)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins{self.taken_at}"
         self.statement = f"certificates: {self.spoken_of}; the bound is proven on [0, 1] images"

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
@@ -340,3 +341,20 @@ def _random_states_saved() -> Iterator[None]:
             torch.cuda.set_rng_state_all(cuda_state)
         if numpy is not None:
             numpy.random.set_state(saved[3])
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Fused kernels are written out in operations; convolutions are sums of products."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
