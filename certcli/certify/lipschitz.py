@@ -106,9 +106,8 @@ class LipschitzCertifier(ProvingCertifier):
         if self._neighbours is not None and self.arithmetic == "float64":
             return self._neighbours
         try:
-            return NeighbourErrors(
-                self.model, self.model.input_size, PRECISIONS["float64"], traced=traced
-            )
+            size, float64 = self.model.input_size, PRECISIONS["float64"]
+            return NeighbourErrors(self.model, size, float64, traced=traced, as_traced=True)
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
 

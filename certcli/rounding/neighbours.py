@@ -60,6 +60,8 @@ class NeighbourErrors:
         tables: Of other domains, whose leaves the graph shall have.
         traced: The model's graph with the leaves of the global domain alone, where it has been
             replayed already.
+        as_traced: Constants that the network computes are those of the graph, as its bound takes
+            them: for float64 logits that stand for real arithmetic.
 
     Raises:
         NoRule: Names the operation whose rounding is not known.
@@ -72,6 +74,7 @@ class NeighbourErrors:
         precision: Precision,
         tables: Sequence[RuleTable] = (),
         traced: Trace | None = None,
+        as_traced: bool = False,
     ) -> None:
         self.precision, self.pixels, self.tables = precision, math.prod(size), (slopes, *tables)
         try:
@@ -79,7 +82,7 @@ class NeighbourErrors:
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = Stepwise(Operation(precision, self._traced.made))
+                domain = Stepwise(Operation(precision, self._traced.made, as_traced=as_traced))
                 self._last: Followed = walk(self._traced, domain)
                 self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)

@@ -406,7 +406,8 @@ ROWS: dict[str, Callable[[], Part]] = {
     "quotient by a number": lambda: (added(torch.div, X, -0.7), divided(-0.7)),
     "mean": lambda: (added(torch.mean, X, shape=(2, 6), kind="mean"), FIVE / 7**0.5 * products(7) + lost(7, 12)),
     "sum of tokens": lambda: (added(torch.sum, X, shape=(2, 6), kind="sum"), FIVE * 7**0.5 * products(7) + lost(7, 12)),
-    "average pooling": lambda: (added(nn.AvgPool2d(2, 1), IMAGES, shape=(2, 3, 3, 3)), FIVE * products(4) + lost(4, 54)),
+    "average pooling": lambda: (added(nn.AvgPool2d(2, 1), IMAGES, shape=(2, 3, 3, 3)),
+                        FIVE * products(4) * (1 + 0.5**0.5) / 2 + lost(4, 54)),
     "convex residual": lambda: (added(CONVEX, X, Y),
                                 (FIVE + SEVEN) * c(Held(CONVEX.theta).farthest + 4 * FUN + 4 * U) + lost(1, 84)),
     "weighted residual": lambda: (added(WEIGHTED, X, Y), (FIVE + Held(WEIGHTED.scale).most * SEVEN) * c(4 * U)
