@@ -97,7 +97,8 @@ def _sum_with_product(write: _Writer, input: Any, a: Any, b: Any, value: Any = 1
 
 
 def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
-    """Of one tensor, or of two: a product of matrices for each label that both and the result have."""
+    """Of one tensor, or of two: a product of matrices for each label that both and the result
+    have."""
     parts = operands[0] if isinstance(operands[0], (list, tuple)) else operands
     terms = _labelled(equation, [len(write.shape(x)) for x in parts])
     if terms is None or len(parts) > 2:

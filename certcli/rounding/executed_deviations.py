@@ -11,7 +11,7 @@ import torch
 from timm.layers.norm import SimpleNorm, SimpleNorm2d
 
 from certcli.lipschitz.numerics.real import INF, Real, as_real
-from certcli.lipschitz.rules.reduce import degrees
+from certcli.lipschitz.rules.reductions import degrees
 from certcli.nn.heads import L2Pool
 from certcli.rounding.algorithms import covers
 from certcli.rounding.executed_norms import least_deviation, least_square, with_gain

@@ -10,8 +10,8 @@ from torch.nn import functional
 
 from certcli.engine.attention import CAUSAL, fused_attention
 from certcli.engine.averages import pair
-from certcli.engine.endings import LOG_SOFTMAX
 from certcli.engine.table import with_attributes
+from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.rules.moves import windows_of

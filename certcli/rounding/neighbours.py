@@ -25,10 +25,9 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.endings import of_margins
-from certcli.engine.replay import executed, noise_like, plain_kernels, replayed
+from certcli.engine.replay import noise_like, plain_kernels, replayed
 from certcli.engine.table import NoRule, RuleTable
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed, of_margins
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import walk
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real

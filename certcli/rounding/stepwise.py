@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from certcli.engine.endings import shifts_logits
 from certcli.engine.table import NoRule, Rule
+from certcli.engine.trace import shifts_logits
 from certcli.engine.walk import Call, Constant, Unproven
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real
 from certcli.lipschitz.propagate import GlobalDomain
 from certcli.lipschitz.size import Size
@@ -66,7 +66,7 @@ class Stepwise(GlobalDomain):
     """
 
     def __init__(self, operation: Operation) -> None:
-        super().__init__(RigorousArithmetic())
+        super().__init__(Arithmetic())
         self.operation = operation
         self.steps: list[ErrorStep] = []
         self.tensors: dict[str, list[int]] = {}

@@ -19,7 +19,7 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.engine.replay import executed
+from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm
 from certcli.models.pixels import PixelModel
 from tests.helpers.reached import Entry, recorded
@@ -79,7 +79,7 @@ class Walked:
 
 
 @torch.no_grad()
-def directions(count: int, norm: Norm, seed: int) -> Tensor:
+def unit_ball_places(count: int, norm: Norm, seed: int) -> Tensor:
     """Return places of the unit ball, (n, pixels): its middle, axes, its boundary, and inside.
 
     The boundary of the linf ball is its corners.
@@ -94,7 +94,7 @@ def directions(count: int, norm: Norm, seed: int) -> Tensor:
     return torch.cat([torch.zeros(1, pixels, dtype=torch.float64), axes, ends, inside])
 
 
-def steepest(model: PixelModel, pixels: Tensor, norm: Norm, count: int = 2) -> Tensor:
+def steepest_directions(model: PixelModel, pixels: Tensor, norm: Norm, count: int = 2) -> Tensor:
     """Return the places towards which the steepest logits grow and fall most, (2 count, pixels)."""
     start = pixels.clone().requires_grad_(True)
     with sdpa_kernel(SDPBackend.MATH):
@@ -107,8 +107,10 @@ def steepest(model: PixelModel, pixels: Tensor, norm: Norm, count: int = 2) -> T
     return torch.cat([up, -up])
 
 
-def places_of(model: PixelModel, pixels: Tensor, norm: Norm, count: int) -> Tensor:
-    return torch.cat([directions(count, norm, count), steepest(model, pixels, norm)])
+def ball_places(model: PixelModel, pixels: Tensor, norm: Norm, count: int) -> Tensor:
+    return torch.cat(
+        [unit_ball_places(count, norm, count), steepest_directions(model, pixels, norm)]
+    )
 
 
 class Enclosed:
@@ -140,7 +142,7 @@ def _zonotopes(norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = F
             start = linf_ball(pixels, radius, limit=limit, in_box=in_box)
         else:
             start = l2_ball(pixels, radius, squares_up_to=squares, limit=limit, in_box=in_box)
-        every = places_of(row.model, pixels, norm, count)
+        every = ball_places(row.model, pixels, norm, count)
         if start.space.reach is not None:
             fall, rise = start.space.reach
             every = torch.maximum(torch.minimum(every, rise), -fall)
@@ -157,9 +159,9 @@ def _zonotopes(norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = F
     return walk
 
 
-def _balls(norm: Norm) -> Walk:
+def ball_walk(norm: Norm) -> Walk:
     def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
-        every = places_of(row.model, pixels, norm, count)
+        every = ball_places(row.model, pixels, norm, count)
         near = row.network(NormsNetwork)
         places = [(0, pixels + radius * e.view_as(pixels)) for e in every]
         label = row.model(pixels).argmax(1)
@@ -182,10 +184,10 @@ ZONOTOPES: dict[str, Walk] = {
     "linf in the box": _zonotopes("linf", in_box=True),
     "l2 with few symbols": _zonotopes("l2", squares=128, limit=100),
 }
-BALLS: dict[str, Walk] = {"l2 ball": _balls("l2"), "linf ball": _balls("linf")}
+BALLS: dict[str, Walk] = {"l2 ball": ball_walk("l2"), "linf ball": ball_walk("linf")}
 
 
-def images(count: int) -> list[Tensor]:
+def sample_images(count: int) -> list[Tensor]:
     """Return one image of noise, then one with pixels at 0 and 1, then more noise."""
     generator = torch.Generator().manual_seed(4)
     noise = torch.rand(count, 1, *IMAGE, generator=generator, dtype=torch.float64)

@@ -21,9 +21,9 @@ from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import ROWS, build, f
+from tests.helpers.lipschitz_cases import ROWS, build_row, f
 from tests.helpers.operations_alone import operations
-from tests.helpers.reached import recorded, without_a_row
+from tests.helpers.reached import entries_without_row, recorded
 from tests.helpers.slopes import IMAGE
 
 WITHOUT_ROUNDING = {
@@ -61,7 +61,7 @@ def network(name: str, offset: float = 0.0, scale: float = 1.0) -> PixelModel:
     """Return a row's network on pixels; offset: added to its vectors, biases among them, which then
     cancel. scale: of its parameters, which storing them may move far.
     """
-    net = build(name)
+    net = build_row(name)
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.mul_(scale)
@@ -142,7 +142,7 @@ def test_no_operation_alone_loses_more_and_of_each_theorem_some_lose_nearly_as_m
     if arithmetic in LEAST:
         assert [rule for rule, share in largest.items() if share < LEAST[arithmetic]] == []
     if arithmetic == "float32":
-        assert without_a_row(rules, reached) == []
+        assert entries_without_row(rules, reached) == []
 
 
 @pytest.mark.parametrize("exactly", [False, True], ids=["moved", "exact"])
