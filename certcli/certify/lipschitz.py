@@ -89,7 +89,7 @@ class LipschitzCertifier(ProvingCertifier):
             )
         self.bound = bound
         super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
-        self.rounding = self._of_float64(bound.traced)
+        self.rounding = self._of_float64(model.input_size, bound.traced)
         if self.rounding.rows != 1:
             message = f"{self.rounding.rows} rows of logits for 1 image"
             raise NoBoundError(f"no certificate: the network makes {message}", _HINT)
@@ -101,13 +101,14 @@ class LipschitzCertifier(ProvingCertifier):
     def about(self) -> Mapping[str, Any]:
         return {"bound": bound_document(self.bound.upper)}
 
-    def _of_float64(self, traced: Trace | None) -> NeighbourErrors:
+    def _of_float64(self, size: tuple[int, ...], traced: Trace | None) -> NeighbourErrors:
         """Return the rounding of the float64 logits that margins are taken of."""
         if self._neighbours is not None and self.arithmetic == "float64":
             return self._neighbours
         try:
-            size, float64 = self.model.input_size, PRECISIONS["float64"]
-            return NeighbourErrors(self.model, size, float64, traced=traced, as_traced=True)
+            return NeighbourErrors(
+                self.model, size, PRECISIONS["float64"], traced=traced, as_traced=True
+            )
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason
 

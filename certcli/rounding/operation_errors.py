@@ -139,8 +139,8 @@ class Operation:
 
     def require_own(self, tensor: Tensor) -> None:
         """Raise NoRule for a computed constant: rounded, or chosen by rounded numbers."""
-        own = self.as_traced or place_of(tensor) in self.made.storages
-        self.require(own, "a constant that the network computes")
+        stays = self.as_traced or place_of(tensor) in self.made.storages
+        self.require(stays, "a constant that the network computes")
 
     def stored(self, tensor: Tensor) -> Stored:
         """Return the network's own tensor as stored: whole, a part, or its entries moved."""

@@ -66,7 +66,7 @@ def _rows(precisions: str) -> Iterator[str]:
         function = inspect.unwrap(rule)
         file = Path(inspect.getfile(function)).stem
         title = function.__name__
-        if title in ("<lambda>", "rounding", "apply"):
+        if title in ("<lambda>", "rounding", "apply", "of_module", "of_call"):
             title = "curve" if "curve" in file else name
         grouped[file, title, covered(rule)].add(name)
     for (file, title, algorithms), names in sorted(grouped.items()):

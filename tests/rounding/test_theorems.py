@@ -413,8 +413,8 @@ ROWS: dict[str, Callable[[], Part]] = {
     "weighted residual": lambda: (added(WEIGHTED, X, Y), (FIVE + Held(WEIGHTED.scale).most * SEVEN) * c(4 * U)
                                   + Held(WEIGHTED.scale).farthest * SEVEN + lost(1, 84)),
     "SiLU": lambda: (added(nn.SiLU(), X), 6 * FIVE * FUN + 2 * lost(1, 84)),
-    "sigmoid": lambda: (added(torch.sigmoid, X), 4 * ROOT * FUN + 2 * lost(1, 84)),
-    "GELU": lambda: (added(F.gelu, X), FIVE * 4 * FUN + lost(1, 84)),
+    "sigmoid": lambda: (added(torch.sigmoid, X), 4 * ROOT * FUN + 3 * lost(1, 84)),
+    "GELU": lambda: (added(F.gelu, X), FIVE * 4 * FUN + 2 * lost(1, 84)),
     "leaky ReLU": lambda: (added(nn.LeakyReLU(-0.3), X), FIVE * 0.3 * c(4 * U) + lost(1, 84)),
     "clipped": lambda: (added(nn.Hardtanh(-0.3, 0.7), X), max(Held(-0.3).farthest, Held(0.7).farthest) * ROOT),
     "square": lambda: (added(torch.square, X), 2 * FIVE * 2 * U + lost(1, 84)),
