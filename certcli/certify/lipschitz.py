@@ -11,9 +11,8 @@ from certcli.certify.certificate import Certificate, require_logits, whole_batch
 from certcli.certify.executed_network import ProvingCertifier, as_executed
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import result_of
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace, example_of
+from certcli.engine.trace import Trace, example_of, result_of
 from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove

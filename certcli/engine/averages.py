@@ -1,4 +1,5 @@
-"""Averages over windows and interpolation: a matrix along each of the last axes, one list of names."""
+"""Averages over windows and interpolation: a matrix along each of the last axes, one list of
+names."""
 
 import functools
 import math

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from certcli.engine.tracer import tensors_of
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
@@ -19,7 +19,8 @@ MOVING = frozenset(
 
 @dataclass(frozen=True)
 class Computed:
-    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+    """An operation (its name in aten) on tensors that do not depend on the image, and its
+    result."""
 
     name: str
     args: tuple[Any, ...]

@@ -91,7 +91,8 @@ def _sum_of_products(
 
 
 def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
-    """Of one tensor, or of two: a product of matrices for each label that both and the result have."""
+    """Of one tensor, or of two: a product of matrices for each label that both and the result
+    have."""
     parts = operands[0] if isinstance(operands[0], (list, tuple)) else operands
     terms = _labelled(equation, [len(write.shape(x)) for x in parts])
     if terms is None or len(parts) > 2:

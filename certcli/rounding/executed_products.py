@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.attention import CAUSAL, fused_attention
-from certcli.engine.endings import LOG_SOFTMAX
 from certcli.engine.table import with_attributes
+from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.rounding.algorithms import covers

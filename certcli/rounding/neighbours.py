@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.endings import of_margins, shifts_logits
-from certcli.engine.replay import executed, noise_like, replayed
+from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed, of_margins, shifts_logits
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, walk
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
@@ -94,7 +93,7 @@ class _Stepwise(GlobalDomain):
     """Follows a graph by operation; nothing waits to be folded: each one is executed."""
 
     def __init__(self, operation: Operation) -> None:
-        super().__init__(RigorousArithmetic())
+        super().__init__(Arithmetic())
         self.operation = operation
         self.steps: list[ErrorStep] = []
         self.errors: list[Real] = []

@@ -248,7 +248,7 @@ READ_ELSEWHERE = {
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
-    "checkpoint/writer.py": "the temporary file that it writes",
+    "checkpoint/header.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",
 }
 """Files of the system and of the package, which no stranger writes."""

@@ -24,7 +24,7 @@ from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.network import prove
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
@@ -228,7 +228,7 @@ def test_numbers_below_the_normal_range_count_as_flushed() -> None:
 
 
 def test_a_map_has_its_proven_norm() -> None:
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     matrix = draw(5, WIDTH)
     kernel = draw(3, 1, 2, 2)
     geometry = Geometry((1, 1), ((0, 0), (0, 0)), (1, 1), 1, (6, 6))

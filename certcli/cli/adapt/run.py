@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
+from certcli.adapt.adaptation import Trade
 from certcli.adapt.keep import Keeper
 from certcli.adapt.pixels import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.adapt.state import KEY, load_state, save_state
-from certcli.adapt.trials import Trade
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
 from certcli.cli.adapt.options import Mode

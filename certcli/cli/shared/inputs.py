@@ -29,7 +29,7 @@ LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
 FILES = (".safetensors", ".onnx", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
-ANSWERED_AT_ONCE = 32
+ANSWERED_AT_ONCE = 4
 """Images without labels that are classified together."""
 
 

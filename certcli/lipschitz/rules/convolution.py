@@ -1,8 +1,9 @@
 """Convolutions: they wait for their channels' scales, folded in. Proofs: docs/bounds.md, 2."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.rules.linear import followed, size_after
-from certcli.lipschitz.size import Lazy, Size
+from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value, Windows
 
@@ -154,7 +155,8 @@ def _with_inputs(
 
 
 def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's layout."""
+    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's
+    layout."""
     taps = math.prod(weight.shape[2:])
     out = len(weight) // groups
     kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
@@ -197,10 +199,10 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
             return arith.sigma(flat, f"{conv.path}:plain")
         return arith.length(flat)
 
-    def lazy(windows: Windows) -> Lazy:
+    def lazy(windows: Windows) -> Callable[[], Scalar]:
         # in training it is rarely needed; a proof must not keep weights in float64 alive
         norm = flat_norm(windows) if arith.rigorous else None
-        return Lazy(partial(flat_norm, windows) if norm is None else lambda: norm)
+        return cache(partial(flat_norm, windows)) if norm is None else lambda: norm
 
     # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the
     # bias, size before)
@@ -218,7 +220,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         candidates = []
         for flat, _, bias, entry in facts:
             window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat.value * arith.minimum(window, entry.total)
+            longest = flat() * arith.minimum(window, entry.total)
             candidates.append(longest if bias is None else longest + bias)
         return reduce(arith.minimum, candidates)
 
@@ -227,7 +229,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         for flat, whole, bias, entry in facts:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
-            largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
+            largest = (sigma if whole else flat() * arith.sqrt(repeats)) * entry.total
             candidates.append(
                 largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
             )
