@@ -18,7 +18,7 @@ from PIL import Image
 from certcli.checkpoint import outputs
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.shards import INDEX
-from certcli.cli.finetune import proof
+from certcli.cli.finetune import ending
 from certcli.finetune import state
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
@@ -210,7 +210,7 @@ ENDED = {
     "finetune": (
         "adapted",
         "--loss margin --optimiser stiefel --epochs 2 --limit 100",
-        proof,
+        ending,
         "prove",
     ),
     "adapt": (

@@ -15,11 +15,11 @@ from certcli.checkpoint.outputs import (
     require_own_state,
 )
 from certcli.checkpoint.record import SEEN
-from certcli.cli.finetune import denoiser, ending, proof
+from certcli.cli.finetune import ending
 from certcli.cli.finetune.options import Order
 from certcli.cli.shared.groups import beside
 from certcli.cli.shared.inputs import doubt_images, remember_dataset, return_large_blocks, say_wider
-from certcli.cli.shared.output import Sink, percent
+from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
 from certcli.finetune import start
 from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
@@ -34,7 +34,7 @@ from certcli.images import datasets
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.models.overrides import Hints
-from certcli.system.errors import CertvitError, DataError, OutputError
+from certcli.system.errors import DataError, OutputError
 from certcli.system.processes import require_one, team
 from certcli.system.reading import is_absent
 
@@ -50,7 +50,6 @@ class Training:
     """One run of the command."""
 
     def __init__(self, order: Order, sink: Sink) -> None:
-
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
         self.order = order
@@ -66,7 +65,6 @@ class Training:
         self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
-        self.defaulted = False
         self.proof_costs = 0.0, 0.0
         self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
@@ -93,7 +91,7 @@ class Training:
             )
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
-        before = denoiser.read(
+        before = ending.read_noise_remover(
             order.denoiser, self.settings.noise, self.checkpoint.record.input.size, device, sink
         )
         if before is not None:
@@ -151,11 +149,11 @@ class Training:
             if diverged is None and trainer.epoch != trainer.best_epoch:
                 trainer.whole(trainer.last_net())
             return
-        failed: CertvitError | None = None
         try:
             self._write(trainer, train, validation, diverged is None)
-        except ending.EndedAtChanceError as failure:
-            failed = failure
+        except ending.EndedAtChanceError:
+            discard_state(self.state_path, KEY, run)
+            raise
         except OutputError as failure:
             raise self._resumable(failure) from failure
         discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
@@ -164,12 +162,9 @@ class Training:
                 f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
             )
             raise diverged
-        if failed is not None:
-            raise failed
 
     def _choose(self, images: int) -> None:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
-
         settings = self.order.settings
         machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
@@ -187,7 +182,6 @@ class Training:
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
-
         record = self.checkpoint.record
         data = self.order.data
         name = data.dataset or record.dataset
@@ -213,11 +207,10 @@ class Training:
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
-
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
-        bound, certificate = proof.seconds(self.checkpoint, validation, self.settings.epsilon)
+        bound, certificate = ending.seconds(self.checkpoint, validation, self.settings.epsilon)
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
@@ -249,18 +242,14 @@ class Training:
             end: when the steps of a time budget should end; each epoch's pace corrects their
                 number.
         """
-
         started = time.perf_counter()
         first = trainer.step
         with self.sink.progress("finetune", total=trainer.total_steps(train)) as bar:
-            bar.advance(trainer.step)
-            done = trainer.step
+            bar.reach(trainer.step)
             remark = ""
 
             def watch(step: int, loss: float) -> None:
-                nonlocal done
-                bar.advance(step - done, remark or f"loss {loss:.3f}")
-                done = step
+                bar.reach(step, remark or f"loss {loss:.3f}")
                 total = trainer.total_steps(train)
                 if end is None or step >= total or step % max(1, total // LOOKS):
                     return
@@ -295,14 +284,8 @@ class Training:
                         bar.aim(total := steps)
                 self._save_state(trainer)
                 self.sink.record(asdict(epoch))
-                estimate = epoch.certified_estimate
-                certified = "" if estimate is None else f", about {percent(estimate)} certified"
-                masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
-                noisy = "" if epoch.noisy is None else f", under noise {percent(epoch.noisy)}"
-                remark = (
-                    f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{noisy}{masked}{certified}"
-                )
-                bar.advance(0, remark)
+                remark = ending.remark_of(epoch)
+                bar.reach(trainer.step, remark)
                 if (
                     not sys.stderr.isatty()
                     and time.perf_counter() - self.remarked >= REMARK_SECONDS
@@ -312,7 +295,6 @@ class Training:
 
     def _save_state(self, trainer: Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
-
         if not team().leads and not self.order.shard_weights:
             return
         try:
@@ -344,13 +326,13 @@ class Training:
         sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
-        count = proof.affordable(len(images), left, self.proof_costs)
+        count = ending.affordable(len(images), left, self.proof_costs)
         if count < len(images):
             sink.note(
                 f"certified: {count} of {len(images)} images, to keep to {settings.time_budget}"
             )
             images = validation.limit(count, settings.seed)
-        final = proof.prove(derived, images, epsilon, sink)
+        final = ending.prove(derived, images, epsilon, sink)
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if len(images) < len(validation):
             about["images"] = len(images)
@@ -400,7 +382,6 @@ class Training:
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
-
         parameters = {
             **trainer.settings.parameters(),
             "dataset": train.name,
