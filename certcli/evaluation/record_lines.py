@@ -51,7 +51,7 @@ class _Fields(Struct, forbid_unknown_fields=True):
     pass
 
 
-class JudgedImages(_Fields, frozen=True):
+class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
 
     name: Dataset
@@ -60,7 +60,7 @@ class JudgedImages(_Fields, frozen=True):
     digest: Digest
 
 
-class Run(_Fields, frozen=True, kw_only=True):
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that decides the records of a file: two runs that are equal write the same records.
 
     Attributes:

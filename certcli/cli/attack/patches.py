@@ -179,42 +179,43 @@ def attack(
     )  # fmt: skip
     if resumed is not None:
         sink.text(f"{resumed}")
-    if output.output is not None:
-        images_named = {"dataset": images.name, "split": images.split, "images": len(images)}
-        parameters = {
-            **images_named, "attacks": [[ATTACK]], "norm": ["patch"], "patches": spelled, "settings": budget,
-            "certified_only": certified is not None, **({"defence": procedure} if procedure else {}),
-        }  # fmt: skip
-        result = {
-            **first,
-            "dataset": describe(images),
-            "curve": curve,
-            "parts": parts if len(parts) > 1 else [],
-        }
-        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
-        sink.note(f"wrote {output.output}")
+    parameters = {
+        "dataset": images.name,
+        "split": images.split,
+        "images": len(images),
+        "attacks": [[ATTACK]],
+        "norm": ["patch"],
+        "patches": spelled,
+        "settings": budget,
+        "certified_only": certified is not None,
+        **({"defence": procedure} if procedure else {}),
+    }
+    result = {
+        **first,
+        "dataset": describe(images),
+        "curve": curve,
+        "parts": parts if len(parts) > 1 else [],
+    }
+    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
     gate.enforce()
 
 
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
-
     right = sum(row["prediction"] == row["label"] for row in rows)
     withstood = sum(row["robust"][ATTACK] for row in rows)
-    intervals = {
-        name: list(share_interval(count, len(rows)))
-        for name, count in (("clean", right), ("robust", withstood), (ATTACK, withstood))
-    }
-    shares = {
-        "clean": right / len(rows),
-        "robust": withstood / len(rows),
-        "attacks": {ATTACK: withstood / len(rows)},
-    }
+    attacked = list(share_interval(withstood, len(rows)))
     return {
         "norm": "patch",
         "patch": patch,
         "images": len(rows),
-        **shares,
-        "intervals": intervals,
+        "clean": right / len(rows),
+        "robust": withstood / len(rows),
+        "attacks": {ATTACK: withstood / len(rows)},
+        "intervals": {
+            "clean": list(share_interval(right, len(rows))),
+            "robust": attacked,
+            ATTACK: attacked,
+        },
         "median_norm": None,
     }
 

@@ -365,13 +365,9 @@ def report_attacks(
         answers = {record.index: record.prediction for record in records[0]}
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
-    if output.output is not None:
-        parameters = parameters_of(tasks, settings, **facts)
-        result = {
-            name: document[name] for name in AttackResult.__struct_fields__ if name in document
-        }
-        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
-        sink.note(f"wrote {output.output}")
+    result = {name: document[name] for name in AttackResult.__struct_fields__ if name in document}
+    parameters = parameters_of(tasks, settings, **facts)
+    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
     gate.enforce()
 
 

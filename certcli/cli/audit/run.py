@@ -280,6 +280,4 @@ def _write_reports(
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))
-    if output.output is not None:
-        output.write(with_evidence(checkpoint, document, plan.seed), output.output)
-        sink.note(f"wrote {output.output}")
+    output.write_evidence(with_evidence(checkpoint, document, plan.seed), sink)

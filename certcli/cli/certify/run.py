@@ -310,22 +310,17 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
             threats[-1].radius,
             sink,
         )
-    if output.output is not None:
-        about = {
-            "dataset": images.name,
-            "split": images.split,
-            "limit": data.limit,
-            "seed": data.seed,
-        }
-        written: Checkpoint = checkpoint
-        for result in reversed(results):  # the first named comes last, where `log` looks for it
-            written = written.with_evidence(
-                "certify",
-                {**about, "method": result.certifier.method},
-                view.evidence(result, images),
-            )
-        output.write(written, output.output)
-        sink.note(f"wrote {output.output}")
+    about = {
+        "dataset": images.name,
+        "split": images.split,
+        "limit": data.limit,
+        "seed": data.seed,
+    }
+    written: Checkpoint = checkpoint
+    for result in reversed(results):  # the first named comes last, where `log` looks for it
+        parameters = {**about, "method": result.certifier.method}
+        written = written.with_evidence("certify", parameters, view.evidence(result, images))
+    output.write_evidence(written, sink)
     gate.enforce()
 
 

@@ -84,15 +84,9 @@ def report_bound(
     view.explain_bound(audited, lower, report["attention_weight"], sink)
     gate = bound_gate(audited, maximum)
     sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
-    if output.output is not None:
-        result = {name: report[name] for name in EVIDENCE}
-        output.write(
-            audited.checkpoint.with_evidence(
-                "lipschitz", {"images": data.limit if slope.estimate else 0}, result
-            ),
-            output.output,
-        )
-        sink.note(f"wrote {output.output}")
+    about = {"images": data.limit if slope.estimate else 0}
+    evidence = {name: report[name] for name in EVIDENCE}
+    output.write_evidence(audited.checkpoint.with_evidence("lipschitz", about, evidence), sink)
     gate.enforce()
 
 
