@@ -8,17 +8,9 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import methods
-from certcli.certify.certificate import (
-    Certificate,
-    Certifier,
-    certified_accuracy,
-)
-from certcli.certify.local_options import BRANCH, Effort
-from certcli.certify.method_choice import MethodChoice, choose_method
+from certcli.certify import certificate, local_options, method_choice, methods, record_check
 from certcli.certify.methods import certify, run_of
 from certcli.certify.options import CertifierOptions as MethodOptions
-from certcli.certify.record_check import disagreements
 from certcli.certify.smoothing.options import Tuning
 from certcli.certify.smoothing.sigma import TUNED
 from certcli.checkpoint.file import Checkpoint
@@ -56,14 +48,14 @@ class CertifyTask:
     demand: CertifiedDemand
 
 
-def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoice:
+def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> method_choice.MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
     if first != AUTO:
-        return MethodChoice(first, "", tuple(others), options.local.effort)
+        return method_choice.MethodChoice(first, "", tuple(others), options.local.effort)
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
-    choice = choose_method(
+    choice = method_choice.choose_method(
         task.checkpoint, machine.pick(), task.images, smallest, machine.batch_size
     )
     sink.text(f"--method {choice.method}: {choice.reason}")
@@ -71,7 +63,7 @@ def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoi
 
 
 def run_all(
-    choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    choice: method_choice.MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> list[Result]:
     """Certify by each method that says something. None where another process leads."""
     results: list[Result] = []
@@ -89,7 +81,11 @@ def run_all(
 
 
 def _options_of(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
+    sink: Sink,
 ) -> MethodOptions | None:
 
     if method == "local":
@@ -109,7 +105,9 @@ def _options_of(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
+def _local_options(
+    effort: local_options.Effort, task: CertifyTask, options: CertifyOptions
+) -> MethodOptions:
     """Return the options of `local`: the radii of -e are decided, others searched."""
     return replace(
         options.local,
@@ -117,7 +115,7 @@ def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -
         at=[threat.radius for threat in task.threats if threat.radius > 0]
         if _decides(options)
         else options.local.at,
-        seconds=options.local.seconds if effort == BRANCH else None,
+        seconds=options.local.seconds if effort == local_options.BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
 
@@ -151,7 +149,11 @@ def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Im
 
 
 def _run(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
+    sink: Sink,
 ) -> Result | None:
     """Certify all images by a method, records written at once; None where another leads.
 
@@ -176,7 +178,7 @@ def _run(
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
-    rows: list[Certificate] = []
+    rows: list[certificate.Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
     with RecordFile(
@@ -207,11 +209,13 @@ def _run(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(disagreements, certifier, claims, images, batch_size, str(records)),
+            partial(
+                record_check.disagreements, certifier, claims, images, batch_size, str(records)
+            ),
             gate=demand.share > 0,
             every=demand.every,
         )
-    accuracy = certified_accuracy(rows, task.threats)
+    accuracy = certificate.certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
     if accuracy.abstained == 1:
@@ -223,7 +227,7 @@ def _run(
 
 
 def _require_reach(
-    certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
+    certifier: certificate.Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
     """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):

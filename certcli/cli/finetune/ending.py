@@ -17,18 +17,16 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.finetune.options import Order
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.image_doubts import right_of
+from certcli.evaluation import image_doubts, record_lines
 from certcli.evaluation.intervals import chance_level, share_interval, share_text
 from certcli.evaluation.radii import proven_percent, proven_radius
-from certcli.evaluation.record_lines import describe
 from certcli.evaluation.threat import Threat
 from certcli.finetune.loop import Epoch
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.numerics.real import INF
-from certcli.models.build import load_double
-from certcli.models.pixels import PixelModel
+from certcli.models import build, pixels
 from certcli.system.errors import CertvitError, NoBoundError, UsageError
 
 JUDGES = 256
@@ -66,13 +64,13 @@ class TrainingDoubt:
     ruined: bool
 
 
-def accuracy(model: PixelModel, validation: Images) -> Accuracy:
+def accuracy(model: pixels.PixelModel, validation: Images) -> Accuracy:
     """Judge the weights on a sample of the validation images."""
 
     sample = validation.limit(JUDGES)
     was_training = model.training
     model.eval()
-    right = right_of(model, sample)
+    right = image_doubts.right_of(model, sample)
     model.train(was_training)
     return Accuracy(sum(right), len(sample))
 
@@ -189,7 +187,7 @@ def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink
     """Prove the bound in float64, rounded outward; count the certified validation images."""
 
     started = time.perf_counter()
-    about: dict[str, Any] = {"dataset": describe(validation)}
+    about: dict[str, Any] = {"dataset": record_lines.describe(validation)}
     certifier = _certifier(checkpoint)
     if isinstance(certifier, str):
         sink.note(certifier)
@@ -225,7 +223,7 @@ def _hopeless(certifier: Any, epsilon: float) -> str | None:
 def _clean(checkpoint: Checkpoint, images: Images) -> float:
     """Return the accuracy in float64, of which a certificate would speak."""
 
-    return sum(right_of(load_double(checkpoint), images)) / len(images)
+    return sum(image_doubts.right_of(build.load_double(checkpoint), images)) / len(images)
 
 
 def _certified(

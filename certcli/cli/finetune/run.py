@@ -15,28 +15,21 @@ from certcli.checkpoint.outputs import (
     require_own_state,
 )
 from certcli.checkpoint.record import SEEN
-from certcli.cli.finetune import ending
-from certcli.cli.finetune.options import Order
-from certcli.cli.shared.groups import beside
-from certcli.cli.shared.inputs import doubt_images, remember_dataset, return_large_blocks, say_wider
+from certcli.cli.finetune import ending, options
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
-from certcli.finetune import start
+from certcli.finetune import loop, optimisers, shards, start
 from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
 from certcli.finetune.duration import expected_duration, plan_for_budget
-from certcli.finetune.loop import Trainer
-from certcli.finetune.optimisers import default_batch
-from certcli.finetune.shards import require_shardable, share_out
 from certcli.finetune.state import KEY, identity, load_state, save_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.models import build
-from certcli.models.overrides import Hints
-from certcli.system.errors import DataError, OutputError
+from certcli.models import build, overrides
+from certcli.system import errors, reading
 from certcli.system.processes import require_one, team
-from certcli.system.reading import is_absent
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
@@ -49,7 +42,7 @@ LONGEST_START = 10.0
 class Training:
     """One run of the command."""
 
-    def __init__(self, order: Order, sink: Sink) -> None:
+    def __init__(self, order: options.Order, sink: Sink) -> None:
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
         self.order = order
@@ -59,10 +52,13 @@ class Training:
             self.ends = self.started + parse_duration(self.settings.time_budget)
             require_one("a time budget is planned", "--epochs or --steps")
         if order.shard_weights:
-            require_shardable(self.settings, team())
+            shards.require_shardable(self.settings, team())
         reads = (order, order.source, order.data)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
-        self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
+        self.state_path, self.last_path = (
+            groups.beside(self.path, "state"),
+            groups.beside(self.path, "last"),
+        )
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
         self.proof_costs = 0.0, 0.0
@@ -84,7 +80,7 @@ class Training:
         device = order.machine.pick()
         teacher = None
         if order.teacher is not None:
-            teaching = open_checkpoint(order.teacher, Hints())
+            teaching = open_checkpoint(order.teacher, overrides.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
             teacher = Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
@@ -103,12 +99,12 @@ class Training:
             writable=not order.shard_weights,
         )
         if order.shard_weights:
-            return_large_blocks()  # the memory of one block's pass is not kept for the next block
-            share_out(model, device, team(), self.settings.precision)
+            inputs.return_large_blocks()  # the memory of one block's pass is not kept for the next block
+            shards.share_out(model, device, team(), self.settings.precision)
         if team().leads and not order.shard_weights:
             self.before = ending.accuracy(model, validation)
         run = identity(self.checkpoint.digest, self.settings, train, validation)
-        trainer = Trainer(
+        trainer = loop.Trainer(
             model,
             self.settings,
             self.checkpoint.record.classes,
@@ -123,7 +119,7 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and not is_absent(self.state_path):
+        if order.resume and not reading.is_absent(self.state_path):
             trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
@@ -154,7 +150,7 @@ class Training:
         except ending.EndedAtChanceError:
             discard_state(self.state_path, KEY, run)
             raise
-        except OutputError as failure:
+        except errors.OutputError as failure:
             raise self._resumable(failure) from failure
         discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
         if diverged is not None:
@@ -171,7 +167,7 @@ class Training:
         batch = (
             machine.batch_size
             or start.default_batch_size(self.begin, settings, parameters)
-            or default_batch(settings.optimiser, images)
+            or optimisers.default_batch(settings.optimiser, images)
         )
         self.settings = replace(
             self.settings, batch_size=batch, **start.defaults(self.begin, settings, parameters)
@@ -186,7 +182,7 @@ class Training:
         data = self.order.data
         name = data.dataset or record.dataset
         if name is None:
-            raise DataError(
+            raise errors.DataError(
                 "no --dataset given, and the checkpoint does not say what it was trained on",
                 "--dataset digits",
             )
@@ -202,10 +198,10 @@ class Training:
         notes = (note for images in (train, validation) for note in images.note.split("; "))
         for note in filter(None, dict.fromkeys(notes)):
             self.sink.note(note)
-        doubt_images(train, record, self.sink)
+        inputs.doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
-    def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
+    def _plan(self, trainer: loop.Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
         clock = time.perf_counter()
         self._save_state(trainer)
@@ -234,7 +230,7 @@ class Training:
         return end - bound - judged * certificate
 
     def _learn(
-        self, trainer: Trainer, train: Images, validation: Images, end: float | None
+        self, trainer: loop.Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
         """Train to the end, with a progress bar or log lines; save each epoch's state.
 
@@ -293,24 +289,26 @@ class Training:
                     self.remarked = time.perf_counter()
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
-    def _save_state(self, trainer: Trainer) -> None:
+    def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
         if not team().leads and not self.order.shard_weights:
             return
         try:
             save_state(self.state_path, trainer.state(), team())
-        except OutputError as failure:
+        except errors.OutputError as failure:
             raise self._resumable(failure) from failure
         if team().leads:
             hold_state(self.state_path, self.held)
 
-    def _resumable(self, failure: OutputError) -> OutputError:
+    def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
         """Return the failure with a way on from the last state, where there is one."""
-        if is_absent(self.state_path):
+        if reading.is_absent(self.state_path):
             return failure
         return type(failure)(failure.message, "make room, then repeat the command with --resume")
 
-    def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
+    def _write(
+        self, trainer: loop.Trainer, train: Images, validation: Images, finished: bool
+    ) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
         settings = trainer.settings
@@ -319,7 +317,7 @@ class Training:
         last = trainer.epoch
         epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
-        say_wider(self.checkpoint, derived, sink)
+        inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
         )  # before the proof, which may take longer than is left
@@ -381,7 +379,7 @@ class Training:
         budget = self.settings.time_budget
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
-    def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
+    def _derived(self, trainer: loop.Trainer, tensors: Any, train: Images) -> Checkpoint:
         parameters = {
             **trainer.settings.parameters(),
             "dataset": train.name,
@@ -391,4 +389,4 @@ class Training:
         if trainer.changes:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
-        return replace(derived, record=remember_dataset(derived.record, train))
+        return replace(derived, record=inputs.remember_dataset(derived.record, train))

@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import options
+from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Output, Talk
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -81,7 +80,11 @@ class Architecture:
     "certvit init certvit_lip_cifar10 --member a.safetensors --member b.safetensors -o mean.safetensors",
     page="architectures.md",
 )
-def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
+def init(
+    architecture: Architecture,
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
+) -> None:
     """Write a new checkpoint: freshly initialised, with timm's published weights, or the mean of
     trained networks.
     """

@@ -15,18 +15,15 @@ from certcli.audit.evidence import with_evidence
 from certcli.certify import around
 from certcli.certify.around import Around, AroundImages, NearImage
 from certcli.certify.methods import certify, options_of, prepare
+from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode
-from certcli.checkpoint.shards import is_index
 from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
-from certcli.cli.shared.groups import BatchDevice, Evaluation
-from certcli.cli.shared.inputs import missing_file
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.cli.verify import view
+from certcli.cli.verify import records, view
 from certcli.cli.verify.options import VerifyOptions, VerifyScope
-from certcli.cli.verify.records import check_records
 from certcli.evaluation.claim import Claim, statuses
 from certcli.evaluation.image_doubts import right_of
 from certcli.evaluation.radii import rounded_down, rounded_up
@@ -42,7 +39,7 @@ from certcli.system.errors import (
     Refused,
 )
 from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
-from certcli.verification import documents
+from certcli.verification import documents, lineage
 from certcli.verification import report as reports
 from certcli.verification.documents import kind_of, unread_fields
 from certcli.verification.evidence import (
@@ -54,7 +51,6 @@ from certcli.verification.evidence import (
     check_entries,
 )
 from certcli.verification.laws import theorems, verify_laws
-from certcli.verification.lineage import compare_lineages, remake_means
 from certcli.verification.report import SLACK
 
 
@@ -63,18 +59,18 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
 
     file = options.file
     if is_absent(file):
-        raise missing_file(
+        raise inputs.missing_file(
             str(file),
             "give a report (--json), records (.jsonl) or a checkpoint",
             ".json",
             ".jsonl",
             ".safetensors",
         )
-    if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
+    if file.is_dir() or file.suffix == ".safetensors" or shards.is_index(file):
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":
-        view.conclude(options.file, check_records(options, sink), view.RECORDS, sink)
+        view.conclude(options.file, records.check_records(options, sink), view.RECORDS, sink)
     else:
         kind, checked = check_report(options, sink)
         view.conclude(options.file, checked, f"{kind} report", sink)
@@ -157,7 +153,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
 def _audited(
     checkpoint: Checkpoint, text: bytes, seed: int
-) -> tuple[list[Evidence], dict[int, dict[str, Any]]]:
+) -> tuple[list[record.Evidence], dict[int, dict[str, Any]]]:
     """Return what the audit would have written, about the network that the audit names, and by the
     number of the entry what it says of a method beside.
     """
@@ -190,7 +186,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
-    linked = [*compare_lineages(by_name), *remake_means(by_name)]
+    linked = [*lineage.compare_lineages(by_name), *lineage.remake_means(by_name)]
     gate = Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
@@ -228,12 +224,16 @@ WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "para
 
 
 def certify_again(
-    checkpoint: Checkpoint, scope: VerifyScope, data: Evaluation, machine: BatchDevice, sink: Sink
+    checkpoint: Checkpoint,
+    scope: VerifyScope,
+    data: groups.Evaluation,
+    machine: groups.BatchDevice,
+    sink: Sink,
 ) -> Certify:
     """Return a function that certifies the images of an entry again, all or a sample."""
 
     def recertify(request: Request) -> Recertified:
-        named = Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
+        named = groups.Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
         named = replace(named, limit=request.limit, seed=request.seed)
         images = named.images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
