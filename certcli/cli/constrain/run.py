@@ -79,7 +79,7 @@ def write_constrained(
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     shape = (record.input.size, record.classes)
-    before = network.network_upper(model, *shape) if team().leads else None
+    before: Any = network.network_upper(model, *shape) if team().leads else None
     if aim.eta is not None or aim.preset is not None:
         results, judged = _constrain_to_error(calibration, settings, sink), None
     else:

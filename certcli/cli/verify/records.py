@@ -103,15 +103,16 @@ def _ready(
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
 
+    method = str(run.method)
     values = {
         **run.parameters,
         "batch_size": options.machine.batch_size,
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of(run.method, values)
+        settings = options_of(method, values)
         certifier = prepare(
-            run.method,
+            method,
             checkpoint,
             options.machine.pick_for(getattr(settings, "arithmetic", None)),
             settings,
@@ -183,11 +184,8 @@ def margin_attack(steps: int) -> Attack:
         if isinstance(threat.size, Patch):
             assert isinstance(certifier, PatchCertifier)
             return in_patch(certifier, image, classes, threat.size, seed)
-        model, region, point = (
-            certifier.attacked.eval(),
-            perturbation.Region(threat.norm, threat.radius),
-            image,
-        )  # type: ignore[arg-type]
+        region = perturbation.Region(threat.norm, threat.radius)  # type: ignore[arg-type]
+        model, point = certifier.attacked.eval(), image
         for restart in range(2):
             point = tuck_in(
                 margin_pgd(
