@@ -17,7 +17,7 @@ steps      One layer (fc1 of the middle block). "published": at every projection
            root. All start at the same point 2 P - Z behind the same soft threshold, in one run, in
            CPU seconds. That threshold is far harsher than the authors' quantile, from which their
            loop (repaired) needs 5 to 25 cuts: "to a feasible point" compares two ways back from a
-           far point, not two programs. See docs/lab/constrain.md.
+           far point, not two programs. See docs/trials.md.
 norms      Geometric mean over the layers of norm after / norm before (proven bounds) at equal relative output error.
 network    Wall time for all layers: one streamed pass for the statistics, then every layer to a gap of 1e-3.
 precision  What becomes of the allowed error when the Gram matrices are summed from float32

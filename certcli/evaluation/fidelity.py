@@ -24,7 +24,7 @@ CHANGED_PER_ERROR = 1.0
 
 First choices among classes that an image does not show are near ties and change early, so on synthetic photographs the
 logits judge. This factor and LOGITS_PER_ERROR held for every network of colour images that was measured, up to
-PREDICTABLE (docs/lab/constrain.md).
+PREDICTABLE (docs/trials.md).
 """
 
 DOUBT = 0.1
@@ -190,7 +190,7 @@ class ReferenceLogits:
         changed, the 1 - DOUBT quantile of Beta(k, n - k + 1) (an order statistic). This share grows
         at least in proportion to t, so p / t_k at t = 1. k is a fifth of the images, at most
         MOST_RANKED, or all that changed. The growth is an assumption, and measured
-        (docs/lab/constrain.md). Near ties break it, so the share is at least the median of the same
+        (docs/trials.md). Near ties break it, so the share is at least the median of the same
         Beta for k that changed.
         """
         if not bool(after.isfinite().all()):

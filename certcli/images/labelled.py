@@ -21,7 +21,7 @@ OWN = "own answer"
 accuracy."""
 CACHE_BYTES = 2**22
 """Bytes of the images that a CPU runs at once (6 of 224 x 224 pixels): a layer's outputs then stay in the cache
-(docs/lab/constrain.md, *Batches that fit the cache*).
+(docs/trials.md, *Batches that fit the cache*).
 """
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""

@@ -179,7 +179,7 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
         sys.argv = ["certvit", *words]
         run()
 
-    code = forks.ended(forks.fork(act, tmp_path / "out", tmp_path / "err"))
+    code = forks.exit_of_fork(forks.fork(act, tmp_path / "out", tmp_path / "err"))
     assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 

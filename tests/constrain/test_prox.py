@@ -11,7 +11,7 @@ from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
 from certcli.constrain.prox import Penalty
 from certcli.constrain.settings import PENALTIES
 from certcli.constrain.statistics import energy
-from tests.helpers.constrain_layers import ROUNDING, gaussian, layer
+from tests.helpers.constrain_layers import ROUNDING, anisotropic_layer, gaussian
 
 # Proximal maps
 
@@ -119,7 +119,7 @@ def project_one(matrix: Tensor, centre: Tensor, basis: Eigenbasis, radius: float
 @pytest.mark.parametrize("shape", [(12, 9, 80), (3, 10, 40), (5, 8, 4), (4, 1, 10)], ids=str)
 @pytest.mark.parametrize("eta", [1e-8, 0.05, 0.6])
 def test_projection_onto_the_ellipsoid(shape: tuple[int, int, int], eta: float) -> None:
-    statistics, _ = layer(*shape)
+    statistics, _ = anisotropic_layer(*shape)
     gram = statistics.gram
     centre = statistics.weight
     radius = eta * eta * float(statistics.output_energy)
@@ -149,7 +149,7 @@ def test_projection_onto_the_ellipsoid(shape: tuple[int, int, int], eta: float) 
 
 
 def test_projection_leaves_points_inside_and_null_directions_alone() -> None:
-    statistics, columns = layer(5, 8, 4)
+    statistics, columns = anisotropic_layer(5, 8, 4)
     gram = statistics.gram
     centre = statistics.weight
     inside = centre + 1e-6 * gaussian(5, 8, seed=3)

@@ -25,7 +25,7 @@ from certcli.engine import pinned
 from certcli.engine.state import differs, digest, state_of
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
-from tests.helpers.slopes import IMAGE, judge, steepest_pair
+from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_pair
 
 Case = tuple[Callable[[], nn.Module], str | None]
 """A network, and a part of its refusal's reason; None: it has a bound."""
@@ -250,7 +250,7 @@ def test_a_network_that_is_not_its_trace_has_no_bound(name: str) -> None:
     build, reason = TRACES[name]
     net = build().double().eval()
     states = generators()
-    judge(net, reason)
+    require_no_slope_above(net, reason)
     assert generators() == states
 
 
@@ -261,7 +261,7 @@ def test_a_hook_for_all_modules_leaves_no_bound(register: str) -> None:
     net = Net(lambda m, x: m.act(x), act=nn.ReLU()).double().eval()
     handle = getattr(nn.modules.module, register)(lambda module, inputs, *output: None)
     try:
-        judge(net, "a hook is set for all modules")
+        require_no_slope_above(net, "a hook is set for all modules")
     finally:
         handle.remove()
 
@@ -369,4 +369,4 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
 
 def test_a_constant_that_is_overwritten_leaves_no_bound() -> None:
     net = Net(lambda m, x: (x * m.t, m.t.add_(0.0))[0], t=torch.ones(1)).double().eval()
-    judge(net, "a tensor that does not depend on the image")
+    require_no_slope_above(net, "a tensor that does not depend on the image")

@@ -21,8 +21,8 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from tests.helpers.lipschitz_cases import RULES
-from tests.helpers.lipschitz_cases import build as build_rule
-from tests.helpers.nodes import claims
+from tests.helpers.lipschitz_cases import build_row as build_rule
+from tests.helpers.nodes import claims_of_row
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_network import NETWORKS, SPEC
 from tests.lipschitz.test_network import build as build_network
@@ -57,7 +57,7 @@ def check(net: nn.Module, size: tuple[int, ...], proven: float) -> None:
 # only a proof asks whether a branch is a constant
 @pytest.mark.parametrize("name", [name for name in RULES if name != "constant-branches"])
 def test_every_rule_gives_what_is_proven(name: str) -> None:
-    check(build_rule(name), IMAGE, float(claims(name).logits.base))
+    check(build_rule(name), IMAGE, float(claims_of_row(name).logits.base))
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -26,7 +26,7 @@ from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual
-from tests.helpers.lipschitz_cases import f, replaced
+from tests.helpers.lipschitz_cases import f, replaced_by
 
 ONE = (1, 1, 1)
 
@@ -56,7 +56,7 @@ def plain(*layers: nn.Module) -> nn.Module:
 ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: ones(Attention(1, 1, qkv_bias=True)), ONE),
     **{
-        name: (lambda name=name: ones(replaced(name, Attention(1, 1, qkv_bias=True))), ONE)  # type: ignore[misc]
+        name: (lambda name=name: ones(replaced_by(name, Attention(1, 1, qkv_bias=True))), ONE)  # type: ignore[misc]
         for name in ("l2-attention", "l2-untied-value-attention", "lnorm-attention")
     },
     "attention-fused": (

@@ -23,7 +23,7 @@ from certcli.engine.trace import Trace
 from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.propagate import propagate, trace_network
-from tests.helpers.lipschitz_cases import build, f
+from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_attention import Copies
 from tests.nn.test_attention import PLACES, WIDTH, network, replacement, stir
@@ -48,7 +48,7 @@ def _many_tokens() -> nn.Module:
 
 
 ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    **{name: (functools.partial(build, name), IMAGE) for name in REACHING.split()},
+    **{name: (functools.partial(build_row, name), IMAGE) for name in REACHING.split()},
     "error function": (lambda: f(lambda m, x: torch.erf(x).erf()).eval(), IMAGE),
     # many tokens with small scores: the constants of positions are then less than those of any
     # softmax

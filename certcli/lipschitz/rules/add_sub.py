@@ -182,12 +182,6 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
     return Value(x.base, size, None, x.proof, shape)
 
 
-@rules.function(torch.addcmul)
-def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Value:
-    product = multiply(ctx, a, b)
-    return add(ctx, x, product if value == 1 else by_number(ctx, product, value))
-
-
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:

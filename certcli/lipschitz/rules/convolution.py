@@ -21,11 +21,11 @@ from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value, Windows
 
 
-def _pads_with_zeros(module: nn.Conv2d) -> bool:
-    return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
+def pads_with_zeros(module: nn.Conv2d) -> bool:
+    return module.padding_mode == "zeros" or not any(numbers(module.padding, 1))
 
 
-@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
+@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     return convolve(
@@ -78,9 +78,9 @@ def convolve(
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
     axis = -axes - 1
     kernel = tuple(weight.shape[2:])
-    steps = tuple(_numbers(stride, axes))
-    spread = tuple(_numbers(dilation, axes))
-    pads = _padding(padding, kernel, spread)
+    steps = tuple(numbers(stride, axes))
+    spread = tuple(numbers(dilation, axes))
+    pads = padding_of(padding, kernel, spread)
     # a linear layer on every pixel
     if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
@@ -260,14 +260,14 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     return largest * arith.sqrt(arith.const(float(count)))
 
 
-def _numbers(value: Any, count: int) -> list[int]:
+def numbers(value: Any, count: int) -> list[int]:
     if isinstance(value, str):
         return [1]
     items = [value] if isinstance(value, int) else list(value)
     return [int(item) for item in (items * count if len(items) == 1 else items)]
 
 
-def _padding(
+def padding_of(
     padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Return (before, after) for each axis; 'same' puts the odd pixel after."""
@@ -278,7 +278,7 @@ def _padding(
         return tuple((size // 2, size - size // 2) for size in sizes)
     if isinstance(padding, str):
         raise NoRule(f"padding '{padding}'")
-    return tuple((p, p) for p in _numbers(padding, len(kernel)))
+    return tuple((p, p) for p in numbers(padding, len(kernel)))
 
 
 @rules.module(nn.ConvTranspose2d)
@@ -289,7 +289,7 @@ def transposed_convolution(
         module.padding_mode == "zeros", "a transposed convolution with another padding than zeros"
     )
     x = ctx.settle(x)
-    padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
+    padding = padding_of(module.padding, tuple(module.kernel_size), tuple(module.dilation))
     stride = tuple(module.stride)
     dilation = tuple(module.dilation)
     geometry = Geometry(

@@ -15,6 +15,7 @@ from certcli.engine.averages import (
     adaptive_windows,
     pair,
     register_averages,
+    register_interpolation,
     window_places,
 )
 from certcli.engine.table import NoRule, with_attributes
@@ -118,8 +119,8 @@ def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> V
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
 
 
-def _degrees(
-    ctx: Context, x: Value, dim: Any, unbiased: Any, correction: Any
+def degrees(
+    ctx: Any, x: Any, dim: Any, unbiased: Any, correction: Any
 ) -> tuple[list[int], int, float]:
     """Return axes, their number m of entries, and m - c, by which squares' sum is divided."""
     if isinstance(dim, bool):  # std(unbiased)
@@ -152,7 +153,7 @@ def deviation(
     correction: Any = None,
 ) -> Value:
     """std x = |P x| / sqrt(m - c), P the projection off the mean: slope 1 / sqrt(m - c)."""
-    axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
+    axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith
     slope = arith.const(up(1 / math.sqrt(divisor), 2))
@@ -174,7 +175,7 @@ def variance(
     correction: Any = None,
 ) -> Value:
     """var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c): finite on the pixel box only."""
-    axes, count, divisor = _degrees(ctx, x, dim, unbiased, correction)
+    axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith
     longest = _longest(x, axes)
@@ -294,6 +295,7 @@ def separable(ctx: Context, x: Value, averaging: Separable) -> Value:
 
 
 register_averages(rules, Value, separable)
+register_interpolation(rules, Value, separable)
 
 
 def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
