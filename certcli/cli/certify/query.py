@@ -79,11 +79,10 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            certifier, proven = _proven(opened, options, remaining)
-            remark = certifier.remark
-            if proven:
+            arithmetic, remark = _proof(opened, options, remaining)
+            if arithmetic:
                 verdict = HOLDS
-                about = {"arithmetic": certifier.arithmetic}
+                about = {"arithmetic": arithmetic}
     spent = round(time.perf_counter() - started, 3)
     sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name, **about})
     sink.text(verdict)
@@ -145,20 +144,39 @@ def inside(inputs: Any, query: Query) -> Any:
     return stored
 
 
-def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
-    """Return the certifier, and whether it proves class 0 within 1/2 of the grey image.
+def _proof(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[str, str]:
+    """Return the arithmetic in which class 0 is proven within 1/2 of the grey image, or "" and why not.
 
-    By --effort, or by branching.
+    By --effort, or by branching; where that has no room or no rule, by the enclosures that fit.
     """
+    from certcli.certify.local_options import AUTO, BRANCH
+    from certcli.system.errors import NoBoundError
+
+    asked = options.local.effort
+    remark = ""
+    for effort in (BRANCH, AUTO) if asked in (AUTO, BRANCH) else (asked,):
+        try:
+            certifier, proven = _certified(opened, options, effort, seconds)
+        except NoBoundError as failure:
+            remark = remark or failure.message
+            continue
+        remark = remark or certifier.remark
+        return (certifier.arithmetic if proven else ""), remark
+    return "", remark
+
+
+def _certified(
+    opened: OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
+) -> tuple[Any, bool]:
+    """Return the certifier of this effort, and whether it proves class 0."""
     from dataclasses import replace
 
     import torch
 
-    from certcli.certify.local_options import AUTO, BRANCH
+    from certcli.certify.local_options import BRANCH
     from certcli.certify.methods import prepare
     from certcli.evaluation.threat import Threat
 
-    effort = BRANCH if options.local.effort == AUTO else options.local.effort
     local = replace(
         options.local,
         effort=effort,

@@ -3,6 +3,7 @@
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -32,6 +33,9 @@ _COMPARED = {
 }
 _UNARY = {
     "Erf": torch.erf,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Atan": torch.atan,
     "Sqrt": torch.sqrt,
     "Neg": operator.neg,
     "Abs": torch.abs,
@@ -42,15 +46,21 @@ _UNARY = {
     "Floor": torch.floor,
     "Not": torch.logical_not,
 }
-_MODULES = {
-    "Relu": nn.ReLU,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "HardSwish": nn.Hardswish,
-    "Softplus": nn.Softplus,
-    "Softsign": nn.Softsign,
-    "Mish": nn.Mish,
+_MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "Relu": (nn.ReLU, {}),
+    "Sigmoid": (nn.Sigmoid, {}),
+    "Tanh": (nn.Tanh, {}),
+    "HardSwish": (nn.Hardswish, {}),
+    "Softplus": (nn.Softplus, {}),
+    "Softsign": (nn.Softsign, {}),
+    "Mish": (nn.Mish, {}),
+    "Gelu": (nn.GELU, {"approximate": "none"}),
+    "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
+    "Elu": (nn.ELU, {"alpha": 1.0}),
+    "Celu": (nn.CELU, {"alpha": 1.0}),
 }
+"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults."""
+_FOLDED = {"Max": torch.maximum, "Min": torch.minimum, "Sum": operator.add}
 
 
 @reads(*_BINARY)
@@ -78,12 +88,11 @@ def compared(call: Call) -> Any:
     return call.apply(_COMPARED[call.op], call.value(0), call.value(1))
 
 
-@reads("Max", "Min")
-def extreme(call: Call) -> Any:
-    function = torch.maximum if call.op == "Max" else torch.minimum
+@reads(*_FOLDED)
+def folded(call: Call) -> Any:
     result = call.value(0)
     for place in range(1, len(call.inputs)):
-        result = call.apply(function, result, call.value(place))
+        result = call.apply(_FOLDED[call.op], result, call.value(place))
     return result
 
 
@@ -108,24 +117,45 @@ def unary(call: Call) -> Any:
     return call.apply(_UNARY[call.op], call.value())
 
 
+def _attribute(call: Call, name: str, default: Any) -> Any:
+    """Return an attribute; its default, too, is a float32."""
+    return call.attribute(
+        name, float(np.float32(default)) if isinstance(default, float) else default
+    )
+
+
 @reads(*_MODULES)
 def curve(call: Call) -> Any:
-    return call.apply(_MODULES[call.op](), call.value())
+    module, attributes = _MODULES[call.op]
+    return call.apply(
+        module(*[_attribute(call, *each) for each in attributes.items()]), call.value()
+    )
 
 
-@reads("Gelu")
-def gelu(call: Call) -> Any:
-    return call.apply(nn.GELU(approximate=call.attribute("approximate", "none")), call.value())
+@reads("Selu")
+def selu(call: Call) -> Any:
+    """gamma ELU(x), with the constants that the file says."""
+    inner = call.apply(nn.ELU(_attribute(call, "alpha", 1.6732632)), call.value())
+    return call.apply(operator.mul, inner, _attribute(call, "gamma", 1.0507010))
 
 
-@reads("LeakyRelu")
-def leaky_relu(call: Call) -> Any:
-    return call.apply(nn.LeakyReLU(call.attribute("alpha", 0.01)), call.value())
+@reads("HardSigmoid")
+def hard_sigmoid(call: Call) -> Any:
+    line = call.apply(operator.mul, call.value(), _attribute(call, "alpha", 0.2))
+    line = call.apply(operator.add, line, _attribute(call, "beta", 0.5))
+    return call.apply(torch.clamp, line, 0.0, 1.0)
 
 
-@reads("Elu")
-def elu(call: Call) -> Any:
-    return call.apply(nn.ELU(call.attribute("alpha", 1.0)), call.value())
+@reads("PRelu")
+def parametric_relu(call: Call) -> Any:
+    """A slope for all, or one a channel."""
+    slope, rank = call.tensor(1), len(call.shape())
+    whole = slope.reshape([1] * (rank - slope.dim()) + list(slope.shape))
+    sizes = [1, whole.shape[1] if rank > 1 else 1, *[1] * (rank - 2)]
+    call.require(list(whole.shape) == sizes[:rank], "a slope an entry")
+    module = nn.PReLU(slope.numel())
+    module.weight = nn.Parameter(slope.reshape(-1), requires_grad=False)
+    return call.apply(module, call.value())
 
 
 @reads("Clip")

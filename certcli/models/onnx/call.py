@@ -119,6 +119,16 @@ class Call:
         return value
 
 
+def permuted(call: Call, value: Any, order: list[int]) -> Any:
+    """Return the axes in this order; of axes that were permuted before, both orders as one."""
+    if getattr(value, "target", None) == "permute" and sorted(order) == list(range(len(order))):
+        value, before = value.args
+        order = [before[axis] for axis in order]
+        if order == sorted(order):
+            return value
+    return call.apply("permute", value, order)
+
+
 class NoReader(Refused):
     """Nothing here says what the operator is in torch."""
 

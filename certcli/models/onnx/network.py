@@ -86,8 +86,9 @@ def _input(
     kind = inputs[0].type.tensor_type
     sizes = [each.dim_value for each in kind.shape.dim]
     if len(sizes) < 2 or min(sizes[1:]) < 1 or sizes[0] not in (0, 1):
+        lacks = ", which has no axis of images" if len(sizes) == 1 else ", 0 for any"
         raise CheckpointError(
-            f"{path} states the input {sizes or 'without sizes'}, 0 for any",
+            f"{path} states the input {sizes or 'without sizes'}{lacks}",
             "export it with one image, or any number of images, of one size",
         )
     if math.prod(sizes[1:]) > LARGEST_TENSOR:

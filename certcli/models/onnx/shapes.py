@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from certcli.models.onnx.call import Call, reads
+from certcli.models.onnx.call import Call, permuted, reads
 from certcli.models.onnx.program import shape_of
 
 _FAR = 2**62
@@ -45,7 +45,7 @@ def flatten(call: Call) -> Any:
 @reads("Transpose")
 def transpose(call: Call) -> Any:
     rank = len(call.shape())
-    return call.apply("permute", call.value(), list(call.attribute("perm", range(rank)[::-1])))
+    return permuted(call, call.value(), list(call.attribute("perm", range(rank)[::-1])))
 
 
 @reads("Squeeze", "Unsqueeze")
@@ -122,7 +122,7 @@ def gather(call: Call) -> Any:
     result = call.apply("index_select", call.value(), axis, index.reshape(-1))
     if index.dim() == 1:
         return result
-    return call.apply("reshape", result, [*sizes[:axis], *index.shape, *sizes[axis + 1 :]])
+    return _reshaped(call, result, [*sizes[:axis], *index.shape, *sizes[axis + 1 :]])
 
 
 @reads("Concat")
@@ -176,19 +176,56 @@ def pad(call: Call) -> Any:
     )
 
 
-_REDUCED = {"ReduceMean": torch.mean, "ReduceSum": torch.sum, "ReduceMax": torch.amax, "ReduceMin": torch.amin}  # fmt: skip
+_REDUCED = {
+    "ReduceMean": torch.mean, "ReduceSum": torch.sum, "ReduceMax": torch.amax, "ReduceMin": torch.amin,
+    "ReduceL1": torch.sum, "ReduceSumSquare": torch.sum,
+}  # fmt: skip
+_BEFORE: dict[str, tuple[Any, ...]] = {"ReduceL1": (torch.abs,), "ReduceSumSquare": (torch.pow, 2)}
+"""What of each entry is summed."""
 
 
-@reads("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
+@reads(*_REDUCED, "ReduceL2", "ReduceProd")
 def reduced(call: Call) -> Any:
     axes = call.listed("axes", 1, 13 if call.op == "ReduceSum" else 18)
     keep = bool(call.attribute("keepdims", 1))
+    skips = call.attribute("noop_with_empty_axes", 0)
     if not axes:
-        if call.attribute("noop_with_empty_axes", 0):
+        if skips:
+            call.require(call.op not in (*_BEFORE, "ReduceL2"), "no axes")
             return call.value()
         axes = list(range(len(call.shape())))
-    call.attribute("noop_with_empty_axes", 0)
     if call.op == "ReduceProd":
         call.require(len(axes) == 1, "a product over several axes")
         return call.apply(torch.prod, call.tensor(0), axes[0], keep)
-    return call.apply(_REDUCED[call.op], call.value(), axes, keep)
+    if call.op == "ReduceL2":
+        return call.apply(torch.linalg.vector_norm, call.value(), 2, axes, keep)
+    summed = call.value()
+    if call.op in _BEFORE:
+        function, *further = _BEFORE[call.op]
+        summed = call.apply(function, summed, *further)
+    return call.apply(_REDUCED[call.op], summed, axes, keep)
+
+
+@reads("DepthToSpace", "SpaceToDepth")
+def blocks(call: Call) -> Any:
+    """Channels to squares of pixels, or back: the entries are numbered (c, row, column) or so."""
+    side = call.attribute("blocksize")
+    batch, channels, height, width = call.shape()
+    if call.op == "SpaceToDepth":
+        sizes = [channels, height // side, side, width // side, side]
+        order, merged = [3, 5, 1, 2, 4], [channels * side * side, height // side, width // side]
+    else:
+        channels //= side * side
+        columns_first = call.attribute("mode", "DCR") == "CRD"
+        sizes = [channels, side, side] if columns_first else [side, side, channels]
+        sizes += [height, width]
+        order = [1, 4, 2, 5, 3] if columns_first else [3, 4, 1, 5, 2]
+        merged = [channels, height * side, width * side]
+    parts = _reshaped(call, call.value(), [batch, *sizes])
+    return _reshaped(call, call.apply("permute", parts, [0, *order]), [batch, *merged])
+
+
+@reads("Einsum")
+def einsum(call: Call) -> Any:
+    values = [call.value(place) for place in range(len(call.inputs))]
+    return call.apply(torch.einsum, call.attribute("equation"), *values)
