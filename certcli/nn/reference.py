@@ -32,7 +32,7 @@
   of a token attends to exactly one token, chosen by the image. No softmax.
 - `certvit_mix_mnist`: the same with attention's other limit, orthogonal matrices over tokens, which
   do not depend on the image. `--arch-arg mixing=none` takes the mixing out of either
-  (docs/lab/attention-at-work.md).
+  (docs/results.md).
 
 Those that are Lipschitz by design take `--arch-arg mirror=true`, the mean over an image and its
 mirror image, and `members=2`, the mean of several networks, which `certvit init --member` makes of

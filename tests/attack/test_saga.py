@@ -14,7 +14,14 @@ from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Region
 from certcli.nn.l2_attention import build
 from certcli.system.errors import UsageError
-from tests.helpers.attack_nets import NORMS, SHORT, batches, labelled, perceptron, pictures
+from tests.helpers.attack_nets import (
+    NORMS,
+    SHORT,
+    batches,
+    labelled,
+    random_pictures,
+    small_perceptron,
+)
 
 
 def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
@@ -30,7 +37,7 @@ def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
         for parameter in net.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3)  # timm starts so small that a fresh net is nearly constant
-        net.head.bias -= net(pictures(6)).mean(dim=0)
+        net.head.bias -= net(random_pictures(6)).mean(dim=0)
     return net.eval()
 
 
@@ -39,7 +46,7 @@ def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -> None:
     model = small_vit(l2, pool)
-    images = pictures(6)
+    images = random_pictures(6)
     labels = labelled(model, images, wrong=1)
     region = Region(norm, 3.0 if norm == "l2" else 0.6)
     records = list(
@@ -54,7 +61,7 @@ def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -
 
 def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
     model = small_vit()
-    images = pictures(3)
+    images = random_pictures(3)
     maps: list[Tensor] = []
     for block in model.blocks:
         attention = block.attn
@@ -74,10 +81,10 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
+    "model", [small_perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
 )
 def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
-    images = pictures(2)
+    images = random_pictures(2)
     with pytest.raises(UsageError, match="saga needs"):
         ATTACKS.load("saga")(model, images, labelled(model, images), Region("l2", 0.5), SHORT)
 
@@ -114,7 +121,7 @@ def test_a_flip_in_half_precision_alone_is_no_success() -> None:
 @pytest.mark.parametrize("name", ["fgsm", "pgd", "apgd-ce", "square", "fab", "cw"])
 def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) -> None:
     model = small_vit()
-    images = pictures(6)
+    images = random_pictures(6)
     labels = labelled(model, images)
     region = Region("l2", 3.0)
     settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")

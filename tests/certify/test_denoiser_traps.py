@@ -19,7 +19,7 @@ from certcli.checkpoint.schema import convert
 from certcli.models.diffusion import EPSILON, SAMPLE, Prediction, Schedule
 from certcli.system.errors import CertvitError
 from tests.certify.test_one_shot import SIGMAS, Oracle
-from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, images
+from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, noisy_images
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 from tests.models.diffusers_outputs import STORED
 
@@ -114,7 +114,7 @@ def equals_diffusers(faulty: ModuleType) -> None:
         net = faulty.UNet(convert(fields, faulty.UNetShape)).eval()
         fill(net)
         theirs = torch.tensor(stored[name])
-        ours = net(images(), torch.tensor(STEPS)).flatten()
+        ours = net(noisy_images(), torch.tensor(STEPS)).flatten()
         assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
 
 

@@ -25,7 +25,7 @@ from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.visible_part import GreyPixels
-from tests.helpers.patches import GRID, pixel_model, places
+from tests.helpers.patches import GRID, half_normalised, patch_places
 
 CPU = torch.device("cpu")
 
@@ -51,7 +51,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
     attacked = kept = 0
     for seed in range(4):
         patch = Patch(2, 1)
-        part = GreyPixels(pixel_model(Bright(seed), (1, 4, 5)), GRID)
+        part = GreyPixels(half_normalised(Bright(seed), (1, 4, 5)), GRID)
         defence = (
             DoubleMasking(GRID, [patch], 2)
             if name == "double-masking"
@@ -62,7 +62,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
         labels = [one.prediction for one in defence.predict(passes, images)]
         for image, found in zip(images, defence.certify(passes, images, labels), strict=True):
             near = []
-            for pixels in places(GRID, patch):
+            for pixels in patch_places(GRID, patch):
                 for values in itertools.product((0.0, 1.0), repeat=2):
                     one = image.clone()
                     one[0, pixels] = torch.tensor(values)
@@ -94,7 +94,7 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
     net[1].weight.data.zero_()
     net[1].weight.data[1, [0, 1, 8, 9]] = 4.0  # of normalised pixels in [-1, 1]
     net[1].bias.data = torch.tensor([0.0, 8.0])
-    model = pixel_model(net, (1, 8, 8))
+    model = half_normalised(net, (1, 8, 8))
     images = torch.zeros(2, 1, 8, 8)
     target = PatchTarget(lambda corner: model, lambda x: model(x).argmax(1).tolist())
     rows = attack_patches(target, [5, 6], images, [0, 0], Patch(2, 2), AttackSettings(steps=10))

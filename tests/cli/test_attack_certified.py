@@ -17,7 +17,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.attack_nets import SHORT, batches, labelled, linear, pictures
+from tests.helpers.attack_nets import SHORT, batches, labelled, linear_classifier, random_pictures
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 
@@ -143,8 +143,8 @@ def test_certificates_that_speak_of_something_else_are_refused(
 
 
 def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
-    model = linear(2)
-    images = pictures(4)
+    model = linear_classifier(2)
+    images = random_pictures(4)
     found = attack_images(
         model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
     )

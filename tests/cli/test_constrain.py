@@ -18,7 +18,7 @@ from certcli.constrain.settings import PRESETS, ConstrainSettings
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.commands import attempt, certvit, document, typed
+from tests.helpers.commands import attempt, certvit, document, words_typed
 from tests.helpers.constrain_layers import collect, constrainable
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
@@ -140,7 +140,7 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     source = tmp_path / "net.safetensors"
     out = tmp_path / "out.safetensors"
     certvit("init", "certvit_vit_digits", "-o", source)
-    patterns = typed("--layers blocks.0.attn.* --layers blocks.1.attn.qkv")
+    patterns = words_typed("--layers blocks.0.attn.* --layers blocks.1.attn.qkv")
     found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
     paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}
@@ -159,14 +159,14 @@ def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, p
     assert parameters["tokens"] is None
     bounds = []
     for beta in (0.1, 0.001):  # ten iterations do not converge, and beta is their strength
-        free = typed(f"--beta {beta} --relaxation 1.3 --force")
+        free = words_typed(f"--beta {beta} --relaxation 1.3 --force")
         bounds.append(document(*words, *free, "-o", target)["log10_upper_after"])
         parameters = Checkpoint.read(target).record.lineage[-1].parameters
         assert (parameters["beta"], parameters["relaxation"]) == (beta, 1.3)
     assert bounds[0] < bounds[1] - 0.1
-    for other in ("--eta 0.1", "--keep 0.9", "--prox nuclear"):
+    for other in ("--eta 0.1", "--keep 0.9", "--prox l1"):
         with pytest.raises(UsageError, match="--preset sets"):
-            _raised(attempt(*words, *typed(other)))
+            _raised(attempt(*words, *words_typed(other)))
     with pytest.raises(UsageError, match="unknown preset"):
         _raised(attempt("constrain", source, "--preset", "other"))
 

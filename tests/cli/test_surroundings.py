@@ -26,7 +26,7 @@ from certcli.report.page import HtmlPage, render
 from certcli.system import processes
 from certcli.system.errors import DataError, Refused, UsageError, plain_lines
 from tests.helpers.commands import console
-from tests.helpers.forks import ended, fork
+from tests.helpers.forks import exit_of_fork, fork
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -180,7 +180,7 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
         sys.argv = ["certvit", *words]
         run()
 
-    code = ended(fork(act, tmp_path / "out", tmp_path / "err"))
+    code = exit_of_fork(fork(act, tmp_path / "out", tmp_path / "err"))
     assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 

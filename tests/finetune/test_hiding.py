@@ -15,7 +15,7 @@ from certcli.evaluation.threat import Patch
 from certcli.finetune.hiding import Hiding
 from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid, band_views, square_views
-from tests.helpers.patches import pixel_model
+from tests.helpers.patches import half_normalised
 
 
 def tokens() -> PixelModel:
@@ -28,12 +28,12 @@ def tokens() -> PixelModel:
         "num_heads": 2,
         "num_classes": 5,
     }
-    return pixel_model(timm.create_model("vit_tiny_patch16_224", **shape), (3, 16, 16))
+    return half_normalised(timm.create_model("vit_tiny_patch16_224", **shape), (3, 16, 16))
 
 
 def flat() -> PixelModel:
     torch.manual_seed(0)
-    return pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)), (3, 16, 16))
+    return half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)), (3, 16, 16))
 
 
 IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))

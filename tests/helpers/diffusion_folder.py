@@ -15,7 +15,7 @@ from certcli.nn.unet import UNet, UNetShape
 from tests.helpers.diffusion_cases import SMALL, fill
 
 
-def folder(
+def diffusion_folder(
     path: Path,
     network: Mapping[str, Any] = {},
     schedule: Mapping[str, Any] = {},

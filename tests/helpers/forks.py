@@ -39,7 +39,7 @@ def fork(act: Callable[[], object], out: Path, err: Path) -> int:
         os._exit(code)
 
 
-def ended(number: int) -> int:
+def exit_of_fork(number: int) -> int:
     """Wait for the end of a fork; return its exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
@@ -66,7 +66,7 @@ def interrupted(folder: Path, words: list[str], states: object) -> str:
         sys.argv = ["certvit", *words]
         run()
 
-    code = ended(fork(act, folder / "out", folder / "err"))
+    code = exit_of_fork(fork(act, folder / "out", folder / "err"))
     said = (folder / "err").read_text()
     assert code == 130, said
     return said

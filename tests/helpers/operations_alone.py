@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from certcli.engine.replay import executed, noise_like
+from certcli.engine.replay import noise_like
+from certcli.engine.trace import executed
 from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
 from certcli.rounding.enclosed import ErrorStep
@@ -23,7 +24,7 @@ from tests.helpers.layouts import channels_last
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 
 
-def _noise(like: Tensor, draw: torch.Generator) -> Tensor:
+def gaussian_like(like: Tensor, draw: torch.Generator) -> Tensor:
     return torch.randn(like.shape, generator=draw, dtype=torch.float64)
 
 
@@ -37,13 +38,15 @@ OPERANDS: dict[str, Draw] = {
     "zeros": lambda like, draw: torch.zeros_like(like),
     "as traced": lambda like, draw: like,
     **{
-        f"noise of 2^{power}": (lambda like, draw, power=power: _noise(like, draw) * 2.0**power)
+        f"noise of 2^{power}": (
+            lambda like, draw, power=power: gaussian_like(like, draw) * 2.0**power
+        )
         for power in (-22, -6, 0, 4)
     },
     # means beside which deviations are small, sums whose terms have one sign
     **{
         f"a mean of 2^{power}": (
-            lambda like, draw, power=power: (1 + 2.0**-9 * _noise(like, draw)) * 2.0**power
+            lambda like, draw, power=power: (1 + 2.0**-9 * gaussian_like(like, draw)) * 2.0**power
         )
         for power in (0, 3, 7)
     },
@@ -103,7 +106,7 @@ def operations(
         place += count
         if node.op != "placeholder" and isinstance(value, Tensor):
             for name, make in OPERANDS.items():
-                operands = _operands(node, values, make, precision, places)
+                operands = scaled_operands(node, values, make, precision, places)
                 if operands is not None:
                     pair = _pair(node, modules[node], values, operands, steps, places, precision)
                     function = steps[0].rounding
@@ -111,7 +114,7 @@ def operations(
                     yield Alone(theorem, node, name, *pair)
 
 
-def _operands(
+def scaled_operands(
     node: fx.Node,
     values: dict[fx.Node, Any],
     make: Draw,

@@ -17,10 +17,10 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.rules.l2_attention import l2_mixing_constant, lambert_w_of_exp
+from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant, lambert_w_of_exp
 from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
-from tests.helpers.slopes import slope
+from tests.helpers.slopes import slope_at
 from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, network, steepest
 
 
@@ -154,7 +154,7 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
     """
     attention, tokens, share = _no_term_to_spare()[term]
     net = Normed(attention).double().eval()
-    found, _ = slope(net, pixels(tokens))
+    found, _ = slope_at(net, pixels(tokens))
     bound = float(bound_network(net, tuple(tokens.shape), 3).upper)
     assert share * bound <= found <= bound
 

@@ -232,7 +232,7 @@ def by_guided(folder: Path, rename: Rename) -> Diffusion:
 
 
 def by_diffusers(folder: Path, rename: Rename) -> Diffusion:
-    made = diffusion_folder.folder(folder, spoil=lambda state: replace_by(state, rename))
+    made = diffusion_folder.diffusion_folder(folder, spoil=lambda state: replace_by(state, rename))
     return cast(Diffusion, read_denoiser(made, 1))
 
 

@@ -17,11 +17,11 @@ from certcli.rounding import curves, running_error, sums
 from certcli.rounding.precisions import PRECISIONS
 from certcli.rounding.running_error import RULES, ExecutedOperation, WithError
 from tests.helpers.grids import EVERY
-from tests.helpers.layouts import surroundings
+from tests.helpers.layouts import formats_and_kernels
 from tests.rounding.test_passing_on import ROWS, allowed, ascended, at, without_a_row
 
 WIDER = PRECISIONS["float32"].unit / PRECISIONS["float64"].unit
-SURROUNDINGS = list(surroundings())
+SURROUNDINGS = list(formats_and_kernels())
 LARGE = 3e3
 """Added to all arguments, so that sums cancel."""
 

@@ -32,9 +32,8 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
-from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
 from certcli.lipschitz.network import prove
 from certcli.models import build
@@ -51,7 +50,13 @@ from tests.certify.test_certificate_law import KINDS, climbed
 from tests.certify.test_local_lip import SIZE
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
-from tests.helpers.executions import apart, executions, neighbours, representable, require_within
+from tests.helpers.executions import (
+    images_within,
+    logits_of_executions,
+    pairwise_differences,
+    representable,
+    require_within,
+)
 from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
@@ -233,7 +238,8 @@ def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
     with torch.no_grad():
         real = model(image)
     steepest_slope = max(
-        float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32")
+        float(pairwise_differences(logits, real)[0, 0, 1])
+        for logits in logits_of_executions(model, image, "float32")
     )
     assert 0.5 * float(bound[0, 1]) < steepest_slope <= float(bound[0, 1])
 
@@ -289,7 +295,7 @@ def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str)
     for near in (images, climbed(model, images, classes, radii)):
         near = representable(near, arithmetic)
         inside = (near - images).flatten(1).norm(dim=1) <= radii
-        for logits in executions(model, near, arithmetic):
+        for logits in logits_of_executions(model, near, arithmetic):
             best = logits.topk(2, dim=1)
             assert bool((best.indices[:, 0] == classes)[inside].all())
             assert bool((best.values[:, 0] > best.values[:, 1])[inside].all())  # a tie is no answer
@@ -371,9 +377,9 @@ def _farthest(
     run = replace(trace, root=copy.deepcopy(trace.root).to(dtype), constants=moved)
     near = [
         image,
-        *representable(neighbours(image.expand(8, *image.shape[1:]), radius, 3), arithmetic).split(
-            1
-        ),
+        *representable(
+            images_within(image.expand(8, *image.shape[1:]), radius, 3), arithmetic
+        ).split(1),
     ]
     for x in (x for x in near if float((x - image).norm()) <= radius):
         for (_, truth), given in zip(executed(run, x.to(dtype)), trace.graph.nodes, strict=True):

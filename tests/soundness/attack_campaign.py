@@ -48,7 +48,7 @@ from tests.certify.test_local_lip import NETWORKS as CHAINS
 from tests.certify.test_patch_law import Bright
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
-from tests.helpers.executions import executions, representable
+from tests.helpers.executions import logits_of_executions, representable
 from tests.rounding.test_neighbours import CASES
 
 STEPS = 20
@@ -324,7 +324,7 @@ class Balls:
             ) <= self.radii.flatten()
             prediction = torch.where(inside.view(-1, 1, 1, 1), moved, prediction)
             tried = tried | inside
-        every = executions(self.model, prediction, self.arithmetic)
+        every = logits_of_executions(self.model, prediction, self.arithmetic)
         fell = torch.zeros_like(tried)
         for logits in every if thoroughly else itertools.islice(every, 1):
             fell |= ~(self.margins(logits).amin(1) > 0)  # NaN is no class

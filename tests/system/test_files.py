@@ -20,7 +20,7 @@ from certcli.checkpoint.shards import INDEX, named
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.forks import ended, fork
+from tests.helpers.forks import exit_of_fork, fork
 from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
 
 
@@ -199,7 +199,7 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     killed = fork(
         lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull)
     )
-    assert ended(killed) == -signal.SIGKILL
+    assert exit_of_fork(killed) == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
