@@ -68,7 +68,7 @@ from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint
-from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
+from certcli.models.in_memory import PREFIX, Statistics, open_module, statistics_per_channel
 from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
@@ -145,8 +145,8 @@ def load(
     hints = Hints(
         arch,
         arch_args or {},
-        per_channel(mean),
-        per_channel(std),
+        statistics_per_channel(mean),
+        statistics_per_channel(std),
         as_stated,
         weights,
         features,

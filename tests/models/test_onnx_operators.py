@@ -10,7 +10,7 @@ import torch
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
 from certcli.models.onnx.call import READERS
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -167,7 +167,7 @@ def test_every_reader_computes_what_onnx_runtime_does(tmp_path: Path) -> None:
     images = torch.from_numpy(normal(2, *SIZE))
     for place, row in enumerate((*ROWS, *OLD)):
         path = written(tmp_path / f"{place}.onnx", row, 21 if place < len(ROWS) else 8)
-        net, _ = network_of(path, read_model(path)[0])
+        net, _ = network_of_onnx(path, read_model(path)[0])
         session = onnxruntime.InferenceSession(path.read_bytes())
         theirs = np.concatenate([session.run(None, {"x": x[None].numpy()})[0] for x in images])
         ours = net.double()(images.double()).detach().numpy()

@@ -24,7 +24,7 @@ from certcli.models import build
 from certcli.models.build import OpenCheckpoint
 from certcli.models.in_memory import open_module
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
@@ -58,7 +58,7 @@ def require_read(context: typer.Context) -> None:
             )
 
 
-def answer(options: CertifyOptions, sink: Sink) -> None:
+def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
     from certcli.report.formats import save
 
@@ -69,7 +69,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
         raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
     query = read_query(target.vnnlib)
     model, data = read_model(source)
-    net, size = network_of(source, model)
+    net, size = network_of_onnx(source, model)
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
     example: Example | None = None
@@ -81,7 +81,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            arithmetic, remark = _proof(opened, options, remaining)
+            arithmetic, remark = _proof_of_query(opened, options, remaining)
             if arithmetic:
                 verdict = HOLDS
                 about = {"arithmetic": arithmetic}
@@ -121,13 +121,13 @@ def _counterexample(
         if record.adversarial is None or not record.fell:
             return None
         point = record.adversarial[None]
-    inputs = inside(network.inputs(point), query)
+    inputs = nearest_in_box(network.inputs(point), query)
     outputs = runtime.run(inputs).flatten().tolist()
     values = inputs.double().flatten().tolist()
     return (values, outputs) if query.is_violated(values, outputs) else None
 
 
-def inside(inputs: Any, query: Query) -> Any:
+def nearest_in_box(inputs: Any, query: Query) -> Any:
     """Return the nearest float32 values in the box, where there are any."""
 
     stored = inputs.float()
@@ -139,7 +139,9 @@ def inside(inputs: Any, query: Query) -> Any:
     return stored
 
 
-def _proof(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[str, str]:
+def _proof_of_query(
+    opened: OpenCheckpoint, options: CertifyOptions, seconds: float
+) -> tuple[str, str]:
     """Return the arithmetic in which class 0 is proven within 1/2 of the grey image, or "" and why not.
 
     By --effort, or by branching; where that has no room or no rule, by the enclosures that fit.
@@ -148,7 +150,7 @@ def _proof(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> t
     remark = ""
     for effort in (BRANCH, AUTO) if asked in (AUTO, BRANCH) else (asked,):
         try:
-            certifier, proven = _certified(opened, options, effort, seconds)
+            certifier, proven = _certified_query(opened, options, effort, seconds)
         except NoBoundError as failure:
             remark = remark or failure.message
             continue
@@ -157,7 +159,7 @@ def _proof(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> t
     return "", remark
 
 
-def _certified(
+def _certified_query(
     opened: OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
 ) -> tuple[Any, bool]:
     """Return the certifier of this effort, and whether it proves class 0."""

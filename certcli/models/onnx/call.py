@@ -138,7 +138,7 @@ READERS: dict[str, Reader] = {}
 """Operator -> what it is in torch. One that is not here has no reader."""
 
 
-def reads(*ops: str) -> Callable[[Reader], Reader]:
+def reads_operators(*ops: str) -> Callable[[Reader], Reader]:
     """Register the reader of operators."""
 
     def register(reader: Reader) -> Reader:
@@ -148,7 +148,7 @@ def reads(*ops: str) -> Callable[[Reader], Reader]:
     return register
 
 
-def read(call: Call) -> list[Any]:
+def read_call(call: Call) -> list[Any]:
     """Return an operator's results; Refused: it has no reader, or asks for what its reader has not."""
     reader = READERS.get(call.op)
     if reader is None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
-from certcli.models.onnx.call import Call, permuted, reads
+from certcli.models.onnx.call import Call, permuted, reads_operators
 from certcli.models.onnx.program import shape_of
 
 
@@ -23,27 +23,27 @@ def with_weights(module: nn.Module, **tensors: Tensor | None) -> nn.Module:
     return module
 
 
-def linear(weight: Tensor, bias: Tensor | None) -> Any:
+def linear_module(weight: Tensor, bias: Tensor | None) -> Any:
     """Return x -> W x + b for W (out, in)."""
     shape = nn.Linear(1, 1, bias=bias is not None)
     shape.out_features, shape.in_features = weight.shape
     return with_weights(shape, weight=weight, **({} if bias is None else {"bias": bias}))
 
 
-@reads("MatMul")
-def product(call: Call) -> Any:
+@reads_operators("MatMul")
+def read_product(call: Call) -> Any:
     a, b = call.value(0), call.value(1)
     if isinstance(a, fx.Node) and isinstance(b, Tensor) and b.dim() == 2:
-        return call.apply(linear(b.T, None), a)
+        return call.apply(linear_module(b.T, None), a)
     if isinstance(a, Tensor) and a.dim() == 2 and isinstance(b, fx.Node) and len(shape_of(b)) > 1:
         rank = len(shape_of(b))  # W x = (x^T W^T)^T
         turned = [*range(rank - 2), rank - 1, rank - 2]
-        return permuted(call, call.apply(linear(a, None), permuted(call, b, turned)), turned)
+        return permuted(call, call.apply(linear_module(a, None), permuted(call, b, turned)), turned)
     return call.apply(torch.matmul, a, b)
 
 
-@reads("Gemm")
-def gemm(call: Call) -> Any:
+@reads_operators("Gemm")
+def read_gemm(call: Call) -> Any:
     weight, bias = call.tensor(1), call.constant(2)
     call.require(call.attribute("transA", 0) == 0 and weight.dim() == 2, "a transposed image")
     alpha, beta = call.attribute("alpha", 1.0), call.attribute("beta", 1.0)
@@ -52,7 +52,7 @@ def gemm(call: Call) -> Any:
     if bias is not None:
         bias = bias.expand(1, len(weight)).reshape(-1)
         bias = bias if beta == 1 else bias.double() * beta
-    return call.apply(linear(weight, bias), call.value(0))
+    return call.apply(linear_module(weight, bias), call.value(0))
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,8 @@ _CONVOLUTIONS: dict[tuple[str, int], Any] = {
 }
 
 
-@reads("Conv", "ConvTranspose")
-def convolution(call: Call) -> Any:
+@reads_operators("Conv", "ConvTranspose")
+def read_convolution(call: Call) -> Any:
     weight, bias, x = call.tensor(1), call.constant(2), call.value(0)
     kernel = list(weight.shape[2:])
     form = call.op, len(kernel)
@@ -124,24 +124,24 @@ def convolution(call: Call) -> Any:
     return call.apply(with_weights(module, **tensors), x)
 
 
-def layer_norm(weight: Tensor, bias: Tensor | None, eps: float) -> nn.Module:
+def layer_norm_module(weight: Tensor, bias: Tensor | None, eps: float) -> nn.Module:
     module = nn.LayerNorm(len(weight), eps, bias=bias is not None, device="meta")
     return with_weights(module, weight=weight, **({} if bias is None else {"bias": bias}))
 
 
-@reads("LayerNormalization")
-def layer_normalisation(call: Call) -> Any:
+@reads_operators("LayerNormalization")
+def read_layer_norm(call: Call) -> Any:
     rank = len(call.shape())
     call.require(call.axis(-1, rank) == rank - 1, "several axes")
     call.require(call.attribute("stash_type", 1) == 1, "another type inside")
     eps = call.attribute("epsilon", float(np.float32(1e-5)))
     weight = call.tensor(1)
     call.require(tuple(weight.shape) == call.shape()[-1:], "weights of another shape")
-    return call.apply(layer_norm(weight, call.constant(2), eps), call.value(0))
+    return call.apply(layer_norm_module(weight, call.constant(2), eps), call.value(0))
 
 
-@reads("BatchNormalization")
-def batch_normalisation(call: Call) -> Any:
+@reads_operators("BatchNormalization")
+def read_batch_norm(call: Call) -> Any:
     weight, bias, mean, variance = (call.tensor(place) for place in range(1, 5))
     call.attribute("momentum", 0.9)
     call.require(call.attribute("training_mode", 0) == 0, "statistics of the batch")
@@ -154,8 +154,8 @@ def batch_normalisation(call: Call) -> Any:
     return call.apply(module, call.value(0))
 
 
-@reads("Softmax", "LogSoftmax")
-def softmax(call: Call) -> Any:
+@reads_operators("Softmax", "LogSoftmax")
+def read_softmax(call: Call) -> Any:
     rank = len(call.shape())
     axis = call.axis(-1 if call.opset >= 13 else 1, rank)
     call.require(call.opset >= 13 or axis == rank - 1, "several axes at once")
@@ -163,8 +163,8 @@ def softmax(call: Call) -> Any:
     return call.apply(build(axis - rank), call.value())
 
 
-@reads("InstanceNormalization", "GroupNormalization")
-def group_normalisation(call: Call) -> Any:
+@reads_operators("InstanceNormalization", "GroupNormalization")
+def read_group_norm(call: Call) -> Any:
     """Of an instance each channel is a group; before opset 21 weights were those of groups."""
     weight, bias = call.tensor(1), call.tensor(2)
     channels = call.shape()[1]
@@ -176,8 +176,8 @@ def group_normalisation(call: Call) -> Any:
     return call.apply(with_weights(module, weight=weight, bias=bias), call.value(0))
 
 
-@reads("Resize", "Upsample")
-def resized(call: Call) -> Any:
+@reads_operators("Resize", "Upsample")
+def read_resize(call: Call) -> Any:
     """Nearest by whole factors, rounded down, and linear between the pixels' middles or corners."""
     resize = call.op == "Resize"
     call.require(not resize or call.opset >= 11, "its rules before opset 11")
@@ -218,18 +218,18 @@ def _resized_sizes(call: Call, resize: bool) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-@reads("GlobalAveragePool")
-def global_average(call: Call) -> Any:
+@reads_operators("GlobalAveragePool")
+def read_global_average(call: Call) -> Any:
     return call.apply(nn.AdaptiveAvgPool2d(1), call.value())
 
 
-@reads("GlobalMaxPool")
-def global_maximum(call: Call) -> Any:
+@reads_operators("GlobalMaxPool")
+def read_global_maximum(call: Call) -> Any:
     return call.apply(torch.amax, call.value(), list(range(2, len(call.shape()))), True)
 
 
-@reads("MaxPool", "AveragePool")
-def pool(call: Call) -> Any:
+@reads_operators("MaxPool", "AveragePool")
+def read_pool(call: Call) -> Any:
     kernel: Any = tuple(call.attribute("kernel_shape"))
     call.require(len(kernel) == 2 == len(call.shape()) - 2, "other than images")
     windows = Windows.of(call, kernel)
