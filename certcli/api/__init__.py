@@ -140,8 +140,8 @@ def load(
     hints = overrides.Hints(
         arch,
         arch_args or {},
-        in_memory.per_channel(mean),
-        in_memory.per_channel(std),
+        in_memory.statistics_per_channel(mean),
+        in_memory.statistics_per_channel(std),
         as_stated,
         weights,
         features,

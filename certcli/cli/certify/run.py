@@ -228,7 +228,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     if target.vnnlib is not None:
         query.require_read(typed)
         output.claim(options.source, target)
-        query.answer(options, sink)
+        query.answer_query(options, sink)
         return
     if target.result is not None:
         raise UsageError(
