@@ -43,7 +43,7 @@ def small_sets(checkpoint: Checkpoint) -> tuple[datasets.Images, datasets.Images
     return train, datasets.load("digits", checkpoint.record.input, "val").limit(60)
 
 
-def trainer(checkpoint: Checkpoint, **changes: object) -> Trainer:
+def trainer_with(checkpoint: Checkpoint, **changes: object) -> Trainer:
     settings = FinetuneSettings(**{"epochs": 2, "optimiser": "stiefel", "lr": 0.01, **changes})  # type: ignore[arg-type]
     return Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
 
@@ -199,7 +199,7 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
 def test_the_trainable_estimate_approaches_the_proven_bound_from_below(
     lipschitz: Checkpoint,
 ) -> None:
-    run = trainer(lipschitz, optimiser="adamw")
+    run = trainer_with(lipschitz, optimiser="adamw")
     for _ in range(100):  # power iteration converges step by step, as it does in training
         estimated = run.pairs()
     assert estimated is not None
@@ -214,7 +214,7 @@ def test_the_trainable_estimate_approaches_the_proven_bound_from_below(
 def test_resuming_continues_bit_for_bit(lipschitz: Checkpoint, tmp_path: Path) -> None:
     sets = small_sets(lipschitz)
     digest = tensors_digest(lipschitz.tensors)
-    whole, second = (trainer(lipschitz, epochs=3) for _ in range(2))
+    whole, second = (trainer_with(lipschitz, epochs=3) for _ in range(2))
     stream = whole.run(*sets)
     next(stream)
     save_training_state(tmp_path / "s.safetensors", whole.state())
@@ -236,7 +236,7 @@ def test_under_noise_the_epoch_is_chosen_by_accuracy_under_that_noise(
         return Quality(next(shares[noise]), None, None)
 
     monkeypatch.setattr("certcli.finetune.validation.evaluate", judged)
-    run = trainer(tiny, loss="ce", optimiser="adamw", noise=0.25, batch_size=128)
+    run = trainer_with(tiny, loss="ce", optimiser="adamw", noise=0.25, batch_size=128)
     epochs = list(run.run(*small_sets(tiny)))
     assert [epoch.best for epoch in epochs] == [True, True]
     assert [epoch.noisy for epoch in epochs] == [0.1, 0.8]
@@ -286,7 +286,7 @@ def test_noisy_images_pass_the_denoiser_in_training_and_in_the_choice(
 
 
 def test_a_state_of_another_run_is_refused(lipschitz: Checkpoint, tmp_path: Path) -> None:
-    save_training_state(tmp_path / "s.safetensors", trainer(lipschitz).state())
+    save_training_state(tmp_path / "s.safetensors", trainer_with(lipschitz).state())
     with pytest.raises(CheckpointError, match="another starting checkpoint"):
         load_training_state(tmp_path / "s.safetensors", "other")
     (tmp_path / "s.safetensors").write_bytes(b"broken")

@@ -102,7 +102,7 @@ EDGES = {"float32": 2.0**-17, "bf16": 0.5 + 2.0**-9}
 """Half a unit of 128; in bf16 half of 1, and the pixel is rounded before."""
 
 
-def shifted(precision: str) -> Classifier:
+def shifted_classes(precision: str) -> Classifier:
     """Class 1 where fl(x + 128) > 128, as it is executed: from `EDGES` on."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.Linear(1, 2))
     for layer, weight, bias in (
@@ -114,7 +114,7 @@ def shifted(precision: str) -> Classifier:
     return Classifier(model, precision)
 
 
-def at(pixel: float, count: int) -> Images:
+def edge_image(pixel: float, count: int) -> Images:
     images = torch.full((count, 1, 1, 1), pixel)
     ones = torch.ones(count, dtype=torch.int64)
     return Images(
@@ -123,7 +123,7 @@ def at(pixel: float, count: int) -> Images:
 
 
 @contextmanager
-def watched() -> Iterator[list[Tensor]]:
+def watched_noise() -> Iterator[list[Tensor]]:
     """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are
     one sample.
     """
@@ -154,10 +154,10 @@ def arranged(
     """Certificates of one run, broken off, resumed by three processes: and what is wrong with the
     arrangement.
     """
-    classify = shifted(settings.precision)
+    classify = shifted_classes(settings.precision)
     edge = EDGES[settings.precision]
     images, paths = (
-        at(edge + true, count),
+        edge_image(edge + true, count),
         [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
     )
     for path in paths:
@@ -181,13 +181,13 @@ def arranged(
             if failure is not None:
                 raise failure
 
-    with watched() as dealt:
+    with watched_noise() as dealt:
         several(paths[0])
-    with watched() as before:
+    with watched_noise() as before:
         run(paths[1], ALONE, max(1, count // (2 * make().at_once)))  # half of the batches
     kept = paths[1].read_bytes()
     paths[1].write_bytes(kept[: -len(kept) // 5])  # and torn
-    with watched() as after:
+    with watched_noise() as after:
         several(paths[1])
     rows = [[{**row, "seconds": 0} for row in read_records(path, "certify")[1]] for path in paths]
     wrong = []
@@ -202,12 +202,12 @@ def arranged(
 
 def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificate], str]:
     """Certificates at the sigma that was chosen on the same images, with the same seed."""
-    classify = shifted(settings.precision)
+    classify = shifted_classes(settings.precision)
     edge = EDGES[settings.precision]
-    images = at(edge + true, count)
-    with watched() as drawn:
+    images = edge_image(edge + true, count)
+    with watched_noise() as drawn:
         sigma, _ = choose_sigma(lambda sigma: classify, 2, settings, CPU, images, [true / 2, true])
-    with watched() as own:
+    with watched_noise() as own:
         certifier = SmoothingCertifier(classify, 2, replace(settings, sigma=sigma), CPU)
         rows = [row for batch in certify(certifier, images, 1) for row in batch]
     shared = (
@@ -218,7 +218,7 @@ def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificat
     return rows, f"{shared} draws chose sigma and certify" if shared else ""
 
 
-def drawn(runs: int, seed: int) -> bool:
+def drawn_coverage(runs: int, seed: int) -> bool:
     """Coverage of certificates whose noise is drawn; tell whether all is well."""
     seeds = itertools.count(seed)
     well = True
@@ -255,14 +255,14 @@ def wrong_ones(found: Sequence[Certificate], true: float) -> int:
     return sum(row.radius > true or row.prediction == 0 for row in found)
 
 
-def main() -> int:
+def coverage_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", action="store_true")
     asked = parser.parse_args()
     if asked.drawn:
-        return 0 if drawn(asked.runs, asked.seed) else 1
+        return 0 if drawn_coverage(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
     pixels = torch.zeros(BATCH, 1, 1, 1)
     broken = 0
@@ -295,4 +295,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(coverage_campaign())
