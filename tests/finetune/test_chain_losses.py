@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.chains.sequential import SequentialNetwork
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.loop import Trainer

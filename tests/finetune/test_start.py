@@ -8,7 +8,7 @@ import pytest
 from certcli.certify.hopeless import HOPELESS, hopeless
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
-from certcli.cli.finetune import ending, proof
+from certcli.cli.finetune import ending
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import (
     default_batch_size,
@@ -141,7 +141,7 @@ def test_the_checkpoint_is_there_before_the_proof(
         assert Checkpoint.read(out).record.lineage[-1].command == "finetune"
         raise OSError("power cut")
 
-    monkeypatch.setattr(proof, "prove", cut)
+    monkeypatch.setattr(ending, "prove", cut)
     done = attempt("finetune", workshop / "plain.safetensors", *DIGITS, "--epochs", 1, "-o", out)
     assert isinstance(done.exception, OSError)
     assert out.exists()
@@ -150,13 +150,13 @@ def test_the_checkpoint_is_there_before_the_proof(
 @pytest.mark.parametrize("left", [None, -5.0, 0.0, 2.0, 30.0, 1e4])
 def test_the_proof_takes_as_many_images_as_the_time_allows(left: float | None) -> None:
     costs = (1.0, 0.01)
-    count = proof.affordable(6000, left, costs)
-    assert proof.FEWEST <= count <= 6000
+    count = ending.affordable(6000, left, costs)
+    assert ending.FEWEST <= count <= 6000
     if left is None:
         assert count == 6000
-    elif count > proof.FEWEST:
+    elif count > ending.FEWEST:
         assert costs[0] + count * costs[1] <= left
-    assert proof.affordable(40, left, costs) == 40
+    assert ending.affordable(40, left, costs) == 40
 
 
 def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:

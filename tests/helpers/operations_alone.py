@@ -17,7 +17,7 @@ from certcli.engine.trace import executed
 from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
 from certcli.rounding.enclosed import ErrorStep
-from certcli.rounding.operation_errors import Executed, Followed
+from certcli.rounding.operation_errors import Executed, Followed, Steep
 from certcli.rounding.precisions import Precision
 from tests.helpers.layouts import channels_last
 
@@ -109,7 +109,8 @@ def operations(
                 operands = scaled_operands(node, values, make, precision, places)
                 if operands is not None:
                     pair = _pair(node, modules[node], values, operands, steps, places, precision)
-                    function = steps[0].rounding
+                    rounding = steps[0].rounding
+                    function = rounding.rounding if isinstance(rounding, Steep) else rounding
                     theorem = f"{function.__module__}.{function.__qualname__.split('.')[0]}"
                     yield Alone(theorem, node, name, *pair)
 

@@ -29,8 +29,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BRANCH, EFFORTS, Local

@@ -14,7 +14,6 @@ from torch import nn
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS
-from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming
@@ -119,19 +118,13 @@ SETTINGS = coverage_campaign.Settled(**{**coverage_campaign.DRAWN, "batch_size":
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("arrangement", ["resumed", "auto"])
 def test_certificates_of_drawn_noise_are_wrong_no_more_often_than_alpha(
-    arrangement: str, precision: str, tmp_path: Path
+    precision: str, tmp_path: Path
 ) -> None:
-    """Dealt to processes, broken off and resumed, or at a sigma chosen on the same images: no draw
-    serves twice.
-    """
+    """Dealt to processes, broken off and resumed: no draw serves twice."""
     settings = replace(SETTINGS, precision=precision, seed=3)
     true = 0.2
-    if arrangement == "resumed":
-        found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
-    else:
-        found, fault = coverage_campaign.tuned(settings, true, 100)
+    found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
     assert not fault
     assert (
         stats.binom.sf(coverage_campaign.wrong_ones(found, true) - 1, len(found), settings.alpha)
@@ -173,17 +166,10 @@ def test_draws_that_serve_twice_are_found(
     assert "used twice" in coverage_campaign.arranged(SETTINGS, 0.2, 100, tmp_path)[1]
 
 
-def test_a_sigma_chosen_by_the_noise_that_certifies_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(noise, "TUNE", noise.CERTIFY)
-    assert "chose sigma and certify" in coverage_campaign.tuned(SETTINGS, 0.2, 24)[1]
-
-
 def test_a_network_that_runs_in_another_precision_than_it_says_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     classify = coverage_campaign.shifted_classes("float32")
     monkeypatch.setattr(coverage_campaign, "shifted_classes", lambda precision: classify)
-    found, _ = coverage_campaign.tuned(replace(SETTINGS, precision="bf16"), 0.2, 24)
+    found, _ = coverage_campaign.arranged(replace(SETTINGS, precision="bf16"), 0.2, 24, tmp_path)
     assert coverage_campaign.wrong_ones(found, 0.2) > 12
