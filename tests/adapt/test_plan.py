@@ -283,7 +283,7 @@ def test_the_same_seed_gives_the_same_bytes(plain: Checkpoint, images: Tensor) -
 
 def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
     net = build.create(arch, arguments, initialise=False)
-    return build.initialise(arch, arguments, build.spec_of(net), 10, 0)
+    return build.initialise(arch, arguments, build.spec_of(net), 10)
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,7 @@ def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str)
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
-    net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
-    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
+    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
     sets = [
         datasets.load("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
@@ -160,7 +159,6 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
 
 
 def test_a_network_that_is_no_chain_is_refused() -> None:
-    net = build.create("certvit_vit_digits", {}, initialise=False)
-    checkpoint = build.initialise("certvit_vit_digits", {}, build.spec_of(net), 10, 0)
+    checkpoint = build.initialise("certvit_vit_digits", {})
     with pytest.raises(NoBoundError, match="no chain"):
         Trainer(build.load(checkpoint, writable=True), FinetuneSettings(loss="bcp"), 10, "test")

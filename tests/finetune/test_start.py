@@ -13,7 +13,6 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import (
     default_batch_size,
     defaults_of_start,
-    sentence_of_start,
     start_of,
 )
 from tests.helpers.commands import attempt, document
@@ -173,11 +172,3 @@ def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
     audit = document("audit", workshop / "plain.safetensors", *few, "-a", "fgsm", "-e", 0.2)
     reasons = {row["stage"]: row["why"] for row in audit["skipped"]}
     assert reasons["lipschitz"] == "the bound is too large for 0.2"
-
-
-def test_why_a_fresh_network_is_fresh_is_not_said_twice() -> None:
-    settings = FinetuneSettings()
-    assert "is fresh: " in sentence_of_start(start_of(record_of_steps(FRESH)), settings)
-    assert "trained already (finetune in its lineage)" in sentence_of_start(
-        start_of(record_of_steps(FRESH, TUNED)), settings
-    )
