@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("change", ["settings", "images", "parent"])
-def test_the_state_of_another_run_is_refused(
+def test_the_state_of_another_adaptation_is_refused(
     plain: Checkpoint, images: torch.Tensor, tmp_path: Path, change: str
 ) -> None:
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
@@ -108,7 +108,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     assert not state.exists()
 
 
-def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
+def test_a_second_adaptation_is_refused_while_the_first_lives(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [
@@ -172,7 +172,7 @@ def _colour_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
+def test_adapt_refuses_a_network_without_attention(tmp_path: Path, plain: Checkpoint) -> None:
     certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
     told = attempt("adapt", tmp_path / "cnn.safetensors", "--dataset", tmp_path)
     assert isinstance(told.exception, ArchitectureError)

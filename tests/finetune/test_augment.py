@@ -20,13 +20,13 @@ from certcli.models import build
 from certcli.system.errors import UsageError
 
 
-def numbered(b: int = 6, side: int = 8) -> Tensor:
+def numbered_pixels(b: int = 6, side: int = 8) -> Tensor:
     """Images whose every pixel names its image and place."""
     return (torch.arange(b * side * side).view(b, 1, side, side) + 1).float()
 
 
 def test_translations_move_each_image_as_a_whole() -> None:
-    images = numbered()
+    images = numbered_pixels()
     generator = torch.Generator().manual_seed(0)
     moved = moves.translate(images, 2, "constant", generator)
     visited = set()
@@ -103,7 +103,7 @@ def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: in
 
 
 def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
-    images = numbered(b=40)
+    images = numbered_pixels(b=40)
     grey = torch.full((1, 1, 1, 1), -1.0)
     cut = moves.augment_batch(images, ("cutout:1x3",), grey, torch.Generator().manual_seed(0))
     assert torch.equal(cut == images, cut != -1.0)

@@ -49,9 +49,8 @@ LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A small untrained network in a file of its own folder."""
-    spec = build.spec_of(build.create("certvit_lip_digits", LIPSCHITZ, initialise=False))
     path = tmp_path / "start.safetensors"
-    build.initialise("certvit_lip_digits", LIPSCHITZ, spec, 10, 0).write(path)
+    build.initialise("certvit_lip_digits", LIPSCHITZ).write(path)
     return path
 
 

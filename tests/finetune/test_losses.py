@@ -124,7 +124,7 @@ def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: f
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_loss_gradients_are_those_of_finite_differences(name: str) -> None:
     logits, labels, pairs = batch(count=6)
     loss = loaded(name)
     if name == "emma":

@@ -13,7 +13,6 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import (
     default_batch_size,
     defaults_of_start,
-    sentence_of_start,
     start_of,
 )
 from tests.helpers.commands import attempt, document
@@ -21,7 +20,7 @@ from tests.helpers.commands import attempt, document
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 
 
-def record(*steps: tuple[str, dict[str, Any]]) -> Record:
+def record_of_steps(*steps: tuple[str, dict[str, Any]]) -> Record:
     lineage = tuple(LineageStep(name, parameters, 0, {}, None) for name, parameters in steps)
     return Record("certvit_vit_digits", {}, SPEC, 10, lineage=lineage)
 
@@ -50,12 +49,12 @@ LOWERED = ("constrain", {})
 def test_the_lineage_shows_whether_a_network_is_trained(
     steps: tuple[tuple[str, dict[str, Any]], ...], trained: bool
 ) -> None:
-    assert start_of(record(*steps)).trained is trained
+    assert start_of(record_of_steps(*steps)).trained is trained
 
 
 def test_what_nobody_named_depends_on_the_start() -> None:
-    trained = start_of(record(FRESH, TUNED))
-    fresh = start_of(record(FRESH))
+    trained = start_of(record_of_steps(FRESH, TUNED))
+    fresh = start_of(record_of_steps(FRESH))
     plain = FinetuneSettings(loss="ce")
     assert defaults_of_start(fresh, plain, 5_000_000) == {}
     assert defaults_of_start(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}
@@ -119,7 +118,7 @@ def test_training_that_ruins_a_network_is_not_done(workshop: Path, tmp_path: Pat
 
 def test_the_end_is_judged_by_the_start() -> None:
     begun = ending.Accuracy(230, 256)
-    spec = record(FRESH)
+    spec = record_of_steps(FRESH)
     assert ending.doubt(begun, 0.89, 140, spec) is None
     assert ending.doubt(None, 0.89, 140, spec) is None
     fallen, ruined = (ending.doubt(begun, share, 140, spec) for share in (0.7, 0.1))
@@ -173,11 +172,3 @@ def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
     audit = document("audit", workshop / "plain.safetensors", *few, "-a", "fgsm", "-e", 0.2)
     reasons = {row["stage"]: row["why"] for row in audit["skipped"]}
     assert reasons["lipschitz"] == "the bound is too large for 0.2"
-
-
-def test_why_a_fresh_network_is_fresh_is_not_said_twice() -> None:
-    settings = FinetuneSettings()
-    assert "is fresh: " in sentence_of_start(start_of(record(FRESH)), settings)
-    assert "trained already (finetune in its lineage)" in sentence_of_start(
-        start_of(record(FRESH, TUNED)), settings
-    )
