@@ -32,7 +32,7 @@ WITHOUT_ROUNDING = {
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
     "spelled-rounded-moves", "spelled-rounded-enclosed", "spelled-sums", "fold", "conv-3d-patches", "spelled-at-rest",
-    "variances", "deviations", "side-by-side",
+    "variances", "deviations", "side-by-side", "spelled-lines", "spelled-jumps",
 )  # fmt: skip
 """Their forward passes are of one image."""
 QUICK = [
