@@ -73,7 +73,7 @@ from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import UsageError, plain
+from certcli.system.errors import UsageError, plain_text
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
@@ -156,7 +156,7 @@ def load(
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(in_python(doubt)), stacklevel=3)
     return opened
 
 
@@ -456,5 +456,5 @@ def _judged(
     """Return the images; warn where the file's own program answers otherwise on them."""
     chosen = images_of(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(in_python(doubt)), stacklevel=3)
     return chosen

@@ -23,7 +23,7 @@ from certcli.cli.shared import settings
 from certcli.cli.shared.command import EVERYTHING
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
-from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
+from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain_text
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 from certcli.system.watched import forget, require_unchanged
@@ -338,7 +338,7 @@ def _report(message: str, hint: str, code: int) -> int:
         return ended
     if "--json" in sys.argv and not Sink.invocation.concluded:
         sys.stdout.write(as_line({"error": message, "hint": hint, "code": code}))
-    lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
+    lines = [f"certvit: {plain_text(message)}", *([f"  hint: {plain_text(hint)}"] if hint else [])]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     _others().said()

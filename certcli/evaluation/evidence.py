@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Json, convert
+from certcli.checkpoint.schema import Json, convert_json
 from certcli.evaluation.evidence_schema import (
     COMMANDS,
     OPTIONS,
@@ -50,7 +50,9 @@ def decode_evidence(entry: Evidence) -> Decoded:
         raise Refused("no command of certvit writes such evidence")
     parameters, result = COMMANDS[entry.command]
     evidence = Decoded(
-        entry.command, convert(entry.parameters, parameters), convert(entry.result, result)
+        entry.command,
+        convert_json(entry.parameters, parameters),
+        convert_json(entry.result, result),
     )
     for wrong in _contradictions(evidence):
         raise Refused(wrong)
@@ -74,8 +76,8 @@ def method_of(run: Run, path: Path) -> str:
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
     common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
-        convert(parameters, OPTIONS[run.method])
-        convert(common, dict[str, str])
+        convert_json(parameters, OPTIONS[run.method])
+        convert_json(common, dict[str, str])
     except Refused as refusal:
         raise DataError(
             f"{path} states parameters that no {run.method} has: {refusal}"

@@ -15,7 +15,7 @@ from msgspec import Meta
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, StrictStruct, Text, convert
+from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, StrictStruct, Text, convert_json
 from certcli.images.labelled import Images
 from certcli.system.errors import Refused
 
@@ -108,7 +108,7 @@ def seen_by(record: Record) -> list[Seen]:
         if step.command not in KINDS:
             continue
         try:
-            fields = convert(step.parameters.get(SEEN), _SeenFields)
+            fields = convert_json(step.parameters.get(SEEN), _SeenFields)
             listed = listed_in(fields.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.numerics.convolution_estimate import block_norms
+from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
 from certcli.system.errors import ArchitectureError
 
 KINDS = ("q", "k", "v")
@@ -80,7 +80,7 @@ class SpectralPenalty:
             device = members[0][0].weight.device
             with torch.autocast(device.type, enabled=False):
                 blocks = torch.cat([each.blocks(chosen) for each, chosen in members])
-                norms = block_norms(blocks, self.vectors, f"{shape[0]}x{shape[1]}")
+                norms = estimated_block_norms(blocks, self.vectors, f"{shape[0]}x{shape[1]}")
                 self._factors[shape] = self._factors[shape].to(device)
                 term = (self._factors[shape] * norms.square()).sum()
             total = term if total is None else total + term

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.engine.table import NoRule, runs_known_code
-from certcli.engine.tracer import tensors_of
+from certcli.engine.tracer import tensors_in
 from certcli.models.build import own_name
 from certcli.nn.activations import SoftMaxMin
 from certcli.system.torch_modes import OperationMode
@@ -140,7 +140,7 @@ class ExecutedOperation:
     @property
     def exact(self) -> bool:
         """Tell whether no argument has an error."""
-        return all(self.size(x) is None for x in tensors_of((self.args, self.kwargs)))
+        return all(self.size(x) is None for x in tensors_in((self.args, self.kwargs)))
 
     def require(self, condition: bool, reason: str) -> None:
         if not condition:
@@ -166,7 +166,7 @@ class Running(OperationMode):
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
         try:
-            if not tensors_of((args, kwargs)):
+            if not tensors_in((args, kwargs)):
                 return self._keep(func(*args, **kwargs), None)
             if name in PUT_TOGETHER:
                 with self:
@@ -190,7 +190,7 @@ class Running(OperationMode):
                 ) from failure
         if op.exact:
             value = op.run()
-            tensors = tensors_of(value)
+            tensors = tensors_in(value)
             if tensors and not any(x.is_floating_point() for x in tensors):
                 return value, None
         raise NoRule(f"no rounding error is known of the operation '{op.name}'")

@@ -14,7 +14,7 @@ from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint.schema import decode_json
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
@@ -134,15 +134,17 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         "failure": 0.0,
         "pixels": "0" * 16,
     }
-    decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
+    decode_json(json.dumps({**line, "proven": []}), PatchCertificateFields)
     with pytest.raises(Refused):
-        decode(json.dumps({**line, **row}), PatchCertificateFields)
+        decode_json(json.dumps({**line, **row}), PatchCertificateFields)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
-    images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
+    images = datasets.load_dataset("digits", Checkpoint.read(network).record.input, "test").select(
+        range(6)
+    )
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
     rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)[

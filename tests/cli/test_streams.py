@@ -20,7 +20,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.shared.streams import Guarded
-from certcli.system.errors import GateError, NoBoundError, UndecidedError, plain, plain_lines
+from certcli.system.errors import GateError, NoBoundError, UndecidedError, plain_lines, plain_text
 from tests.helpers.commands import console
 
 EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
@@ -109,7 +109,7 @@ def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -
 
 def test_what_is_printable_stays_as_it_is() -> None:
     assert plain_lines("Lipschitz ≥ 1, 中文, é\n[0, 1]") == "Lipschitz ≥ 1, 中文, é\n[0, 1]"
-    assert plain("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
+    assert plain_text("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.schema import ReportFields, decode
+from certcli.checkpoint.schema import ReportFields, decode_json
 from certcli.checkpoint.shards import ENDING, MOST_FILES
 from certcli.cli.main import run
 from certcli.images import datasets
@@ -131,10 +131,12 @@ def test_an_image_that_would_become_huge_is_refused(
     """
     (tmp_path / "a").mkdir()
     Image.new(kind, size).save(tmp_path / "a" / "x.png")
-    big = datasets.load(str(tmp_path), InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all")
+    big = datasets.load_dataset(
+        str(tmp_path), InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all"
+    )
     with pytest.raises(DataError, match="would be resized to more than"):
         big.tensors()
-    small = datasets.load(str(tmp_path), InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
+    small = datasets.load_dataset(str(tmp_path), InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
     assert small.tensors()[0].shape == (1, 1, 8, 8)
 
 
@@ -196,7 +198,7 @@ def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
     }
     report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
     with pytest.raises(Refused, match="upper"):
-        decode(json.dumps(report), ReportFields)
+        decode_json(json.dumps(report), ReportFields)
 
 
 def test_plain_text_is_plain() -> None:

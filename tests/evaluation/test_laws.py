@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import convert
+from certcli.checkpoint.schema import convert_json
 from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     Decoded,
@@ -410,6 +410,6 @@ def test_a_seed_is_below_two_to_the_64() -> None:
         "precision": "float32",
         "noise": "gaussian",
     }
-    assert convert({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
+    assert convert_json({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
     with pytest.raises(Refused, match="seed"):
-        convert({**options, "seed": 2**64}, SmoothingOptions)
+        convert_json({**options, "seed": 2**64}, SmoothingOptions)

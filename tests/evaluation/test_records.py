@@ -77,8 +77,8 @@ def test_intervals_agree_with_known_values() -> None:
 
 
 def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(12))
-    same = datasets.load("digits", plain.record.input, "test").select(range(12))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
+    same = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     assert images.digest == replace(same, name="other name").digest
     relabelled = replace(images, labels=images.labels.roll(1))
     brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)
@@ -169,7 +169,7 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
 
 
 def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(3))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(3))
     run = Run.of(
         "certify",
         plain.digest,
@@ -204,7 +204,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     """A limit on the size of files stands for the full disk: writes fail, and so does closing what
     is buffered.
     """
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -229,7 +229,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
 
 def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
@@ -240,7 +240,7 @@ def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: 
 
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):

@@ -31,7 +31,7 @@ from certcli.evaluation.training_images import remember
 from certcli.images.calibration import PHOTOGRAPHS, hold_out
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
@@ -296,7 +296,7 @@ def write_adapted(
 def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove(model, checkpoint.record.classes).upper, name)
+    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

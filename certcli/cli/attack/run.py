@@ -39,7 +39,7 @@ from certcli.evaluation.radii import (
 from certcli.evaluation.record_lines import describe
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.models import build
 from certcli.models.overrides import Hints
 from certcli.system.errors import CertvitError, UsageError
@@ -157,7 +157,7 @@ class Session:
             )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(record.classes, record.class_names, self.images.classes)
+        names = names_of_classes(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
             names,

@@ -25,7 +25,7 @@ from certcli.evaluation.training_images import doubts
 from certcli.evaluation.verdicts import UNDECIDED
 from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
 from certcli.images.labelled import Images
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.report import formats
 from certcli.report.compare import COLUMNS, TITLE, cells, changes
 from certcli.report.document import Audit, from_json, to_json
@@ -106,7 +106,9 @@ def report_audit(
         checkpoint,
         reports,
         output,
-        class_names(record.classes, record.class_names, () if images is None else images.classes),
+        names_of_classes(
+            record.classes, record.class_names, () if images is None else images.classes
+        ),
         plan,
         sink,
     )

@@ -9,7 +9,7 @@ from msgspec import UNSET
 from certcli.audit.evidence import with_evidence
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Json, ReportFields, decode
+from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.checkpoint.shards import is_index
 from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
@@ -61,7 +61,7 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
     file = options.file
     try:
         text = read_bounded(file, LARGEST_REPORT)
-        kind = kind_of(decode(text, Json))
+        kind = kind_of(decode_json(text, Json))
         if kind == "lipschitz":
             return kind, check_proof(options, text, sink)
         return kind, check_results(options, text, kind, sink)
@@ -75,7 +75,7 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
-    report = decode(text, ReportFields)
+    report = decode_json(text, ReportFields)
     facts = {"nodes": len(report.proof), "theorems": theorems(report)}
     if not options.files.ckpts:
         words = (
@@ -85,7 +85,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
         return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
 
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
+    unread = unread_fields({*decode_json(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
@@ -103,7 +103,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
     checkpoint = options.open(sink)
     seed = options.data.seed
-    report = decode(text, Json)
+    report = decode_json(text, Json)
     unread = documents.unread_of(report)
     claims = []
     further: dict[int, dict[str, Any]] = {}
