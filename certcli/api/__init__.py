@@ -66,7 +66,7 @@ from certcli.models.build import OpenCheckpoint
 from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import UsageError, plain
+from certcli.system.errors import UsageError, plain_text
 
 FUNCTIONS = (
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
@@ -151,7 +151,7 @@ def load(
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
     return opened
 
 
@@ -455,5 +455,5 @@ def _judged(
     """Return the images; warn where the file's own program answers otherwise on them."""
     chosen = data.images_of(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
     return chosen

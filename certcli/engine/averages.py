@@ -92,7 +92,7 @@ def adaptive_windows(size: int, count: int) -> list[range]:
     return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
-def interpolation(
+def interpolation_matrices(
     shape: Shape,
     size: Any = None,
     scale_factor: Any = None,
@@ -180,7 +180,9 @@ def register_interpolation(
 
     def resized(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
         dtype = getattr(ctx, "dtype", None) or torch.float64
-        return _of_one_tensor(values, transfer, interpolation, dtype=dtype)(ctx, x, *args, **named)
+        return _of_one_tensor(values, transfer, interpolation_matrices, dtype=dtype)(
+            ctx, x, *args, **named
+        )
 
     table.function(F.interpolate)(resized)
     table.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(

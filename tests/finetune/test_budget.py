@@ -127,7 +127,7 @@ def test_a_plan_fits_its_time_and_wastes_little(
 def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     checkpoint = Checkpoint.read(start)
     sets = [
-        datasets.load("digits", checkpoint.record.input, split).limit(64)
+        datasets.load_dataset("digits", checkpoint.record.input, split).limit(64)
         for split in ("train", "val")
     ]
     settings = FinetuneSettings(
@@ -316,7 +316,7 @@ def test_the_given_validation_images_validate_whatever_the_budget(
 
 def test_what_validates_is_not_trained_on(start: Path) -> None:
     spec = Checkpoint.read(start).record.input
-    train, whole = (datasets.load("digits", spec, split) for split in ("train", "val"))
+    train, whole = (datasets.load_dataset("digits", spec, split) for split in ("train", "val"))
     judges = whole.limit(20, 3)
     out = start.parent / "o.safetensors"
     words = ["--dataset", "digits", "--loss", "ce", "--steps", 1, "--seed", 3, "--quiet", "-o", out]

@@ -121,7 +121,7 @@ class Runs:
     def __init__(self, net: Path, folder: Path) -> None:
         self.net = Checkpoint.read(net)
         self.path = folder / "edited.jsonl"
-        self.images = datasets.load("digits", self.net.record.input, "test").limit(IMAGES)
+        self.images = datasets.load_dataset("digits", self.net.record.input, "test").limit(IMAGES)
         self.certifier = methods.prepare("lipschitz", self.net, BatchDevice(device="cpu").pick())
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
         self.settings = AttackSettings()

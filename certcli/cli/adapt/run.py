@@ -23,7 +23,7 @@ from certcli.evaluation import radii, training_images
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system import errors, reading
@@ -291,7 +291,7 @@ def write_adapted(
 def _proven(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove(model, checkpoint.record.classes).upper, name)
+    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

@@ -35,7 +35,7 @@ from certcli.evaluation.radii import (
 )
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.models import build, overrides
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
@@ -152,7 +152,7 @@ class Session:
             )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(record.classes, record.class_names, self.images.classes)
+        names = names_of_classes(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
             names,

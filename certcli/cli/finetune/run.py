@@ -190,7 +190,7 @@ class Training:
             )
         train, validation = (
             datasets.require_classes(
-                datasets.load(name, record.input, split, data.data_dir),
+                datasets.load_dataset(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
             )

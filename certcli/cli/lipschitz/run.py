@@ -28,7 +28,7 @@ from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
+from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
 from certcli.models import build, weights
 from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import require_one, team
@@ -107,7 +107,10 @@ def prove_source(
         )
     model = build.load(checkpoint, machine.pick())
     return Audited(
-        Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
+        Path(source.ckpt).name,
+        checkpoint,
+        model,
+        network.prove_network(model, checkpoint.record.classes),
     )
 
 
@@ -383,7 +386,7 @@ def measure_block_slopes(
     slopes: dict[str, list[Tensor]] = {}
     above: dict[str, float] = {}
     for images in batches():
-        for path, values in block_norms(model, images, iterations, seed).items():
+        for path, values in block_jacobian_norms(model, images, iterations, seed).items():
             slopes.setdefault(path, []).append(values.cpu())
         if not above:  # dense Jacobians are slow: two images are enough for a comparison
             above = {

@@ -159,7 +159,7 @@ class Evaluation(Data):
             )
 
         def load(split: str | None) -> Images:
-            loaded = datasets.load(name, record.input, split, self.data_dir)
+            loaded = datasets.load_dataset(name, record.input, split, self.data_dir)
             if loaded.unlabelled and unlabelled:
                 return loaded
             return datasets.require_classes(loaded, record.classes, record.class_names)
@@ -398,10 +398,10 @@ def resumes(groups: Sequence[object]) -> bool:
 
 def beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
-    from certcli.checkpoint.shards import ENDING, is_index, stem
+    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
 
     return path.with_name(
-        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+        f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
     )
 
 

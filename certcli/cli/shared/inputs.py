@@ -117,14 +117,16 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem
+    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = Path() if is_absent(path) else path.parent
-    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    return (
+        parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    )
 
 
 def size_in_bytes(option: str, text: str) -> int:
