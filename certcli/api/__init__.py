@@ -121,14 +121,14 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        errors.require_known(
+        errors.require_option_names(
             arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
         return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, ExportedProgram):
         source = source.module()
     if isinstance(source, nn.Module):
-        errors.require_known(
+        errors.require_option_names(
             arguments.names_with_values(about_files), about_modules, "load of a module"
         )
         opened = in_memory.open_module(source, mean, std, input_size, features=features)
@@ -206,7 +206,7 @@ def slope(
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    batches = _judged(checkpoint, images, None, labelled=False).batches(batch_size)
+    batches = _judged_images(checkpoint, images, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
     return list(measure(network(checkpoint), pixels, iterations, seed))[-1]
 
@@ -251,8 +251,8 @@ def bounds(
     """
     if (radii is None) is (around is None):
         raise UsageError("bounds of logits within radii, or of slopes with around: one of them")
-    checkpoint = _classifier(source)
-    pixels, answers = _judged(checkpoint, images, labels, labelled=False).tensors()
+    checkpoint = _open_classifier(source)
+    pixels, answers = _judged_images(checkpoint, images, labels, labelled=False).tensors()
     if around is not None:
         if labels is not None or method != "best":
             raise UsageError("around bounds the predictions' margins: without labels and method")
@@ -282,9 +282,9 @@ def certify(
             (unet, scheduler) or a pipeline with both; or a path as `--denoiser` takes it.
         options: Of the method.
     """
-    checkpoint = _classifier(source)
+    checkpoint = _open_classifier(source)
     kind = type(options_of(method, {}))
-    chosen = kind.of(arguments.options(kind, CertifyOptions, options, method))
+    chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
@@ -294,7 +294,7 @@ def certify(
         chosen = replace(chosen, **{name: denoiser})
     batches = methods.certify(
         prepare(method, checkpoint, torch.device(device), chosen),
-        _judged(checkpoint, images, labels),
+        _judged_images(checkpoint, images, labels),
         batch_size,
     )
     return Certificates(row for rows in batches for row in rows)
@@ -336,10 +336,10 @@ def predict(
         prove: Also return the patches that cannot change the class.
         top: The number of most likely classes; a defence lists none.
     """
-    checkpoint = _classifier(source)
-    patches = Patches(**arguments.options(Patches, PatchOptions, options, "predict"))
+    checkpoint = _open_classifier(source)
+    patches = Patches(**arguments.read_options(Patches, PatchOptions, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
-    chosen = _judged(checkpoint, images, None, labelled=False)
+    chosen = _judged_images(checkpoint, images, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
     ]
@@ -365,15 +365,17 @@ def attack(
         return_examples: Each result has `examples`: images that fell, at their smallest radius.
         settings: Of the attacks.
     """
-    checkpoint = _classifier(source)
-    chosen = AttackSettings(**arguments.options(AttackSettings, AttackOptions, settings, "attack"))
-    (stage,) = stages_of(attacks, None, norm, arguments.radii("radii", radii), chosen)
+    checkpoint = _open_classifier(source)
+    chosen = AttackSettings(
+        **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
+    )
+    (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
-        for i, pixels, y in _judged(checkpoint, images, labels).batches(batch_size)
+        for i, pixels, y in _judged_images(checkpoint, images, labels).batches(batch_size)
     )
     records = list(
         attack_images(
@@ -416,13 +418,13 @@ def audit(
         fail_on: Gates, such as "certified@0.25<0.4".
         settings: Of the audit.
     """
-    checkpoint = _classifier(source)
+    checkpoint = _open_classifier(source)
     plan = AuditPlan(
         gates=tuple(gates.parse(text) for text in fail_on),
         budget=seconds,
-        **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
+        **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
     )
-    judged = None if images is None else _judged(checkpoint, images, labels)
+    judged = None if images is None else _judged_images(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
     clock = Clock(plan.budget)
     where = torch.device(device)
@@ -442,18 +444,18 @@ def audit(
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
-def _classifier(source: Network) -> OpenCheckpoint:
+def _open_classifier(source: Network) -> OpenCheckpoint:
     """Open a network; ArchitectureError where it ends in features."""
     checkpoint = load(source)
     require_classifier(checkpoint, "the network")
     return checkpoint
 
 
-def _judged(
+def _judged_images(
     checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
 ) -> Images:
     """Return the images; warn where the file's own program answers otherwise on them."""
-    chosen = data.images_of(checkpoint.record, images, labels, labelled=labelled)
+    chosen = data.images_from(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
         warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
     return chosen

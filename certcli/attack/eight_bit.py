@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from certcli.evaluation.perturbation import Region, along
+from certcli.evaluation.perturbation import Region, beside_pixels
 
 LEVELS = 255
 HALVINGS = 16
@@ -30,7 +30,7 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     base = (images * LEVELS).round()
 
     def point(factor: Tensor) -> Tensor:
-        furthest = (base + (along(factor, images) * change).round()).clamp(0, LEVELS)
+        furthest = (base + (beside_pixels(factor, images) * change).round()).clamp(0, LEVELS)
         return furthest / LEVELS
 
     low = torch.zeros(len(images), dtype=images.dtype, device=images.device)

@@ -185,7 +185,7 @@ class PassCounter:
         self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
-def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
+def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
     """A counterexample within a certified radius is a bug, first of all; then --min-robust."""
     if findings.contradiction is not None:
         gate.demand(
@@ -203,7 +203,7 @@ def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None
         )
 
 
-def table(
+def show_attacks(
     sink: Sink, findings: AttackFindings, images: str, transfer: bool, certified: bool
 ) -> None:
     """One row an attack and radius, and the worst case below them."""
@@ -311,9 +311,11 @@ def report_attacks(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
         )
     output.claim(source, attacks, data, results)
-    if patch_attacked.require(attacks, data, patches, results):
+    if patch_attacked.asks_for_patches(attacks, data, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
-        patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
+        patch_attacked.attack_by_patches(
+            source, attacks, data, patches, machine, results, output, talk.sink()
+        )
         return
     sink = talk.sink()
     gate = Gate()
@@ -347,12 +349,12 @@ def report_attacks(
     if outcome is None:
         return
     findings, records = outcome
-    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
+    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe_images(images)}
     document = {**about, **findings.to_json(), **facts}
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
-    gate_of(findings, results.minimum, gate)
+    attack_gate(findings, results.minimum, gate)
     sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    table(
+    show_attacks(
         sink,
         findings,
         f"{images.name} ({images.split})",

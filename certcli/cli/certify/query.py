@@ -55,9 +55,9 @@ def require_read(context: typer.Context) -> None:
             )
 
 
-def answer(options: CertifyOptions, sink: Sink) -> None:
+def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
-    from certcli.report.formats import save
+    from certcli.report.formats import save_text
 
     started = Sink.invocation.started or time.perf_counter()
     target, source = options.target, Path(options.source.ckpt)
@@ -78,7 +78,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            certifier, proven = _proven(opened, options, remaining)
+            certifier, proven = _is_proven(opened, options, remaining)
             remark = certifier.remark
             if proven:
                 verdict = HOLDS
@@ -92,7 +92,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
             f"proven for every input of the box, of the network that is read, in {arithmetic}"
         )
     if target.result is not None:
-        save(target.result, result_text(verdict, example, query, size))
+        save_text(target.result, result_text(verdict, example, query, size))
     if verdict == VIOLATED:
         raise GateError(f"{source} reaches an unsafe output; {runtime.name} confirms it")
     if verdict == UNKNOWN:
@@ -142,7 +142,7 @@ def inside(inputs: Any, query: vnnlib.Query) -> Any:
     return stored
 
 
-def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
+def _is_proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
     """Return the certifier, and whether it proves class 0 within 1/2 of the grey image.
 
     By --effort, or by branching.

@@ -213,7 +213,9 @@ def block_rows(bound: NetworkBound) -> list[BlockRow]:
     place = {charge.path: number for number, charge in enumerate(bound.charges)}
     chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
     chosen.sort(
-        key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1)
+        key=lambda row: max(
+            (place[path] for path in place if _is_within(path, row.name)), default=-1
+        )
     )
     return chosen + _last_map_row(bound, chosen)
 
@@ -272,7 +274,7 @@ def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:
     return abs(row.constant.log10() - sum(constant.log10() for constant in constants)) < SAME
 
 
-def _within(path: str, name: str) -> bool:
+def _is_within(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 

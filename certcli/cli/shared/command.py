@@ -88,13 +88,13 @@ def command(
             kind = hints[parameter.name]
             if is_dataclass(kind):
                 groups[parameter.name] = kind
-                options = _options(kind, parameter.default)
+                options = _flat_options(kind, parameter.default)
             else:
                 options = [parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)]
             for option in options:
                 if option.name in flat:
                     raise TypeError(f"{function.__name__} has two options {option.name}")
-                flat[option.name] = _described(function.__name__, option)
+                flat[option.name] = _with_words(function.__name__, option)
 
         if often:
             flat["help_all"] = _HELP_ALL
@@ -111,11 +111,11 @@ def command(
                         f"certvit {function.__name__} --help",
                     )
             inputs.require_early(values)
-            built = {name: _build(kind, values) for name, kind in groups.items()}
+            built = {name: _build_group(kind, values) for name, kind in groups.items()}
             function(**built, **values)
 
         wrapper: Any = expanded
-        shown = sorted(flat.values(), key=_place)
+        shown = sorted(flat.values(), key=_place_in_help)
         wrapper.__signature__ = inspect.Signature(shown, return_annotation=None)
         wrapper.__annotations__ = {option.name: option.annotation for option in shown} | {
             "return": None
@@ -162,7 +162,7 @@ _HELP_ALL = inspect.Parameter(
 )
 
 
-def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
+def _with_words(command: str, option: inspect.Parameter) -> inspect.Parameter:
     """The option with a word for its value, and with the names that the shell completes."""
     info = info_of(option.annotation)
     if info is None:
@@ -170,7 +170,7 @@ def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
     return _noted(
         option,
         info,
-        completion.described(
+        completion.with_completion(
             command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info
         ),
     )
@@ -183,7 +183,7 @@ def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
     )
 
 
-def _place(option: inspect.Parameter) -> int:
+def _place_in_help(option: inspect.Parameter) -> int:
     info = info_of(option.annotation)
     panel = getattr(info, "rich_help_panel", None)
     return (
@@ -191,7 +191,7 @@ def _place(option: inspect.Parameter) -> int:
     )
 
 
-def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
+def _flat_options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
     """A group's fields as keyword parameters; `defaults`: an instance with the command's own."""
     hints = hints_of(kind)
     options = []
@@ -199,12 +199,12 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
         if field.name not in hints:
             continue
         default = (
-            _default(field)
+            _field_default(field)
             if defaults is inspect.Parameter.empty
             else getattr(defaults, field.name)
         )
         if is_dataclass(hints[field.name]):
-            options += _options(hints[field.name], default)
+            options += _flat_options(hints[field.name], default)
         else:
             options.append(
                 inspect.Parameter(
@@ -217,11 +217,11 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
     return options
 
 
-def _build(kind: Any, values: dict[str, Any]) -> Any:
+def _build_group(kind: Any, values: dict[str, Any]) -> Any:
     hints = hints_of(kind)
     group = kind(
         **{
-            name: _build(hint, values) if is_dataclass(hint) else values.pop(name)
+            name: _build_group(hint, values) if is_dataclass(hint) else values.pop(name)
             for name, hint in hints.items()
         }
     )
@@ -271,7 +271,7 @@ def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     return Annotated[(base, typer_option, *marks)]
 
 
-def _default(field: Field[Any]) -> Any:
+def _field_default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default

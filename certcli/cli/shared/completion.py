@@ -21,7 +21,7 @@ WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "NAME"}
 """What stands for a value of a type where the option names nothing better; a flag takes no value."""
 
 
-def described(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | ArgumentInfo:
+def with_completion(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | ArgumentInfo:
     """Return Typer's note with a word for the value and the names to complete.
 
     Args:
@@ -32,7 +32,7 @@ def described(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | 
     """
     completed = copy(info)
     if completed.metavar is None:
-        completed.metavar = WORDS.get(_kind(base), "VALUE")
+        completed.metavar = WORDS.get(_type_of_value(base), "VALUE")
     target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
     if target is not None:
         completed.autocompletion = _registered(target)
@@ -41,10 +41,10 @@ def described(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | 
     return completed
 
 
-def _kind(base: Any) -> Any:
+def _type_of_value(base: Any) -> Any:
     if get_origin(base) is None:
         return base
-    return next((_kind(part) for part in get_args(base) if part is not type(None)), None)
+    return next((_type_of_value(part) for part in get_args(base) if part is not type(None)), None)
 
 
 def _registered(target: str) -> Callable[[str], list[Any]]:

@@ -59,8 +59,8 @@ class Reading:
         return Hints(
             self.arch,
             inputs.parse_arguments(self.arch_arg),
-            inputs.numbers("--mean", self.mean),
-            inputs.numbers("--std", self.std),
+            inputs.typed_numbers("--mean", self.mean),
+            inputs.typed_numbers("--std", self.std),
             self.as_stated,
             self.weights,
             image_size=self.image_size,
@@ -311,7 +311,7 @@ class Output:
         from certcli.checkpoint.outputs import is_unfinished
 
         def unfinished(file: Path) -> bool:
-            return resumes(groups) and is_unfinished(file, beside(path, "state"), command)
+            return resumes(groups) and is_unfinished(file, path_beside(path, "state"), command)
 
         outputs = self._outputs(groups, unfinished if state is not None else lambda file: False)
         if (last or state is not None) and is_stream(path):
@@ -321,10 +321,10 @@ class Output:
         if self.output is None:
             outputs.writes("-o", path, continued=state is not None and unfinished(path))
         if last:
-            file = beside(path, "last")
+            file = path_beside(path, "last")
             outputs.writes("-o, the last epoch's file", file, continued=unfinished(file))
         if state is not None:
-            outputs.keeps_state(beside(path, "state"), state)
+            outputs.keeps_state(path_beside(path, "state"), state)
         self._check(outputs)
         return path
 
@@ -392,7 +392,7 @@ def resumes(groups: Sequence[object]) -> bool:
     return any(getattr(part, "resume", False) for part in groups)
 
 
-def beside(path: Path, word: str) -> Path:
+def path_beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
     from certcli.checkpoint.shards import ENDING, is_index, stem
 

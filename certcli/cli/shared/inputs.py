@@ -99,7 +99,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
@@ -190,12 +190,12 @@ def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str
     from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(checkpoint.record, images)
-    for doubt in [*lines, *differences(checkpoint, images)]:
+    for doubt in [*lines, *differing_answers(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
 
 
-def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+def differing_answers(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
     """Return where the program that runs a file answers otherwise than the network read from it."""
     return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 
