@@ -81,8 +81,10 @@ class Reader:
 
 def whole_number(smallest: int, largest: int = LARGEST) -> Reader:
     """Return the reader of an integer from `smallest` to `largest`."""
-    kind = Annotated[int, Meta(ge=smallest, le=largest)]
-    return Reader(kind, f"a whole number of at least {smallest} is needed")
+    return Reader(
+        Annotated[int, Meta(ge=smallest, le=largest)],
+        f"a whole number of at least {smallest} is needed",
+    )
 
 
 def read_radius(name: str, value: Any) -> float:

@@ -200,7 +200,7 @@ def write_adapted(
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
     path = output.target("adapt", source.ckpt, source, data, mode, state=state.KEY)
-    state_path = groups.path_beside(path, "state")
+    state_path = inputs.path_beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
     teach = [

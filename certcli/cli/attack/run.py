@@ -152,10 +152,9 @@ class Session:
             )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
-            names,
+            class_names(record.classes, record.class_names, self.images.classes),
             results.gallery,
             f"{name} on {self.images.name} ({self.images.split})",
             self.images,
@@ -371,8 +370,9 @@ def report_attacks(
         for name in evidence_schema.AttackResult.__struct_fields__
         if name in document
     }
-    parameters = parameters_of(tasks, settings, **facts)
-    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
+    output.write_evidence(
+        checkpoint.with_evidence("attack", parameters_of(tasks, settings, **facts), result), sink
+    )
     gate.enforce()
 
 

@@ -296,8 +296,14 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         return
     first = results[0]
     demand.check(first.accuracy, gate)
-    document = view.document(results, choice.reason or None, checkpoint.digest, images)
-    sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
+    sink.document(
+        {
+            **view.document(results, choice.reason or None, checkpoint.digest, images),
+            "seen": shares_seen,
+            "doubts": sink.doubts,
+        },
+        gate,
+    )
     view.show_certificates(results, images, attacked, sink)
     if choice.method not in (
         "smoothing",
@@ -324,8 +330,9 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     }
     written: Checkpoint = checkpoint
     for result in reversed(results):  # the first named comes last, where `log` looks for it
-        parameters = {**about, "method": result.certifier.method}
-        written = written.with_evidence("certify", parameters, view.evidence(result, images))
+        written = written.with_evidence(
+            "certify", {**about, "method": result.certifier.method}, view.evidence(result, images)
+        )
     output.write_evidence(written, sink)
     gate.enforce()
 

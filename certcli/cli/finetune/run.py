@@ -16,7 +16,7 @@ from certcli.checkpoint.outputs import (
 )
 from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import ending, options
-from certcli.cli.shared import groups, inputs
+from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
 from certcli.finetune import loop, optimisers, shards, start
@@ -56,8 +56,8 @@ class Training:
         reads = (order, order.source, order.data)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = (
-            groups.path_beside(self.path, "state"),
-            groups.path_beside(self.path, "last"),
+            inputs.path_beside(self.path, "state"),
+            inputs.path_beside(self.path, "last"),
         )
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)

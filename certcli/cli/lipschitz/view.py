@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.shared.output import Sink, percent
+from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.numerics.real import Real
 from certcli.models.pixels import PixelModel
 from certcli.nn.residual import attention_weight
+from certcli.system.errors import GateError, NoBoundError
 
 USABLE = 1e-3
 """Smallest radius of use: a quarter of a grey level of one pixel."""
@@ -284,3 +285,16 @@ def _log_share(row: BlockRow, whole: float, shown: Sequence[BlockRow]) -> str:
     if inside or whole < 1e-9 or not row.constant.finite or row.constant == 0.0:
         return ""
     return percent(row.constant.log10() / whole, 0)
+
+
+def bound_gate(audited: Audited, maximum: float | None) -> Gate:
+    gate = Gate()
+    upper = audited.proven.upper
+    if maximum is not None and not upper.finite:
+        why = f"no finite bound: {audited.proven.bound.why}"
+        hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
+        gate.demand(False, NoBoundError(why, hint))
+    elif maximum is not None:
+        of = " of the features" if audited.of_features else ""
+        gate.demand(upper <= maximum, GateError(f"the bound{of} {upper} exceeds --max {maximum:g}"))
+    return gate

@@ -127,6 +127,24 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
 
 
+def path_beside(path: Path, word: str) -> Path:
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
+    from certcli.checkpoint.shards import ENDING, is_index, stem
+
+    return path.with_name(
+        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+    )
+
+
+def require_nameable(source: str) -> None:
+    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
+    if source.endswith(".onnx"):
+        raise UsageError(
+            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
+            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
+        )
+
+
 def size_in_bytes(option: str, text: str) -> int:
     """Return bytes: M and G are powers of 1024, MB and GB of 1000, as disks and the hub count."""
     number = text.upper().removesuffix("B")

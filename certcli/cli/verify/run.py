@@ -241,8 +241,10 @@ def certify_again(
         chosen = _unpredictable_sample(images, scope.sample, sink)
         batch = machine.batch_size
         result = Recertified([], len(images), images.name, images.split, images.ahead is None)
-        values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
-        settings = options_of(request.method, values)
+        settings = options_of(
+            request.method,
+            {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser},
+        )
         device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
             certifier = prepare(request.method, checkpoint, device, settings)
@@ -259,8 +261,13 @@ def certify_again(
                 bar.advance(len(certificates))
         names = ("promise", "failure", "arithmetic", "norm", "domain")
         fields = {name: getattr(certifier, name) for name in names}
-        statement = {**certifier.about, **fields, "parameters": dict(certifier.parameters)}
-        return replace(result, rows=rows, stated=json.loads(json.dumps(statement)))
+        return replace(
+            result,
+            rows=rows,
+            stated=json.loads(
+                json.dumps({**certifier.about, **fields, "parameters": dict(certifier.parameters)})
+            ),
+        )
 
     return recertify
 
