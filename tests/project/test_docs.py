@@ -14,7 +14,7 @@ from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, program
-from certcli.cli.shared.completion import NAMES
+from certcli.cli.shared.command import NAMES
 from certcli.cli.shared.reference import reference
 from certcli.constrain.settings import PENALTIES
 from certcli.finetune.losses import LOSSES

@@ -17,8 +17,10 @@ with such fields and the attribute `panel`, as `certify.local_options.Local`, is
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -34,7 +36,7 @@ from typing import (
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from certcli.cli.shared import completion, inputs
+from certcli.cli.shared import inputs
 from certcli.cli.shared.options import Reads
 from certcli.system import errors, reading
 from certcli.system.options import NOTE, Option, choices, require_choices
@@ -49,6 +51,17 @@ SHARED_OFTEN = (
 """Fields that everybody needs in the first week."""
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
+NAMES = {
+    "--attack": "certcli.attack.catalogue:ATTACKS",
+    "--loss": "certcli.finetune.losses:LOSSES",
+    "--method": "certcli.certify.methods:METHODS",
+    "audit --method": "certcli.cli.audit.options:METHODS",
+    "--prox": "certcli.constrain.settings:PENALTIES",
+}
+"""Option, or command and option -> where its names are: a registry, or a tuple of names."""
+ARCHITECTURES = ("--arch", "ARCH")
+WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "NAME"}
+"""What stands for a value of a type where the option names nothing better; a flag takes no value."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -167,19 +180,10 @@ def _with_words(command: str, option: inspect.Parameter) -> inspect.Parameter:
     info = info_of(option.annotation)
     if info is None:
         return option
-    return _noted(
-        option,
-        info,
-        completion.with_completion(
-            command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info
-        ),
-    )
-
-
-def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
     base, *notes = get_args(option.annotation)
+    new = with_completion(command, spelling(option.name, info)[-1], base, info)
     return option.replace(
-        annotation=Annotated[(base, *(new if note is old else note for note in notes))]
+        annotation=Annotated[(base, *(new if note is info else note for note in notes))]
     )
 
 
@@ -305,3 +309,50 @@ def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Ma
             for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
                 if isinstance(note, kind) and value is not None:
                     yield spelling(name, info_of(hint))[-1], note, value
+
+
+def with_completion(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | ArgumentInfo:
+    """Return Typer's note with a word for the value and the names to complete.
+
+    Args:
+        command: the command's name.
+        spelled: the option's long spelling, or the argument's metavar.
+        base: the type of the value: one of WORDS, or a list or union with None of it.
+        info: the note.
+    """
+    completed = copy(info)
+    if completed.metavar is None:
+        completed.metavar = WORDS.get(_type_of_value(base), "VALUE")
+    target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
+    if target is not None:
+        completed.autocompletion = _registered(target)
+    elif spelled in ARCHITECTURES:
+        completed.autocompletion = _architectures
+    return completed
+
+
+def _type_of_value(base: Any) -> Any:
+    if get_origin(base) is None:
+        return base
+    return next((_type_of_value(part) for part in get_args(base) if part is not type(None)), None)
+
+
+def _registered(target: str) -> Callable[[str], list[Any]]:
+    def complete(incomplete: str) -> list[Any]:
+        module, _, attribute = target.partition(":")
+        entries = getattr(import_module(module), attribute)
+        pairs = [
+            (entry, "") if isinstance(entry, str) else (entry.name, entry.summary)
+            for entry in entries
+        ]
+        return [pair for pair in pairs if pair[0].startswith(incomplete)]
+
+    return complete
+
+
+def _architectures(incomplete: str) -> Iterator[str]:
+    """Return the names of timm's models and of ours. Takes the seconds that torch takes to load."""
+    import_module("certcli.models.build")
+    import timm
+
+    yield from timm.list_models(f"{incomplete}*")
