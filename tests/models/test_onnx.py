@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import certvit
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
+from tests.helpers.onnx_graph import Node, graph_of
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -139,21 +140,13 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -
     }
     scales = torch.tensor([0.1, 0.03, 0.7])
     for name, (stored, factor) in weights.items():
-        graph = helper.make_graph(
-            [
-                helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=1),
-                helper.make_node("Flatten", ["x"], ["f"]),
-                helper.make_node("MatMul", ["f", "w"], ["y"]),
-            ],
-            "g",
-            [helper.make_tensor_value_info("x", kinds.FLOAT, ("b", 1, 4, 4))],
-            [helper.make_tensor_value_info("y", kinds.FLOAT, ("b", 3))],
-            [stored, helper.make_tensor("s", kinds.FLOAT, (3,), scales.tolist())],
-        )
-        opset = [helper.make_opsetid("", 21)]
+        nodes: list[Node] = [
+            ("DequantizeLinear", ["q", "s"], ["w"], {"axis": 1}),
+            ("Flatten", ["x"], ["f"]),
+            ("MatMul", ["f", "w"], ["y"]),
+        ]
         path = tmp_path / f"{name}.onnx"
-        model = helper.make_model(graph, opset_imports=opset, ir_version=10)
-        path.write_bytes(model.SerializeToString())
+        path.write_bytes(graph_of(nodes, opset=21, q=stored, s=scales.numpy()))
         # ONNX Runtime's default session rounds the inputs of such products to 8 bits, and is doubted
         with pytest.warns(UserWarning, match="other logits"):
             checkpoint = certvit.load(path, mean=0.0, std=1.0)

@@ -12,9 +12,8 @@ import pytest
 import certvit
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
+from tests.helpers.onnx_graph import SIZE, graph_of
 from tests.soundness.onnx_edits import edited
-
-SIZE = (1, 4, 4)
 
 
 def test_without_the_package_one_line_says_what_to_install(
@@ -25,23 +24,6 @@ def test_without_the_package_one_line_says_what_to_install(
     done = attempt("lipschitz", tmp_path / "net.onnx")
     assert getattr(done.exception, "code", done.exit_code) == 3
     assert 'pip install "certvit[onnx]"' in getattr(done.exception, "hint", done.output)
-
-
-def graph_of(nodes: list[Any], *, sizes: tuple[Any, ...] = ("b", *SIZE), **tensors: Any) -> bytes:
-    """Return a file with input x, result y, these operators and constants."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper = onnx.helper
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [helper.make_node(*node[:3], **(node[3] if len(node) > 3 else {})) for node in nodes],
-        "g",
-        [helper.make_tensor_value_info("x", kind, sizes)],
-        [helper.make_tensor_value_info("y", kind, None)],
-        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in tensors.items()],
-    )
-    opset = [helper.make_opsetid("", 17), helper.make_opsetid("com.example", 1)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
 
 
 WEIGHT = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)

@@ -11,6 +11,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import READERS
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
+from tests.helpers.onnx_graph import Node, graph_of
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -130,34 +131,19 @@ OLD: list[Row] = [
 def written_operator(path: Path, row: Row, opset: int) -> Path:
     """Write y = op(...), or x times op(...) of constants."""
     op, inputs, attributes = row
-    helper, to_tensor = onnx.helper, onnx.numpy_helper.from_array
     names = [each if isinstance(each, str) else f"c{place}" for place, each in enumerate(inputs)]
+    constants = {
+        name: each for name, each in zip(names, inputs, strict=True) if not isinstance(each, str)
+    }
     for name, value in attributes.items():
-        attributes[name] = to_tensor(value) if isinstance(value, np.ndarray) else value
-    depends = "x" in names or "f" in names
-    nodes = [helper.make_node("Flatten", ["x"], ["f"])] if "f" in names else []
+        is_array = isinstance(value, np.ndarray)
+        attributes[name] = onnx.numpy_helper.from_array(value) if is_array else value
+    depends = not {"x", "f"}.isdisjoint(names)
     outputs = ["y", "z"] if op == "Split" else ["y" if depends else "c"]
-    nodes.append(helper.make_node(op, names, outputs, **attributes))
+    nodes: list[Node] = [("Flatten", ["x"], ["f"]), (op, names, outputs, attributes)]
     if not depends:
-        nodes.append(helper.make_node("Cast", ["c"], ["d"], to=1))
-        nodes.append(helper.make_node("Mul", ["x", "d"], ["y"]))
-    constants = [
-        to_tensor(np.asarray(each), name)
-        for name, each in zip(names, inputs, strict=True)
-        if not isinstance(each, str)
-    ]
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", kind, (1, *SIZE))],
-        [helper.make_tensor_value_info("y", kind, None)],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", opset)]
-    path.write_bytes(
-        helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    )
+        nodes += [("Cast", ["c"], ["d"], {"to": 1}), ("Mul", ["x", "d"], ["y"])]
+    path.write_bytes(graph_of(nodes, sizes=(1, *SIZE), opset=opset, **constants))
     return path
 
 
