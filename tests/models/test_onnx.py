@@ -103,7 +103,7 @@ def relative_distance(ours: Tensor, theirs: Tensor) -> float:
 def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     tmp_path: Path, name: str, opset: int, dynamo: bool
 ) -> None:
-    """Constants in the file are float32: its bounds differ from those of the network by 1e-6."""
+    """Or better ones. Constants in the file are float32: bounds of equal maps differ by 1e-6."""
     net = filled(NETWORKS[name]())
     path = exported_onnx(net, tmp_path / "net.onnx", opset, dynamo)
     read, size = network_of_onnx(path, read_model(path)[0])
@@ -117,17 +117,17 @@ def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     theirs = certvit.load(net, mean=0.5, std=0.5, input_size=SIZE)
     assert ours.reading.doubts == ()
     assert certvit.bound(ours).upper <= certvit.bound(theirs).upper * (1 + 1e-6)
-    if name == "vit":
-        labels = certvit.network(theirs)(images.float()).argmax(1)
-        radii = [
-            [
-                row.radius
-                for row in certvit.certify(each, images, labels, method="local", effort="norms")
-            ]
-            for each in (ours, theirs)
+    labels = certvit.network(theirs)(images.float()).argmax(1)
+    radii = [
+        [
+            row.radius
+            for row in certvit.certify(each, images, labels, method="local", effort="norms")
         ]
-        assert min(radii[1]) > 0
-        assert radii[0] == pytest.approx(radii[1], rel=1e-3)
+        for each in (ours, theirs)
+    ]
+    assert max(radii[1]) > 0
+    # an exporter folds statistics into the convolution before them: one map in place of two
+    assert all(one >= other * (1 - 1e-3) for one, other in zip(*radii, strict=True))
 
 
 def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
