@@ -27,9 +27,7 @@ def matrices_times(a: Tensor, b: Tensor) -> Tensor:
     return torch.einsum("...ij,...je->...ie", a, b).contiguous()
 
 
-SCORES = Bilinear(
-    lambda a, b: matrices_times(a, b.mT), lambda r, b: r @ b, lambda a, r: r.mT @ a
-)
+SCORES = Bilinear(lambda a, b: matrices_times(a, b.mT), lambda r, b: r @ b, lambda a, r: r.mT @ a)
 AVERAGES = Bilinear(matrices_times, lambda r, b: r @ b.mT, lambda a, r: a.mT @ r)
 
 

@@ -46,7 +46,6 @@ class Block(NamedTuple):
         assert isinstance(self.name, int)
         return Block((self.name, None), fibres * self.columns, self.width)
 
-
     @property
     def order(self) -> tuple[int, int]:
         """Return where the block stands among a form's: beside those of its width, by age."""
@@ -100,9 +99,7 @@ def over(columns: Tensor, blocks: Blocks, every: Blocks, fixed: int) -> Tensor:
     return spread
 
 
-def summed(
-    x: tuple[Tensor, Blocks], y: tuple[Tensor, Blocks], fixed: int
-) -> tuple[Tensor, Blocks]:
+def summed(x: tuple[Tensor, Blocks], y: tuple[Tensor, Blocks], fixed: int) -> tuple[Tensor, Blocks]:
     """Return the sum of two forms' columns, over the blocks of both."""
     every = every_block(x[1], y[1])
     if x[1] == y[1]:
