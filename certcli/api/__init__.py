@@ -41,17 +41,17 @@ from certcli.attack.examples import collect
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import curve
+from certcli.attack.summary import robust_curve
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.document_builder import compose
-from certcli.audit.gates import parse
+from certcli.audit.gates import parse_gate
 from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
-from certcli.certify.methods import Method, options_of, prepare
-from certcli.certify.methods import certify as run_certifier
+from certcli.certify.methods import Method, options_of_method, prepare_method
+from certcli.certify.methods import certify_images as run_certifier
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
@@ -288,7 +288,7 @@ def certify(
         options: Of the method.
     """
     checkpoint = _classifier(source)
-    kind = type(options_of(method, {}))
+    kind = type(options_of_method(method, {}))
     chosen = kind.of(arguments.options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
@@ -298,7 +298,7 @@ def certify(
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
     batches = run_certifier(
-        prepare(method, checkpoint, torch.device(device), chosen),
+        prepare_method(method, checkpoint, torch.device(device), chosen),
         _judged(checkpoint, images, labels),
         batch_size,
     )
@@ -395,7 +395,8 @@ def attack(
         return collect(fallen, size) if return_examples else None
 
     return AttackCurve(
-        AttackedAccuracy(**vars(one), examples=examples(one.epsilon)) for one in curve(records)
+        AttackedAccuracy(**vars(one), examples=examples(one.epsilon))
+        for one in robust_curve(records)
     )
 
 
@@ -421,7 +422,7 @@ def audit(
     """
     checkpoint = _classifier(source)
     plan = AuditPlan(
-        gates=tuple(parse(text) for text in fail_on),
+        gates=tuple(parse_gate(text) for text in fail_on),
         budget=seconds,
         **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
     )

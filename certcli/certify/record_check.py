@@ -107,7 +107,7 @@ def recheck(
             assert claim is not None
             if claim.status == "verified" and certificate.held:
                 image = pixels[row : row + 1]
-                attacked = _attacked(certifier, certificate, image, claim.why, doubt, attack)
+                attacked = _attack_claim(certifier, certificate, image, claim.why, doubt, attack)
                 yield CheckedRecord(certificate, attacked, True)
             else:
                 yield CheckedRecord(certificate, claim)
@@ -163,7 +163,7 @@ def disagreements(
                 yield f"the record of image {record.index} in {where} does not agree: {claim.why}"
 
 
-def _attacked(
+def _attack_claim(
     certifier: Certifier,
     certificate: Certificate,
     image: Tensor,

@@ -19,7 +19,7 @@ LOOK = 0.2
 """Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
 
 
-def square(
+def square_attack(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c,
@@ -57,7 +57,11 @@ def square(
             trial = best[rows]
             if query:
                 trial = propose(
-                    trial, clean, limit, draw, _side(query - 1, settings.queries, height * width)
+                    trial,
+                    clean,
+                    limit,
+                    draw,
+                    _patch_side(query - 1, settings.queries, height * width),
                 )
             logits = net(trial)
             value = lost_margin(logits, labels[rows])
@@ -126,14 +130,14 @@ def _falling(height: int, width: int) -> Tensor:
     return patch / patch.norm()
 
 
-def _side(query: int, queries: int, area: int) -> int:
+def _patch_side(query: int, queries: int, area: int) -> int:
     """Side of the patch of this query, before what the norm asks of it."""
     scaled = int(query / queries * 10000)
     share = SHARE / 2 ** sum(scaled > bound for bound in HALVED)
     return round(math.sqrt(share * area))
 
 
-def _unit(delta: Tensor) -> Tensor:
+def _unit_norm(delta: Tensor) -> Tensor:
     return delta / per_image(image_norms(delta, "l2").clamp_min(1e-12), delta)
 
 
@@ -152,7 +156,7 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
             delta[:, :, top : top + side, left : left + side] += patch * draw.signs(
                 *images.shape[:2], 1, 1
             )
-    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit_norm(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
 def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
@@ -173,7 +177,7 @@ def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
     fresh = fresh / (1e-12 + fresh.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     delta[:, :, other_rows, other_columns] = 0.0
     delta[:, :, rows, columns] = fresh * (unused / channels + energy).sqrt().view(-1, 1, 1, 1)
-    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit_norm(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
 def _stripes(images: Tensor, region: Region, draw: _Draw) -> Tensor:

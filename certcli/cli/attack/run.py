@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from certcli.attack.certified_radii import CertifiedImage, read_certified
 from certcli.attack.checks import Flag, raised
-from certcli.attack.examples import Exhibit, beside, choose, collect
+from certcli.attack.examples import Exhibit, beside_network, choose_exhibits, collect
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
@@ -15,9 +15,9 @@ from certcli.attack.stages import (
     RECORD_KEYS,
     Campaign,
     StageTask,
+    attack_run,
     in_norm,
     parameters_of,
-    run_of,
     tasks_of,
 )
 from certcli.certify.patch.options import Patches
@@ -93,7 +93,7 @@ class Session:
             return None
         with RecordFile(
             results.records,
-            run_of(*plan, self.checkpoint.digest, self.images, **self.facts),
+            attack_run(*plan, self.checkpoint.digest, self.images, **self.facts),
             self.images,
             RECORD_KEYS,
             resume=results.resume,
@@ -142,12 +142,12 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = choose(records_of[0], name) if results.gallery is not None else []
+        shown = choose_exhibits(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = beside(
+            second = beside_network(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,

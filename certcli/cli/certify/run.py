@@ -16,7 +16,7 @@ from certcli.certify.certificate import (
 )
 from certcli.certify.local_options import BRANCH, Effort
 from certcli.certify.method_choice import MethodChoice, choose_method
-from certcli.certify.methods import certify, run_of
+from certcli.certify.methods import certify_images, certify_run
 from certcli.certify.options import CertifierOptions as MethodOptions
 from certcli.certify.record_check import disagreements
 from certcli.checkpoint.file import Checkpoint
@@ -131,7 +131,7 @@ def _run(
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
         chosen = _options_of(method, choice, task, options)
-        certifier = methods.prepare(
+        certifier = methods.prepare_method(
             method,
             task.checkpoint,
             options.machine.pick_for(getattr(chosen, "arithmetic", None)),
@@ -142,14 +142,14 @@ def _run(
     if certifier.reading:
         sink.note(certifier.reading)
     if not team().leads:
-        list(certify(certifier, images, batch_size, team=team()))
+        list(certify_images(certifier, images, batch_size, team=team()))
         return None
     rows: list[Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
     with RecordFile(
         records,
-        run_of(certifier, task.checkpoint, images),
+        certify_run(certifier, task.checkpoint, images),
         images,
         resume=resume,
         force=options.output.force,
@@ -166,7 +166,7 @@ def _run(
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
-            for batch in certify(certifier, images, batch_size, file, team()):
+            for batch in certify_images(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
     spent = time.perf_counter() - started

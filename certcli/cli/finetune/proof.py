@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from certcli.certify.certificate import certified_accuracy
-from certcli.certify.hopeless import hopeless
-from certcli.certify.methods import certify, prepare
+from certcli.certify.hopeless import why_hopeless
+from certcli.certify.methods import certify_images, prepare_method
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.image_doubts import right_of
@@ -99,14 +99,14 @@ def _certifier(checkpoint: Checkpoint) -> Any:
     """Return the certifier of the global bound; a sentence where there is none."""
 
     try:
-        return prepare("lipschitz", checkpoint, torch.device("cpu"))
+        return prepare_method("lipschitz", checkpoint, torch.device("cpu"))
     except NoBoundError as failure:
         return failure.message
 
 
 def _hopeless(certifier: Any, epsilon: float) -> str | None:
 
-    return hopeless(certifier.about["bound"]["log10_upper"], epsilon)
+    return why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
 def _clean(checkpoint: Checkpoint, images: Images) -> float:
@@ -122,10 +122,10 @@ def _certified(
 
     rows: list[Any] = []
     if sink is None:
-        rows = [row for batch in certify(certifier, images, 256) for row in batch]
+        rows = [row for batch in certify_images(certifier, images, 256) for row in batch]
     else:
         with sink.progress("certify", total=len(images)) as bar:
-            for batch in certify(certifier, images, 256):
+            for batch in certify_images(certifier, images, 256):
                 rows += batch
                 bar.advance(len(batch))
     threat = Threat("l2", epsilon)

@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import replace
 
-from certcli.certify.methods import certify, options_of, prepare
+from certcli.certify.methods import certify_images, options_of_method, prepare_method
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
@@ -33,10 +33,10 @@ def certify_again(
         batch = machine.batch_size
         result = Recertified([], len(images), images.name, images.split, images.ahead is None)
         values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
-        settings = options_of(request.method, values)
+        settings = options_of_method(request.method, values)
         device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
-            certifier = prepare(request.method, checkpoint, device, settings)
+            certifier = prepare_method(request.method, checkpoint, device, settings)
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
@@ -45,7 +45,7 @@ def certify_again(
         certifier.kept_back = 0.0
         rows: list[tuple[bool, Certified]] = []
         with sink.progress("certify again", total=len(chosen)) as bar:
-            for certificates in certify(certifier, chosen, batch):
+            for certificates in certify_images(certifier, chosen, batch):
                 rows += [(one.correct, one.held) for one in certificates]
                 bar.advance(len(certificates))
         names = ("promise", "failure", "arithmetic", "norm", "domain")

@@ -28,7 +28,7 @@ from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
 from certcli.verification import documents
 from certcli.verification import report as reports
 from certcli.verification.documents import kind_of, unread_fields
-from certcli.verification.evidence import check, check_entries
+from certcli.verification.evidence import check_entries, check_record_evidence
 from certcli.verification.laws import theorems, verify_laws
 from certcli.verification.lineage import compare_lineages, remake_means
 
@@ -88,7 +88,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features)
-    claims = reports.verify(report, checkpoint, unread, options.machine.pick())
+    claims = reports.verify_report(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
         claims += near_images(report.around, checkpoint, options, sink)
     words = (
@@ -110,10 +110,10 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
     if kind == "audit":
         entries, further = _audited(checkpoint, text, seed)
     else:
-        entries = documents.entries_of(report, seed)
+        entries = documents.evidence_of_document(report, seed)
         if kind == "certify":
             further = documents.method_fields(report, entries)
-            problems = documents.contradictions(report)
+            problems = documents.document_contradictions(report)
             claims = [Claim("the report", "refuted", problem) for problem in problems]
     claims += check_entries(
         checkpoint,
@@ -194,6 +194,6 @@ def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -
 
     checkpoint = with_network(checkpoint)
     certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    return check(
+    return check_record_evidence(
         checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
