@@ -180,8 +180,8 @@ def _attack_claim(
     for threat in claimed_threats(certificate, certifier, image.numel()):
         adversarial = attack(certifier, pixels, classes, threat, doubt.seed + certificate.index)
         for share in (1.0, _INSIDE):
-            moved = adversarial if share == 1 else pixels + share * (adversarial - pixels)
-            near = certifier.representable(moved)
+            candidate = adversarial if share == 1 else pixels + share * (adversarial - pixels)
+            near = certifier.representable(candidate)
             allowed = threat.allows(near[0], pixels[0])
             if allowed and not certifier.stands([certificate], near, doubt)[0]:
                 ball = f"{threat.norm} {threat.attacked()}"

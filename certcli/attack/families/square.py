@@ -100,11 +100,11 @@ class _Draw:
     def corner(self, side: int) -> tuple[slice, slice]:
         """A window of this side, anywhere in the image."""
         height, width = self.like.shape[-2:]
-        top, left = (
+        top, column = (
             int(torch.randint(0, largest + 1, (), generator=self._generator))
             for largest in (height - side, width - side)
         )
-        return slice(top, top + side), slice(left, left + side)
+        return slice(top, top + side), slice(column, column + side)
 
     def patch(self, side: int) -> Tensor:
         """Two halves of opposite sign that fall off from their middles, of norm 1: (side, side)."""
@@ -120,11 +120,11 @@ def _falling(height: int, width: int) -> Tensor:
     """sum_m 1 / (m + 1)^2 over nested rectangles around the middle, of norm 1: (height, width)."""
     patch = torch.zeros(height, width, dtype=torch.float64)
     top = height // 2
-    left = width // 2
+    column = width // 2
     for ring in range(max(height // 2 + 1, width // 2 + 1)):
         above = max(top - ring, 0)
-        first_column = max(left - ring, 0)
-        patch[above : max(top + ring + 1, 0), first_column : max(left + ring + 1, 0)] += (
+        first_column = max(column - ring, 0)
+        patch[above : max(top + ring + 1, 0), first_column : max(column + ring + 1, 0)] += (
             1 / (ring + 1) ** 2
         )
     return patch / patch.norm()
@@ -147,13 +147,13 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     side = images.shape[-1] // 5
     margin = (images.shape[-1] - side * 5) // 2
     for top in range(margin, images.shape[-2] - side + 1, side):
-        for left in range(margin, images.shape[-1] - side + 1, side):
+        for column in range(margin, images.shape[-1] - side + 1, side):
             patch = (
                 draw.patch(side)
                 if side > 1
                 else torch.ones(1, 1, device=images.device, dtype=images.dtype)
             )
-            delta[:, :, top : top + side, left : left + side] += patch * draw.signs(
+            delta[:, :, top : top + side, column : column + side] += patch * draw.signs(
                 *images.shape[:2], 1, 1
             )
     return (images + _unit_norm(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)

@@ -347,9 +347,9 @@ class SmoothingCertifier(Certifier):
         return counts.view(len(indices), self._classes).cpu()
 
 
-def _whole_batch_size(left: int, batch_size: int) -> int:
+def _whole_batch_size(remaining: int, batch_size: int) -> int:
     """Return a batch's size: of the last ones powers of two, since each size is looked at once."""
-    return batch_size if left >= batch_size else 1 << left.bit_length() - 1
+    return batch_size if remaining >= batch_size else 1 << remaining.bit_length() - 1
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:
