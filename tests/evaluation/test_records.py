@@ -110,7 +110,7 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
     complete = parts.read_bytes().count(b"\n") - 1
     certified: list[int] = []
-    prepare = methods.prepare
+    prepare = methods.prepare_method
 
     def counting(*given: Any) -> Any:
         certifier = prepare(*given)
@@ -121,7 +121,7 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
         )[1]
         return certifier
 
-    monkeypatch.setattr(methods, "prepare", counting)
+    monkeypatch.setattr(methods, "prepare_method", counting)
     taken = max(end for end in (0, 15, 30, 40) if end <= max(0, complete))
     again = min(taken, FEW)
     told = {"resumed": {"records": taken, "computed_again": again}} if taken else {}

@@ -14,9 +14,9 @@ from certcli.attack.stages import (
     RECORD_KEYS,
     Campaign,
     StageTask,
+    attack_run,
     in_norm,
     parameters_of,
-    run_of,
     tasks_of,
 )
 from certcli.certify.patch.options import Patches
@@ -89,7 +89,7 @@ class Session:
             return None
         with RecordFile(
             results.records,
-            run_of(*plan, self.checkpoint.digest, self.images, **self.facts),
+            attack_run(*plan, self.checkpoint.digest, self.images, **self.facts),
             self.images,
             RECORD_KEYS,
             resume=results.resume,
