@@ -102,8 +102,8 @@ def test_a_mean_of_anything_else_is_refused(case: str) -> None:
         create("certvit_lip_digits", arguments, initialise=False)
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+@pytest.fixture(name="files")
+def member_files(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
     for seed, path in enumerate(paths):
         certvit("init", "certvit_lip_digits", "--seed", seed, "-o", path)

@@ -158,7 +158,9 @@ def _networks(loaded: Any) -> StateDicts:
             networks[keys] = value
         elif isinstance(value, Mapping) and len(keys) < _DEEPEST and id(value) not in visited:
             visited.add(id(value))
-            inner = ((str(key), _only(below)) for key, below in value.items() if _is_text(key))
+            inner = (
+                (str(key), _only(below)) for key, below in value.items() if isinstance(key, str)
+            )
             waiting += [((*keys, key), below) for key, below in inner if isinstance(below, Mapping)]
     largest = max(map(_value_count, networks.values()), default=0)
     return {keys: value for keys, value in networks.items() if 16 * _value_count(value) >= largest}
@@ -167,10 +169,6 @@ def _networks(loaded: Any) -> StateDicts:
 def _only(value: Any) -> Any:
     """Return the one dictionary of a list of one."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-
-
-def _is_text(key: Any) -> bool:
-    return isinstance(key, str)
 
 
 def _value_count(state_dict: Mapping[Any, Tensor]) -> int:
