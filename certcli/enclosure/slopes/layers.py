@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
 from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_convolutions
-from certcli.engine.averages import Separable, register_averages
+from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU, MaxMin
@@ -73,6 +73,7 @@ def average_transposed(ctx: PullContext, x: Form, averaging: Separable) -> Pulle
 
 
 register_averages(pulls, Form, average_transposed)
+register_interpolation(pulls, Form, average_transposed)
 
 
 @pulls.module(LayerScale)
