@@ -19,7 +19,7 @@ from certcli.models.build import OpenCheckpoint
 from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import UsageError, plain
+from certcli.system.errors import UsageError, plain_text
 
 Network = nn.Module | ExportedProgram | str | Path | Checkpoint
 Data = Any
@@ -87,18 +87,18 @@ def load(
     hints = overrides.Hints(
         arch,
         arch_args or {},
-        in_memory.per_channel(mean),
-        in_memory.per_channel(std),
+        in_memory.statistics_per_channel(mean),
+        in_memory.statistics_per_channel(std),
         as_stated,
         weights,
         features,
-        image_size,
+        image_size=image_size,
     )
     opened = open_checkpoint(str(source), hints)
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
     return opened
 
 
@@ -154,5 +154,5 @@ def judged_images(
     """Return the images; warn where the file's own program answers otherwise on them."""
     chosen = data.images_from(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
     return chosen

@@ -22,7 +22,7 @@ from certcli import __version__
 from certcli.cli.shared import output, settings, streams
 from certcli.cli.shared.command import EVERYTHING
 from certcli.system import memory, watched
-from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
+from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain_text
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
 NARROWEST = 60
@@ -347,7 +347,7 @@ def _report(message: str, hint: str, code: int) -> int:
         return ended
     if "--json" in sys.argv and not output.Sink.invocation.concluded:
         sys.stdout.write(output.as_line({"error": message, "hint": hint, "code": code}))
-    lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
+    lines = [f"certvit: {plain_text(message)}", *([f"  hint: {plain_text(hint)}"] if hint else [])]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     _team_or_alone().said()

@@ -50,8 +50,8 @@ def decode_evidence(entry: record.Evidence) -> Decoded:
     parameters, result = COMMANDS[entry.command]
     evidence = Decoded(
         entry.command,
-        schema.convert(entry.parameters, parameters),
-        schema.convert(entry.result, result),
+        schema.convert_json(entry.parameters, parameters),
+        schema.convert_json(entry.result, result),
     )
     for wrong in _evidence_contradictions(evidence):
         raise Refused(wrong)
@@ -75,8 +75,8 @@ def method_of(run: Run, path: Path) -> str:
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
     common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
-        schema.convert(parameters, OPTIONS[run.method])
-        schema.convert(common, dict[str, str])
+        schema.convert_json(parameters, OPTIONS[run.method])
+        schema.convert_json(common, dict[str, str])
     except Refused as refusal:
         raise DataError(
             f"{path} states parameters that no {run.method} has: {refusal}"

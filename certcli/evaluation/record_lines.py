@@ -21,8 +21,8 @@ from certcli.checkpoint.schema import (
     Json,
     Name,
     Text,
-    decode,
-    require_bounded,
+    decode_json,
+    require_bounded_json,
 )
 from certcli.evaluation import intervals, threat
 from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
@@ -82,8 +82,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     network: Json = {}
 
     def __post_init__(self) -> None:
-        require_bounded(self.parameters)
-        require_bounded(self.network)
+        require_bounded_json(self.parameters)
+        require_bounded_json(self.network)
 
     @staticmethod
     def of(command: Any, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
@@ -274,11 +274,11 @@ def parse_records(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
                 raise Refused(f"a line of {end - start:,} bytes")
             line = data[start:end].decode()
             if header is None:
-                header = decode(line, Run)
+                header = decode_json(line, Run)
             else:
                 rows.append(
                     msgspec.to_builtins(
-                        decode(line, RECORDS[header.command, header.norm == "patch"])
+                        decode_json(line, RECORDS[header.command, header.norm == "patch"])
                     )
                 )
         except (Refused, UnicodeError) as failure:

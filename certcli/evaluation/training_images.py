@@ -107,7 +107,7 @@ def seen_by(record: Record) -> list[Seen]:
         if step.command not in KINDS:
             continue
         try:
-            fields = schema.convert(step.parameters.get(SEEN), _SeenFields)
+            fields = schema.convert_json(step.parameters.get(SEEN), _SeenFields)
             listed = listed_in(fields.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")

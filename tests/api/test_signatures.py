@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -41,13 +41,11 @@ OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
     },
 }
 """The class of the options, what a caller may set of it, and what the functions set themselves."""
-OPTIONS["smoothing"][2].update(
-    ("batch_size", "denoiser", "denoiser_file", "denoiser_module", "tuning")
-)
+OPTIONS["smoothing"][2].update(("batch_size", "denoiser", "denoiser_file", "denoiser_module"))
 WIDER: dict[Any, tuple[Any, ...]] = {
     options.Radii: (Sequence[float], tuple[float, ...]),
     options.Words: (list[str], tuple[str, ...]),
-    options.Radius: (float | Literal["auto"],),
+    options.Radius: (float,),
     options.Radius | None: (float | None,),
     str | Path | None: (Path | None,),
 }

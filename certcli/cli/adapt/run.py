@@ -23,7 +23,7 @@ from certcli.evaluation import radii, training_images
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system import errors, reading
@@ -131,7 +131,7 @@ def fit(
                 bar.advance(remark=remark)
         return
     if team().agree(lambda: resume and not reading.is_absent(state_path)):
-        adapter.restore(state.load_state(state_path, adapter.identity))
+        adapter.restore(state.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -139,7 +139,7 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
-                state.save_state(state_path, adapter.state())
+                state.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
@@ -293,7 +293,7 @@ def write_adapted(
 def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove(model, checkpoint.record.classes).upper, name)
+    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

@@ -35,7 +35,7 @@ from certcli.evaluation.radii import (
 )
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.models import build, overrides
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
@@ -154,7 +154,7 @@ class Session:
         record = self.checkpoint.record
         _draw(
             gathered,
-            class_names(record.classes, record.class_names, self.images.classes),
+            names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             f"{name} on {self.images.name} ({self.images.split})",
             self.images,

@@ -20,7 +20,7 @@ from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Outp
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation import radii, records, training_images, verdicts
 from certcli.images import datasets, labelled
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.report import compare, formats
 from certcli.report.document import Audit, from_json, to_json
 from certcli.report.machine import as_annotations
@@ -100,7 +100,9 @@ def report_audit(
         checkpoint,
         reports,
         output,
-        class_names(record.classes, record.class_names, () if images is None else images.classes),
+        names_of_classes(
+            record.classes, record.class_names, () if images is None else images.classes
+        ),
         plan,
         sink,
     )

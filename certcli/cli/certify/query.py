@@ -21,9 +21,9 @@ from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
 from certcli.models.build import OpenCheckpoint
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
-from certcli.system.errors import GateError, UndecidedError, UsageError
+from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
 WORDS = {HOLDS: "unsat", VIOLATED: "sat", UNKNOWN: "unknown"}
@@ -66,7 +66,7 @@ def answer_query(options: CertifyOptions, sink: Sink) -> None:
         raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
     query = vnnlib.read_query(target.vnnlib)
     model, data = read_model(source)
-    net, size = network_of(source, model)
+    net, size = network_of_onnx(source, model)
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
     example: Example | None = None
@@ -78,11 +78,10 @@ def answer_query(options: CertifyOptions, sink: Sink) -> None:
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            certifier, proven = _is_proven(opened, options, remaining)
-            remark = certifier.remark
-            if proven:
+            arithmetic, remark = _proof_of_query(opened, options, remaining)
+            if arithmetic:
                 verdict = HOLDS
-                about = {"arithmetic": certifier.arithmetic}
+                about = {"arithmetic": arithmetic}
     spent = round(time.perf_counter() - started, 3)
     sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name, **about})
     sink.text(verdict)
@@ -124,13 +123,13 @@ def _counterexample(
         if record.adversarial is None or not record.fell:
             return None
         point = record.adversarial[None]
-    inputs = inside(network.inputs(point), query)
+    inputs = nearest_in_box(network.inputs(point), query)
     outputs = runtime.run(inputs).flatten().tolist()
     values = inputs.double().flatten().tolist()
     return (values, outputs) if query.is_violated(values, outputs) else None
 
 
-def inside(inputs: Any, query: vnnlib.Query) -> Any:
+def nearest_in_box(inputs: Any, query: vnnlib.Query) -> Any:
     """Return the nearest float32 values in the box, where there are any."""
 
     stored = inputs.float()
@@ -142,15 +141,31 @@ def inside(inputs: Any, query: vnnlib.Query) -> Any:
     return stored
 
 
-def _is_proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
-    """Return the certifier, and whether it proves class 0 within 1/2 of the grey image.
+def _proof_of_query(
+    opened: OpenCheckpoint, options: CertifyOptions, seconds: float
+) -> tuple[str, str]:
+    """Return the arithmetic in which class 0 is proven within 1/2 of the grey image, or "" and why not.
 
-    By --effort, or by branching.
+    By --effort, or by branching; where that has no room or no rule, by the enclosures that fit.
     """
+    asked = options.local.effort
+    searching = (local_options.BRANCH, local_options.AUTO)
+    remark = ""
+    for effort in searching if asked in searching else (asked,):
+        try:
+            certifier, proven = _certified_query(opened, options, effort, seconds)
+        except NoBoundError as failure:
+            remark = remark or failure.message
+            continue
+        remark = remark or certifier.remark
+        return (certifier.arithmetic if proven else ""), remark
+    return "", remark
 
-    effort = (
-        local_options.BRANCH if options.local.effort == local_options.AUTO else options.local.effort
-    )
+
+def _certified_query(
+    opened: OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
+) -> tuple[Any, bool]:
+    """Return the certifier of this effort, and whether it proves class 0."""
     local = replace(
         options.local,
         effort=effort,

@@ -11,8 +11,6 @@ import typer
 from certcli.certify import certificate, local_options, method_choice, methods, record_check
 from certcli.certify.methods import certify, run_of
 from certcli.certify.options import CertifierOptions as MethodOptions
-from certcli.certify.smoothing.options import Tuning
-from certcli.certify.smoothing.sigma import TUNED
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
 from certcli.cli.certify.demands import (
@@ -34,7 +32,7 @@ from certcli.evaluation.records import (
 from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, NoBoundError, UsageError
+from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.processes import require_one, team
 
 
@@ -87,22 +85,14 @@ def _method_options(
     choice: method_choice.MethodChoice,
     task: CertifyTask,
     options: CertifyOptions,
-    sink: Sink,
 ) -> MethodOptions | None:
-
     if method == "local":
         return _local_options(choice.effort, task, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
-        tuning = Tuning(
-            lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats]
-        )
         return replace(
-            options.smoothing,
-            seed=options.data.seed,
-            batch_size=options.machine.batch_size,
-            tuning=tuning,
+            options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size
         )
     return options.patches if method == "patch" else None
 
@@ -127,29 +117,6 @@ def _decides(options: CertifyOptions) -> bool:
     return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
-def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images, of another split than the judged one where there is one."""
-    judged = task.images
-    data = options.data
-    other = "train" if judged.split in ("val", "validation") else "val"
-    if judged.split != "all":  # a folder without splits: any part of it is judged too
-        try:
-            images = replace(data, split=other, limit=TUNED).images(
-                task.checkpoint.record, Sink(as_json=True, quiet=True)
-            )
-        except DataError:
-            pass
-        else:
-            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
-            return images
-    images = judged.limit(TUNED, data.seed)
-    sink.warn(
-        f"sigma is chosen on {len(images)} of the reported images, so that its share is slightly optimistic; "
-        "each certificate stays valid"
-    )
-    return images
-
-
 def _certify_by(
     method: str,
     choice: method_choice.MethodChoice,
@@ -166,7 +133,7 @@ def _certify_by(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _method_options(method, choice, task, options, sink)
+        chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare(
             method,
             task.checkpoint,
@@ -271,7 +238,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         )
     gate = Gate()
     demand, threats = require_compatible(options)
-    if AUTO in target.methods or options.smoothing.sigma == AUTO:
+    if AUTO in target.methods:
         require_one(
             "auto chooses by trying",
             "certvit certify ... --limit 50 says what it chooses; name that",

@@ -22,7 +22,7 @@ from certcli.evaluation.training_images import kept_of
 from certcli.finetune import loop, optimisers, shards, start
 from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
 from certcli.finetune.duration import expected_duration, plan_for_budget
-from certcli.finetune.state import KEY, identity, load_state, save_state
+from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
 from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
@@ -103,7 +103,7 @@ class Training:
             shards.share_out(model, device, team(), self.settings.precision)
         if team().leads and not order.shard_weights:
             self.before = ending.accuracy(model, validation)
-        run = identity(self.checkpoint.digest, self.settings, train, validation)
+        run = training_identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = loop.Trainer(
             model,
             self.settings,
@@ -120,7 +120,7 @@ class Training:
         if team().leads:
             hold_state(self.state_path, self.held)
         if order.resume and not reading.is_absent(self.state_path):
-            trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
+            trainer.restore(load_training_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -170,11 +170,13 @@ class Training:
             or optimisers.default_batch(settings.optimiser, images)
         )
         self.settings = replace(
-            self.settings, batch_size=batch, **start.defaults(self.begin, settings, parameters)
+            self.settings,
+            batch_size=batch,
+            **start.defaults_of_start(self.begin, settings, parameters),
         )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
         if settings.unsaid:
-            self.sink.note(start.sentence(self.begin, self.settings))
+            self.sink.note(start.sentence_of_start(self.begin, self.settings))
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
@@ -188,7 +190,7 @@ class Training:
             )
         train, validation = (
             datasets.require_classes(
-                datasets.load(name, record.input, split, data.data_dir),
+                datasets.load_dataset(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
             )
@@ -294,7 +296,7 @@ class Training:
         if not team().leads and not self.order.shard_weights:
             return
         try:
-            save_state(self.state_path, trainer.state(), team())
+            save_training_state(self.state_path, trainer.state(), team())
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
         if team().leads:

@@ -22,7 +22,7 @@ class BoundedNetwork(groups.Source):
     features: bool = option(False, "Bound the features of a network that has no classifier.")
 
     def hints(self) -> Hints:
-        return replace(super().hints(), features=self.features)
+        return replace(super().hints(), features=self.features, logits=True)
 
 
 @command.group("Lower bound")

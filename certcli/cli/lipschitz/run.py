@@ -29,7 +29,7 @@ from certcli.evaluation.record_lines import describe_images
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
+from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
 from certcli.models import build, weights
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
@@ -73,7 +73,9 @@ def report_bound(
             )
         return
     inputs.return_large_blocks()
-    audited = prove_source(source, machine, sink)
+    asked = {"--around": near.around, "-o": output.output}
+    decision = next((option for option, value in asked.items() if value), None)
+    audited = prove_source(source, machine, sink, decision)
     nearby = prepare_near_images(audited, chosen) if near.around else None
     lower = measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)
@@ -88,13 +90,28 @@ def report_bound(
     gate.enforce()
 
 
-def prove_source(source: BoundedNetwork, machine: groups.BatchDevice, sink: Sink) -> Audited:
+def prove_source(
+    source: BoundedNetwork, machine: groups.BatchDevice, sink: Sink, decision: str | None = None
+) -> Audited:
+    """Return the network with its bound.
+
+    Args:
+        decision: An option that asks for more than the logits.
+    """
     checkpoint = source.open(sink)
     if source.features:
         weights.require_features(checkpoint, source.ckpt)
+    if not checkpoint.reading.decides and decision is not None:
+        raise UsageError(
+            f"{decision} is of the largest logit, by which this network does not decide",
+            f"leave out {decision}: the bound of the logits is printed without it",
+        )
     model = build.load(checkpoint, machine.pick())
     return Audited(
-        Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
+        Path(source.ckpt).name,
+        checkpoint,
+        model,
+        network.prove_network(model, checkpoint.record.classes),
     )
 
 
@@ -103,7 +120,8 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
     inputs.doubt_images(images, record, sink)
-    judged = options.data.dataset is not None and record.classes > 0
+    decides = record.classes > 0 and audited.checkpoint.reading.decides
+    judged = options.data.dataset is not None and decides
     labels, why = fidelity.known_labels(images, record) if judged else (None, "")
     if why:
         sink.warn(why)
@@ -351,7 +369,7 @@ def measure_block_slopes(
     slopes: dict[str, list[Tensor]] = {}
     above: dict[str, float] = {}
     for images in batches():
-        for path, values in block_norms(model, images, iterations, seed).items():
+        for path, values in block_jacobian_norms(model, images, iterations, seed).items():
             slopes.setdefault(path, []).append(values.cpu())
         if not above:  # dense Jacobians are slow: two images are enough for a comparison
             above = {

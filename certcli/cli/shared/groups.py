@@ -79,16 +79,20 @@ class Reading:
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
-    def read_file(self, ckpt: str, sink: Sink, *, features: bool = False) -> OpenCheckpoint:
+    def read_file(
+        self, ckpt: str, sink: Sink, *, features: bool = False, logits: bool = False
+    ) -> OpenCheckpoint:
         """Return the checkpoint with its assumptions, which the caller prints after other lines.
 
         Args:
             features: the network may end in features.
+            logits: it need not decide by its largest logit.
         """
         from certcli.models.open import open_checkpoint
 
         hints = self.hints()
-        checkpoint = open_checkpoint(ckpt, replace(hints, features=features or hints.features))
+        hints = replace(hints, features=features or hints.features, logits=logits or hints.logits)
+        checkpoint = open_checkpoint(ckpt, hints)
         for doubt in checkpoint.reading.doubts:
             sink.warn(doubt)
         return checkpoint
@@ -155,7 +159,7 @@ class Evaluation(Data):
             )
 
         def load(split: str | None) -> Images:
-            loaded = datasets.load(name, record.input, split, self.data_dir)
+            loaded = datasets.load_dataset(name, record.input, split, self.data_dir)
             if loaded.unlabelled and unlabelled:
                 return loaded
             return datasets.require_classes(loaded, record.classes, record.class_names)

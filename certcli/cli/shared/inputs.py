@@ -117,22 +117,24 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem
+    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = Path() if is_absent(path) else path.parent
-    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    return (
+        parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    )
 
 
 def path_beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
-    from certcli.checkpoint.shards import ENDING, is_index, stem
+    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
 
     return path.with_name(
-        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+        f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
     )
 
 

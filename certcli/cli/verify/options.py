@@ -76,7 +76,9 @@ class VerifyOptions:
 
         return shipped_path(str(self.files.file)) or self.files.file
 
-    def open(self, sink: output.Sink, *, features: bool = False) -> Checkpoint:
+    def open(
+        self, sink: output.Sink, *, features: bool = False, logits: bool = False
+    ) -> Checkpoint:
         """Return the network that a report or records are about. UsageError unless one is named."""
         ckpts = self.files.ckpts
         if len(ckpts) != 1:
@@ -84,6 +86,6 @@ class VerifyOptions:
                 f"{self.file} is about one network, and {len(ckpts) or 'none'} is named",
                 f"certvit verify {self.file.name} CKPT",
             )
-        checkpoint = self.reading.read_file(ckpts[0], sink, features=features)
+        checkpoint = self.reading.read_file(ckpts[0], sink, features=features, logits=logits)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint

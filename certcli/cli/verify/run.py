@@ -17,7 +17,7 @@ from certcli.certify.around import Around, AroundImages, NearImage
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode
+from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
 from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
 from certcli.cli.shared import groups, inputs
@@ -82,7 +82,7 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
     file = options.file
     try:
         text = read_bounded(file, LARGEST_REPORT)
-        kind = kind_of(decode(text, Json))
+        kind = kind_of(decode_json(text, Json))
         if kind == "lipschitz":
             return kind, check_proof_report(options, text, sink)
         return kind, check_results(options, text, kind, sink)
@@ -96,7 +96,7 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
-    report = decode(text, ReportFields)
+    report = decode_json(text, ReportFields)
     facts = {"nodes": len(report.proof), "theorems": theorems(report)}
     if not options.files.ckpts:
         words = (
@@ -106,9 +106,9 @@ def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.
         return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
 
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
+    unread = unread_fields({*decode_json(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
-    checkpoint = options.open(sink, features=of_features)
+    checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
         claims += near_images(report.around, checkpoint, options, sink)
@@ -124,7 +124,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
     checkpoint = options.open(sink)
     seed = options.data.seed
-    report = decode(text, Json)
+    report = decode_json(text, Json)
     unread = documents.unread_of(report)
     claims = []
     further: dict[int, dict[str, Any]] = {}
