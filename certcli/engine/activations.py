@@ -36,6 +36,7 @@ from certcli.engine.curves import (
 )
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU
+from certcli.system.errors import raise_if
 
 
 def up(number: float, roundings: int) -> float:
@@ -44,8 +45,7 @@ def up(number: float, roundings: int) -> float:
 
 
 def _need(condition: bool, reason: str) -> None:
-    if not condition:
-        raise NoRule(reason)
+    raise_if(not condition, NoRule, reason)
 
 
 def _is_moderate(number: float) -> bool:

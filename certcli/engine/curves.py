@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
+from certcli.system.errors import raise_if
 
 Scalar = Callable[[Tensor], Tensor]
 Limit = Tensor | float
@@ -318,8 +319,11 @@ def _rules(describe: Describe, values: Any, transfer: Any) -> tuple[Any, Any]:
     def described(ctx: Any, arguments: dict[str, Any]) -> Curve:
         for value in arguments.values():
             number = isinstance(value, (int, float, Tensor))
-            if number and bool(torch.isnan(torch.as_tensor(value)).any()):
-                raise NoRule("an option that is not a number")
+            raise_if(
+                number and bool(torch.isnan(torch.as_tensor(value)).any()),
+                NoRule,
+                "an option that is not a number",
+            )
         dtype = {"dtype": getattr(ctx, "dtype", None)} if "dtype" in parameters else {}
         return describe(**arguments, **dtype)
 

@@ -46,6 +46,8 @@ _STEPS = 32
 _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
+_NOTHING = 2.0**-30
+"""Of the logits: rounding below it moves no digit of a radius that is shown."""
 """Images whose sizes are found together."""
 _UNSEEN = 2.0**-500
 """Above the length of what is so small that its square underflows, in tensors of 2^50 entries."""
@@ -152,27 +154,50 @@ class NeighbourErrors:
         Returns:
             (b, k); bounds on the rounding of z_i - z_j, (b, k), and of each logit, (b, 1).
         """
-        rows, of_pairs, of_logits = [], [], []
-        for number, image in enumerate(images):
-            with plain_kernels():
-                logits, sizes = self._measured(image)
-            executed_sizes, errors = self._errors(sizes)
-            pairs = errors_of_pairs(
-                self._steps,
-                self._last.place,
-                self._head,
-                self.precision,
-                executed_sizes,
-                errors,
-            ).to(images.device)
-            top = logits.argmax() if classes is None else classes[number]
-            rows.append(logits)
-            of_pairs.append(pairs[top])
-            of_logits.append(errors[self._last.place])
-        return torch.stack(rows), torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
+        logits, sizes = self._sizes(images)
+        tops = logits.argmax(1) if classes is None else classes
+        of_pairs, of_logits = [], []
+        for rows, measured, chosen in zip(
+            logits.split(_AT_ONCE), sizes.split(_AT_ONCE), tops.split(_AT_ONCE), strict=True
+        ):
+            # sizes that hold for each of these images, where that costs next to nothing
+            widest = torch.cat([measured[:, :, :3].amax(0), measured[:, :, 3:].amin(0)], 1)
+            pairs, whole = self._of_sizes(widest)
+            shared = bool(pairs.amax() <= _NOTHING * rows.abs().amax())
+            each = [(pairs, whole)] * len(rows) if shared else map(self._of_sizes, measured)
+            for top, (pairs, whole) in zip(chosen, each, strict=True):
+                of_pairs.append(pairs.to(images.device)[top])
+                of_logits.append(whole)
+        return logits, torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
 
-    def _measured(self, image: Tensor) -> tuple[Tensor, list[Executed]]:
-        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way."""
+    def _of_sizes(self, sizes: Tensor) -> tuple[Tensor, Real]:
+        """Return bounds on the rounding of all z_i - z_j, (k, k), and of a logit: (steps, 5)."""
+        executed_sizes, errors = self._errors(self._measured(sizes.tolist()))
+        place = self._last.place
+        pairs = errors_of_pairs(
+            self._steps, place, self._head, self.precision, executed_sizes, errors
+        )
+        return pairs, errors[place]
+
+    @torch.no_grad()
+    def _sizes(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `_sizes_of` each image, a traced batch of its own: (b, k), (b, steps, 5)."""
+        with plain_kernels():
+            try:
+                return torch.vmap(self._sizes_of, chunk_size=_AT_ONCE)(images)
+            except (RuntimeError, ValueError, TypeError, LookupError) as failure:
+                if out_of_memory(failure):
+                    raise
+                # an operation that is not known for many images
+                each = [self._sizes_of(image) for image in images]
+        return torch.stack([one for one, _ in each]), torch.stack([sizes for _, sizes in each])
+
+    def _sizes_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way.
+
+        Their lengths, those of the longest row, the largest entries, the least deviations of a row
+        and the shortest rows: (steps, 5).
+        """
         sizes = []
         logits = image
         for place, part in enumerate(self._tensors_of(image)):
@@ -182,8 +207,12 @@ class NeighbourErrors:
                 lengths.norm(), lengths.amax(), rows.abs().amax(), rows.std(1, unbiased=False).amin(), lengths.amin(),
             ]))  # fmt: skip
             logits = part.flatten() if place == self._last.place else logits
+        return logits, torch.stack(sizes)
+
+    def _measured(self, sizes: Sequence[Sequence[float]]) -> list[Executed]:
+        """Return the sizes of all tensors of one image, rounded outward."""
         measured = []
-        for step, numbers in zip(self._steps, torch.stack(sizes).tolist(), strict=True):
+        for step, numbers in zip(self._steps, sizes, strict=True):
             total, fibre, peak = (
                 as_real(x) * (1 + 2.0**-20) + _UNSEEN if x >= 0 else INF for x in numbers[:3]
             )
@@ -191,7 +220,7 @@ class NeighbourErrors:
             deviation = numbers[3] * (1 - 2.0**-20) - numbers[1] * 2.0**-30
             shortest = numbers[4] * (1 - 2.0**-20)
             measured.append(Executed(step.box.shape, total, fibre, peak, deviation, shortest))
-        return logits, measured
+        return measured
 
     @cached_property
     def on_box(self) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import certvit
+from certcli.certify import logit_bounds
 from certcli.certify import logit_bounds as logit_bounds_module
-from certcli.certify.logit_bounds import GLOBAL, METHODS, Neighbourhood
 from certcli.evaluation.radii import Norm
 from certcli.models.in_memory import open_module
 from certcli.models.pixels import PixelModel
@@ -49,7 +49,8 @@ def test_no_neighbour_leaves_the_bounds(kind: str, norm: Norm) -> None:
     images[:, :, 0] = images[:, :, 0].round()
     for radius in RADII if EVERY or kind == "perceptron" else RADII[1:]:
         results = [
-            certvit.bounds(model, images, radius, norm=norm, method=name) for name in METHODS
+            certvit.bounds(model, images, radius, norm=norm, method=name)
+            for name in logit_bounds.METHODS
         ]
         for row, image in enumerate(images.double()):
             with torch.no_grad():
@@ -123,7 +124,7 @@ def test_of_margins_the_rounding_of_both_logits_counts(
         return reach(slope, radius, errors, values)
 
     monkeypatch.setattr(logit_bounds_module, "_reach", seen)
-    near = Neighbourhood(0.1, norm, GLOBAL)
+    near = logit_bounds.Neighbourhood(0.1, norm, logit_bounds.GLOBAL)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     checkpoint = open_module(module, 0.5, 0.5, (1, 4, 4))

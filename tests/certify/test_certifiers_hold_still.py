@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local

@@ -398,22 +398,6 @@ def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
     assert "gives no certificate: blocks.0: no bound is known" in document(*words)["reason"]
 
 
-def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
-    net = workshop / "plain.safetensors"
-    words = ("certify", net, *with_sigma("auto"), "--limit", 4)
-    done = attempt(*words, "--json")
-    table = json.loads(done.stdout)
-    chosen = table["sigma_chosen"]
-    assert chosen["split"] == "val"
-    assert "digits (val)" in done.stderr
-    assert (
-        table["sigma"]
-        == table["parameters"]["sigma"]
-        == float(max(chosen["shares"], key=chosen["shares"].get))
-    )
-    assert len(chosen["shares"]) == 5
-
-
 def test_radii_beyond_enough_are_not_drawn_for(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

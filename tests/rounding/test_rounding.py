@@ -13,8 +13,7 @@ from timm import list_models
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Replacement
