@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 
@@ -189,7 +189,7 @@ def numbers_of(spelling: Spelling) -> tuple[dict[str, float], Tensor]:
     model = PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), Network(spelling)).double().eval()
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
     logits = model(image).detach()
-    numbers = {"global": float(prove(model, 3).upper)}
+    numbers = {"global": float(prove_network(model, 3).upper)}
     for effort in ("norms", "zonotope"):
         numbers[effort] = 0.0
         try:
