@@ -103,6 +103,15 @@ def normalise(ctx: PullContext, module: Any, x: Form) -> Pulled:
     return [(x, norm(ctx, x, spread_of(module), module.weight))]
 
 
+@pulls.function(F.layer_norm, torch.layer_norm)
+def layer_norm_function(
+    ctx: PullContext, x: Form, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    *_: Any,
+) -> Pulled:  # fmt: skip
+    gain = None if weight is None else stored(weight, x.centre)
+    return [(x, norm(ctx, x, Spread(eps), gain))]
+
+
 @pulls.function(F.rms_norm)
 def rms_norm(
     ctx: PullContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None
