@@ -26,7 +26,7 @@ def dataset_images(
     record: Record, dataset: str, split: str | None = None, folder: Path | None = None
 ) -> Images:
     """Return images of a dataset by name, or in a folder, that fit the record's network."""
-    images = datasets.load(dataset, record.input, split, folder)
+    images = datasets.load_dataset(dataset, record.input, split, folder)
     if not record.classes:
         return images
     return datasets.require_classes(images, record.classes, record.class_names)

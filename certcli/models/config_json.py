@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,10 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     config = config_path(path)
     if is_absent(config):
         return None, []
+    read = partial(decode_config, decides=not hints.logits)
     try:
         fields = read_config(
-            config, decode_config, "it needs what timm writes: architecture, num_classes, ..."
+            config, read, "it needs what timm writes: architecture, num_classes, ..."
         )
     except CheckpointError as failure:
         if hints.arch is None:

@@ -20,7 +20,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.evaluation.image_doubts import chance_doubt, image_doubts, order_doubt
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
@@ -43,7 +43,7 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     assert ("blocks.0.norm1.running_mean" in names) == (norm == "batchnorm")
     assert ("fc_norm.running_mean" in names) == fc_norm
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
-    assert prove(model, 10).upper.finite
+    assert prove_network(model, 10).upper.finite
     pixels = torch.rand(
         1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )

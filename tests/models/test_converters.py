@@ -22,7 +22,7 @@ from torchvision.models.swin_transformer import (
     SwinTransformerBlockV2,
 )
 
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
@@ -142,7 +142,7 @@ def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:
     ):  # parts that no network of timm's has: a head, an eps of its own
         (folder := tmp_path / name).mkdir()
         checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS[name], folder))
-        assert prove(build.load(checkpoint), 3).upper.finite
+        assert prove_network(build.load(checkpoint), 3).upper.finite
 
 
 def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:

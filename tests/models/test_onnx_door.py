@@ -13,7 +13,7 @@ import certvit
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
 from tests.helpers.onnx_graph import SIZE, graph_of
-from tests.soundness.onnx_edits import edited
+from tests.soundness.onnx_edits import edited_onnx
 
 
 def test_without_the_package_one_line_says_what_to_install(
@@ -197,7 +197,7 @@ def test_edited_files_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "net.onnx"
     outcomes = set()
     for _ in range(150):
-        path.write_bytes(edited(data, rng))
+        path.write_bytes(edited_onnx(data, rng))
         try:
             certvit.load(path, mean=0.5, std=0.5)
             outcomes.add(0)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.shards import ENDING, named
+from certcli.checkpoint.shards import ENDING, shards_of_index
 from certcli.cli.log import view
 from certcli.cli.log.view import AS_STATED, chance, of_features, power
 from certcli.cli.shared.output import Sink, percent
@@ -55,7 +55,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 def _checkpoints_in(folder: Path) -> list[Path]:
     """Its files and indexes; neither states nor what an index names."""
     indexes = list(folder.glob(f"*{ENDING}"))
-    parts = {part for index in indexes for part in named(index)}
+    parts = {part for index in indexes for part in shards_of_index(index)}
     files = [
         file
         for file in folder.glob("*.safetensors")

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
 from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, whole
-from certcli.system.errors import CertvitError, GateError, UndecidedError, plain
+from certcli.system.errors import CertvitError, GateError, UndecidedError, plain_text
 
 WIDE = 160
 """Characters a line of a file or a pipe."""
@@ -164,7 +164,7 @@ class Sink:
         if self.as_json:
             return
         # a cell may be broken anywhere: no piece of it may begin with "::"
-        cells = [[plain(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
+        cells = [[plain_text(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
         layout = Layout(columns, cells, self._out.width)
         if self._begun:
             self._out.print()
@@ -210,7 +210,7 @@ class Sink:
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
         """Print plainly, wrapped between words on a terminal; all words go through here."""
-        text = plain(line)
+        text = plain_text(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
         console.print(Text(text, style), soft_wrap=True)
@@ -262,7 +262,7 @@ class Bar:
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._completed = completed
-        self._progress.update(self._task, completed=completed, remark=plain(remark))
+        self._progress.update(self._task, completed=completed, remark=plain_text(remark))
         self._say(completed)
 
     def within(self, part: float) -> None:

@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
-from certcli.checkpoint.config_fields import other_problem
+from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem
 from certcli.checkpoint.record import InputSpec
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
@@ -18,7 +18,7 @@ from certcli.checkpoint.schema import (
     PerChannel,
     Side,
     Statistic,
-    decode,
+    decode_json,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
 from certcli.models.overrides import Hints
@@ -180,7 +180,7 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
 
 def decoded_config(config: Path, kind: type[T]) -> T:
     return read_config(
-        config, lambda text: decode(text, kind), "fetch it again, as transformers wrote it"
+        config, lambda text: decode_json(text, kind), "fetch it again, as transformers wrote it"
     )
 
 
@@ -227,20 +227,25 @@ def input_spec(
     return spec, origins, doubts
 
 
-def unknown_fields(path: Path, struct: type[Struct]) -> list[str]:
-    """Return a sentence where a config's field is neither used nor harmless."""
+def unknown_fields(path: Path, struct: type[Struct], decides: bool = True) -> list[str]:
+    """Return a sentence where a config's field is neither used nor harmless.
+
+    Args:
+        decides: refuse a network that does not decide by its largest logit.
+    """
     harmless = _HARMLESS_PIXELS if struct is Pixels else _HARMLESS_CONFIG
     raw = decoded_config(path, Json)
     used = {field.name for field in fields(struct)} | harmless
     strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
-    if (judged_otherwise := other_problem(raw)) is not None:
-        raise ArchitectureError(
-            f"{path.name}: {judged_otherwise}", "delete problem_type to judge the largest logit"
-        )
-    if not strange:
-        return []
-    names = one_line(", ".join(strange))[:160]
-    return [f"{path.name} says {names}, which certvit does not know and leaves out"]
+    problem = other_problem(raw)
+    if problem is not None and decides:
+        hint = "delete problem_type to judge the largest logit"
+        raise ArchitectureError(f"{path.name}: {problem}", hint)
+    doubts = [] if problem is None else [problem + LOGITS_ALONE]
+    if strange:
+        names = one_line(", ".join(strange))[:160]
+        doubts.append(f"{path.name} says {names}, which certvit does not know and leaves out")
+    return doubts
 
 
 def _processor_doubts(pixels: Pixels) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.file import require_numbers
+from certcli.checkpoint.file import require_weights
 from certcli.checkpoint.torch_file import load_plain
 from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
@@ -132,7 +132,7 @@ def read_torch(path: Path, weights: str | None) -> Bare:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
             )
-    require_numbers(tensors, path.name)
+    require_weights(tensors, path.name)
     return Bare(tensors, keys)
 
 
