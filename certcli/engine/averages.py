@@ -37,6 +37,11 @@ class Separable:
         return x
 
     @property
+    def transposed(self) -> "Separable":
+        """Return the transpose."""
+        return Separable(tuple(matrix.T for matrix in self.matrices), self.why, averages=False)
+
+    @property
     def terms(self) -> int:
         """Return the longest sum, with room for the rounding of entries."""
         return math.prod(int((m != 0).sum(1).max()) for m in self.matrices) + 64

@@ -53,7 +53,7 @@ def decode_evidence(entry: record.Evidence) -> Decoded:
         schema.convert_json(entry.parameters, parameters),
         schema.convert_json(entry.result, result),
     )
-    for wrong in _contradictions(evidence):
+    for wrong in _evidence_contradictions(evidence):
         raise Refused(wrong)
     return evidence
 
@@ -97,7 +97,7 @@ def count_of(share: float, images: int) -> int:
     return count
 
 
-def as_json(entry: record.Evidence, network: str) -> schema.Json:
+def evidence_document(entry: record.Evidence, network: str) -> schema.Json:
     """An entry for programs: its closed structure, and which of its fields nothing recomputes.
 
     Args:
@@ -122,7 +122,7 @@ def as_json(entry: record.Evidence, network: str) -> schema.Json:
     }
 
 
-def _contradictions(entry: Decoded) -> Iterator[str]:
+def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
     result = entry.result
     about = entry.parameters
     bound = isinstance(result, (LipschitzResult, FinetuneResult))

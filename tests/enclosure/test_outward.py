@@ -83,7 +83,7 @@ def of_form(x: Form) -> Numbers:
         x.radius,
         x.size,
         high - low,
-        -lower_bounds(x.known_as(None)),
+        -lower_bounds(replace(x, node=None)),
     ]
     back = (
         []

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.shared.fidelity import fidelity_document, show
+from certcli.cli.shared.fidelity import fidelity_document, show_fidelity
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep, network, settings
 from certcli.evaluation import fidelity
@@ -411,7 +411,7 @@ def test_synthetic_photographs_do_not_vouch_for_large_changes(
     kept = fidelity_document(
         reference, nn.Flatten(), colour, False, Fidelity(60, 43, error, 1 - error), refitted
     )
-    show(kept, Sink(False, False))
+    show_fidelity(kept, Sink(False, False))
     said = capsys.readouterr()
     assert ("use --dataset with images like yours" in " ".join(said.err.split())) == warned
     assert ("expected on real images" in said.out) == (not warned)

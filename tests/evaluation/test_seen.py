@@ -183,10 +183,10 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     step = training_images.Seen(
         "finetune", "many", "train", 2000, training_images.listed_in(kept["digests"])
     )
-    (share,) = training_images.shares([step], every.select(range(1500, 2500)))
+    (share,) = training_images.seen_shares([step], every.select(range(1500, 2500)))
     assert not share.exactly
     assert (
         abs(share.images - 500) < 150
     )  # 125 of 500 are expected to be found, with a deviation of 9
     assert str(share).startswith("about ")
-    assert training_images.shares([step], every.select(range(2000, 2500))) == []
+    assert training_images.seen_shares([step], every.select(range(2000, 2500))) == []

@@ -16,7 +16,7 @@ import certcli.checkpoint.file
 from certcli.checkpoint import header as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.training_images import seen_by, shares
+from certcli.evaluation.training_images import seen_by, seen_shares
 from certcli.finetune import budget, duration, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -324,7 +324,7 @@ def test_what_validates_is_not_trained_on(start: Path) -> None:
     made = Checkpoint.read(out)
     sources = seen_by(made.record)
     assert [step.images for step in sources] == [len(train)]
-    assert not shares(sources, judges)
+    assert not seen_shares(sources, judges)
     assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 

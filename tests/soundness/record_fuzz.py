@@ -45,7 +45,7 @@ IMAGES = 10
 def passes(share: float, demand: float | None = None) -> bool:
     """Tell whether a gate passes on a share of the images."""
     asked = verdicts.Demand(GATE if demand is None else demand)
-    return verdicts.decided(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
+    return verdicts.verdict_of(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
 
 
 GATE = max(number / 100 for number in range(100) if passes(1.0, number / 100))

@@ -152,10 +152,9 @@ class Session:
             )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = names_of_classes(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
-            names,
+            names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             f"{name} on {self.images.name} ({self.images.split})",
             self.images,
@@ -185,7 +184,7 @@ class PassCounter:
         self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
-def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
+def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
     """A counterexample within a certified radius is a bug, first of all; then --min-robust."""
     if findings.contradiction is not None:
         gate.demand(
@@ -203,7 +202,7 @@ def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None
         )
 
 
-def table(
+def show_attacks(
     sink: Sink, findings: AttackFindings, images: str, transfer: bool, certified: bool
 ) -> None:
     """One row an attack and radius, and the worst case below them."""
@@ -311,9 +310,11 @@ def report_attacks(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
         )
     output.claim(source, attacks, data, results)
-    if patch_attacked.require(attacks, data, patches, results):
+    if patch_attacked.asks_for_patches(attacks, data, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
-        patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
+        patch_attacked.attack_by_patches(
+            source, attacks, data, patches, machine, results, output, talk.sink()
+        )
         return
     sink = talk.sink()
     gate = Gate()
@@ -347,12 +348,12 @@ def report_attacks(
     if outcome is None:
         return
     findings, records = outcome
-    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
+    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe_images(images)}
     document = {**about, **findings.to_json(), **facts}
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
-    gate_of(findings, results.minimum, gate)
+    attack_gate(findings, results.minimum, gate)
     sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    table(
+    show_attacks(
         sink,
         findings,
         f"{images.name} ({images.split})",
@@ -369,8 +370,9 @@ def report_attacks(
         for name in evidence_schema.AttackResult.__struct_fields__
         if name in document
     }
-    parameters = parameters_of(tasks, settings, **facts)
-    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
+    output.write_evidence(
+        checkpoint.with_evidence("attack", parameters_of(tasks, settings, **facts), result), sink
+    )
     gate.enforce()
 
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, whole
+from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, judge_all
 from certcli.system.errors import CertvitError, GateError, UndecidedError, plain_text
 
 WIDE = 160
@@ -56,7 +56,7 @@ class Gate:
             what: the share and its threat, "certified accuracy at 0.5".
             option: that demands it.
         """
-        look = whole(hits, images, Demand(demand))
+        look = judge_all(hits, images, Demand(demand))
         message = f"{what}, {look.counted(1)}, is below {option} {demand:g}"
         if look.verdict == UNDECIDED:
             message = f"{what}, {look.counted(1)}: {option} {demand:g} is not decided"
@@ -121,7 +121,7 @@ class Sink:
         self.quiet = quiet
         self._begun = False  # there is text on stdout, and a table stands apart from it
         self._out = Console(
-            file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent
+            file=sys.stdout, highlight=False, width=_line_width(), quiet=Sink.invocation.silent
         )
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
@@ -306,7 +306,7 @@ def wrapped(line: str, room: int) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def _width() -> int | None:
+def _line_width() -> int | None:
     """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
