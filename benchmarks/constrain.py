@@ -17,7 +17,7 @@ steps      One layer (fc1 of the middle block). "published": at every projection
            root. All start at the same point 2 P - Z behind the same soft threshold, in one run, in
            CPU seconds. That threshold is far harsher than the authors' quantile, from which their
            loop (repaired) needs 5 to 25 cuts: "to a feasible point" compares two ways back from a
-           far point, not two programs. See docs/lab/constrain.md.
+           far point, not two programs. See docs/trials.md.
 norms      Geometric mean over the layers of norm after / norm before (proven bounds) at equal relative output error.
 network    Wall time for all layers: one streamed pass for the statistics, then every layer to a gap of 1e-3.
 precision  What becomes of the allowed error when the Gram matrices are summed from float32
@@ -40,7 +40,7 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 import timm  # isort: skip
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.parallel import LayerResult, constrain_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
@@ -55,6 +55,10 @@ def collect(
     """Return the statistics of all passes."""
     passes = collect_in_passes(model, batches, paths, **options)
     return {path: layer.widened() for part in passes for path, layer in part.items()}
+
+
+def constrain_one(layer: LayerStatistics, settings: ConstrainSettings) -> LayerResult:
+    return constrain_layer(layer, settings)[0]
 
 
 def constrainable(model: torch.nn.Module) -> list[str]:
@@ -116,7 +120,9 @@ def real(checkpoint_dir: str, data_dir: str | None, count: int) -> tuple[torch.n
     size = checkpoint.record.input.size
     if data_dir is None:
         return model, random_images(count, size[-1])
-    return model, datasets.load(data_dir, checkpoint.record.input).limit(count, 0).tensors()[0]
+    return model, datasets.load_dataset(data_dir, checkpoint.record.input).limit(
+        count, 0
+    ).tensors()[0]
 
 
 clock = time.process_time
@@ -208,7 +214,7 @@ def steps(
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
     start_of_step = clock()
-    result = constrain_layer(layer, ConstrainSettings(eta=eta, ridge=None))
+    result = constrain_one(layer, ConstrainSettings(eta=eta, ridge=None))
     whole = clock() - start_of_step
     total = taken * (passes + step)
 
@@ -264,7 +270,7 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
         for name in names:
             start = time.perf_counter()
             results = [
-                constrain_layer(layer, ConstrainSettings(name, eta=eta, ridge=None))
+                constrain_one(layer, ConstrainSettings(name, eta=eta, ridge=None))
                 for layer in layers.values()
             ]
             spent = time.perf_counter() - start
@@ -291,7 +297,7 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     collecting = time.perf_counter() - start
     start = time.perf_counter()
     worked = clock()
-    results = [constrain_layer(layer, ConstrainSettings(ridge=None)) for layer in layers.values()]
+    results = [constrain_one(layer, ConstrainSettings(ridge=None)) for layer in layers.values()]
     solving = time.perf_counter() - start
     worked = clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
@@ -318,7 +324,7 @@ def precision(
             (part.T @ part).double()
             for part in (capture(model, path, images) for images in images.split(batch))
         )
-        result = constrain_layer(
+        result = constrain_one(
             replace(layer, gram=gram, held_out=None), ConstrainSettings(eta=0.01, ridge=None)
         )
         change = result.weight.double().flatten(1) - layer.weight
@@ -349,7 +355,7 @@ def main() -> None:
     parser.add_argument(
         "--prox",
         nargs="+",
-        default=["l1", "clip", "nuclear", "spectral", "ball"],
+        default=["l1", "spectral"],
         choices=PENALTIES.names(),
     )
     parser.add_argument("--threads", type=int, default=1)

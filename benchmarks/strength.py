@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from certcli.attack.presets import MADRY
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings, Planned
+from certcli.attack.settings import MADRY, AttackSettings, Planned
 from certcli.attack.summary import robust_accuracy
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
@@ -92,7 +91,7 @@ def main() -> None:
     for source in options.checkpoints:
         checkpoint = open_checkpoint(source)
         model = build.load(checkpoint).to(options.device)
-        images = datasets.load(
+        images = datasets.load_dataset(
             options.dataset, checkpoint.record.input, options.split, options.data_dir
         ).limit(options.limit)
         batches = [

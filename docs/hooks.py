@@ -27,7 +27,6 @@ WITH_FORMULAS = {
         "certify",
         "chains",
         "constrain",
-        "lab/attention-at-work",
         "limits",
         "local",
         "patch",

@@ -79,7 +79,7 @@ UNWATCHED = {b"PYTEST_CURRENT_TEST": b"", b"TORCHINDUCTOR_CACHE_DIR": b""}
 """Set by pytest for each test, and by torch as it is first compiled with."""
 
 
-def _surroundings() -> dict[str, Any]:
+def interpreter_state() -> dict[str, Any]:
     """Return the things that a test must leave as it found them."""
     import torch
     from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
@@ -119,10 +119,12 @@ def _restore(before: dict[str, Any]) -> None:
     vars(math).update(before["math"])
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
+def changed_parts(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
     for name, value in before.items():
         if isinstance(value, dict):
-            yield from _changed({key: value.get(key) for key in value | after[name]}, after[name])
+            yield from changed_parts(
+                {key: value.get(key) for key in value | after[name]}, after[name]
+            )
         elif after.get(name) != value:
             yield f"{name}: {after.get(name)}, before {value}"
 
@@ -154,16 +156,18 @@ def _as_before() -> Iterator[None]:
     """Fail the test that leaves the interpreter otherwise than it found it: the next one would run
     in another world.
     """
-    before = _surroundings()
+    before = interpreter_state()
     yield
     _seed()  # here, so that fixtures of a module find it too
     try:
-        after = _surroundings()
+        after = interpreter_state()
     except FileNotFoundError:
         after = {**before, "folder": "one that is gone"}
     if after != before:
         _restore(before)
-        pytest.fail(f"the test left the interpreter changed: {'; '.join(_changed(before, after))}")
+        pytest.fail(
+            f"the test left the interpreter changed: {'; '.join(changed_parts(before, after))}"
+        )
 
 
 @pytest.fixture(scope="session")

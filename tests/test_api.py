@@ -84,7 +84,9 @@ def test_the_wheel_holds_both_names() -> None:
 
 
 def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
-    images, labels = datasets.load("digits", certified.record.input, "val").limit(20).tensors()
+    images, labels = (
+        datasets.load_dataset("digits", certified.record.input, "val").limit(20).tensors()
+    )
     share = testing.assert_certified(certified, images, labels, radii=0.05, at_least=0.1)
     assert share.images == 20
     wrong = (labels + 1) % 10
@@ -136,11 +138,11 @@ def test_a_module_has_the_results_of_its_file(tiny: Checkpoint) -> None:
         assert certvit.certify(opened, pixels, labels) == certvit.certify(tiny, pixels, labels)
 
 
-def hooked(module: nn.Sequential) -> None:
+def with_a_hook(module: nn.Sequential) -> None:
     module[2].register_forward_hook(lambda part, inputs, output: 9 * output)
 
 
-def patched(module: nn.Sequential) -> None:
+def with_a_patched_forward(module: nn.Sequential) -> None:
     module[2].forward = types.MethodType(lambda part, x: 9 * x.relu(), module[2])  # type: ignore[method-assign]
 
 
@@ -154,7 +156,7 @@ def extended(module: nn.Sequential) -> None:
     module[3] = large
 
 
-@pytest.mark.parametrize("change", [hooked, patched, extended])
+@pytest.mark.parametrize("change", [with_a_hook, with_a_patched_forward, extended])
 def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> None:
     """The bound stays above a slope of the module as it runs, whatever the types of its parts
     promise.
@@ -163,7 +165,7 @@ def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> No
     change(module)
     opened = certvit.load(module, **DIGITS)
     bound_result = certvit.bound(opened)
-    assert bound_result.upper.finite != (change is hooked)
+    assert bound_result.upper.finite != (change is with_a_hook)
     x, y = torch.rand(2, 50, 1, 8, 8)
     outputs = [module((each - 0.5) / 0.5).detach() for each in (x, y)]
     slopes = (outputs[0] - outputs[1]).norm(dim=1) / (x - y).flatten(1).norm(dim=1)

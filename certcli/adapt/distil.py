@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from certcli.adapt.calibration_shards import Shards, Stream
 from certcli.adapt.descend import COMPARED, Descent, mixed_precision
-from certcli.adapt.pixels import as_pixels, augment
+from certcli.adapt.pixels import as_pixels, augment_for_distillation
 from certcli.adapt.settings import AdaptSettings
 
 _BATCH = 32
@@ -36,18 +36,14 @@ def distil(
         for part in compared.split(settings.batch_size) if len(compared) else ():
             yield student(as_pixels(part)), teacher(as_pixels(part))
 
-    def squares(shard: int) -> list[Tensor]:
-        norms = [float(old.double().square().sum()) for _, old in logits(shard)]
-        return [torch.tensor([sum(norms)], dtype=torch.float64)]
-
     with torch.no_grad():
-        total = float(shards.total(squares, [torch.zeros(1, dtype=torch.float64)])[0])
+        _, total = shards.squares(logits)
     size = max(total / min(COMPARED, shards.count), 1e-12)
 
     def loss(shard: int, rows: Tensor, seed: int | None) -> Tensor:
         pixels = as_pixels(images[shard][rows])
         if seed is not None:
-            pixels = augment(pixels, seed)
+            pixels = augment_for_distillation(pixels, seed)
         with mixed_precision(pixels):
             with torch.no_grad():
                 target = teacher(pixels).float()

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from certcli.images.transforms import transform_each
+
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
 
 
@@ -33,7 +35,7 @@ def photograph_sized(images: Tensor) -> bool:
     return min(images.shape[-2:]) >= _PHOTOGRAPH
 
 
-def augment(images: Tensor, seed: int) -> Tensor:
+def augment_for_distillation(images: Tensor, seed: int) -> Tensor:
     """Crop photographs to 35 to 100 % of their area and mirror them; mirror small colour images.
 
     Grey images stay: on 8 x 8 digits, shifts by up to one pixel made distillation worse.
@@ -43,6 +45,4 @@ def augment(images: Tensor, seed: int) -> Tensor:
     steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()]
     if photograph_sized(images):
         steps.append(v2.RandomResizedCrop(images.shape[-2:], scale=(0.35, 1.0)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return torch.stack([v2.Compose(steps)(image) for image in images])
+    return transform_each(images, v2.Compose(steps), seed)

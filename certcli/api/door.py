@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, choice
-from certcli.api.errors import in_python, require_known
+from certcli.api.arguments import READERS, read_choice
+from certcli.api.errors import in_python, require_option_names
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices
@@ -48,15 +48,19 @@ class Signature:
         for old in kwargs.keys() - allowed:
             new = RENAMED.get(old)
             if new in allowed and new not in kwargs:
-                message = f"{self.name}({old}=...) is now {self.name}({new}=...)"
-                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                warnings.warn(
+                    f"{self.name}({old}=...) is now {self.name}({new}=...)",
+                    DeprecationWarning,
+                    stacklevel=3,
+                )
                 kwargs = {new if name == old else name: value for name, value in kwargs.items()}
-        require_known(kwargs, allowed, self.name)
+        require_option_names(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError as failure:
-            form = f"{self.name}({', '.join(self.names)})"
-            raise UsageError(f"{self.name}: {failure}", form) from failure
+            raise UsageError(
+                f"{self.name}: {failure}", f"{self.name}({', '.join(self.names)})"
+            ) from failure
         return {
             **kwargs,
             **{n: self._value(n, v) for n, v in bound.arguments.items() if n in self.names},
@@ -66,7 +70,7 @@ class Signature:
         if value is None and self.parameters[name].default is None:
             return None
         names = choices(self.hints[name])
-        return choice(name, value, names) if names else READERS[name](name, value)
+        return read_choice(name, value, names) if names else READERS[name](name, value)
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:

@@ -10,13 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from certcli.attack.certified_radii import CertifiedImage, require_correct, select
-from certcli.attack.presets import preset
 from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.radii import proven_radius, require_norm
-from certcli.evaluation.records import RecordFile, Run, packed, unpacked
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import RecordFile, packed, unpacked
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team

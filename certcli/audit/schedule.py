@@ -6,15 +6,67 @@ the first unit and the largest so far after it, times the wall seconds that a se
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from certcli.audit.clock import Clock
+from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.findings import AuditFindings, Key
-from certcli.audit.shared_stages import REFUSALS, together
 from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    DataError,
+    NoBoundError,
+    UsageError,
+)
 from certcli.system.processes import ALONE, Team
+
+Piece = TypeVar("Piece")
+REFUSALS = {
+    kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)
+}
+"""Failures after which an audit continues without the stage, in all processes."""
+
+
+def together(
+    team: Team,
+    seconds: float,
+    work: Callable[[], Piece],
+    pack: Callable[[Piece], Any] = lambda piece: piece,
+    unpack: Callable[[Any], Piece] = lambda plain: plain,
+) -> tuple[list[Piece], bool]:
+    """(results by rank, to the first that was broken off; whether one was). pack: to plain values.
+
+    What was found behind one that took too long is dropped: else images that take long would be
+    left out for taking long. A refusal of one process is raised in all of them.
+    """
+    if not team.several:
+        try:
+            with EndsAfter(seconds):
+                return [work()], False
+        except OutOfTime:
+            return [], True
+    try:
+        with EndsAfter(seconds):
+            mine = ["found", pack(work())]
+    except OutOfTime:
+        mine = ["over"]
+    except CertvitError as refusal:
+        if type(refusal).__name__ not in REFUSALS:
+            raise
+        mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
+    pieces: list[Piece] = []
+    everyone = team.everyone(mine)
+    for kind, *rest in everyone:
+        if kind == "refused":
+            raise REFUSALS[rest[0]](*rest[1:])
+    for kind, *rest in everyone:
+        if kind == "over":
+            return pieces, True
+        pieces.append(unpack(rest[0]))
+    return pieces, False
+
 
 FIRST = 4
 """Images of the first unit at most; each further one is twice as large."""
@@ -38,6 +90,7 @@ class Stage:
         broken: whether the last unit was broken off, which does not count.
         rows: of each image so far.
         first, largest: images of the first unit and of any, at most, in each process.
+        few: images from which on it has said what a first round asks of it.
         each: seconds of work of an image, a guess and then the most that one took.
         tries, units: how many were begun, and ended; seconds: of work in those that ended.
         after: stages to wait for, and `barred`: why it is not worth its time after them, or None.
@@ -50,6 +103,7 @@ class Stage:
     refusal: str | None = None
     broken = False
     first = FIRST
+    few = 1
     tries = 0
     units = 0
     seconds = 0.0
@@ -77,6 +131,11 @@ class Stage:
     def size(self) -> int:
         """Images of the next unit; no machine decides it, as images of a batch draw from one seed."""
         return min(self.largest, self.first * 2 ** min(self.units, 20))
+
+    @property
+    def begins(self) -> bool:
+        """Whether its first round is not over; what was broken off at once has no second chance in it."""
+        return not self.tries or 0 < self.count < self.few
 
     @property
     def price(self) -> float:
@@ -138,8 +197,9 @@ class Stage:
         size = max(1, min(self.size, self.rest))
         self.take(pieces)
         # imports are the first unit's, and tell nothing about the next one
-        learns = self.units <= 2 and not self.broken
-        self.each = took / size if learns or not self.tries else max(self.each, took / size)
+        learns = not self.tries or (self.units <= 2 and not self.broken)
+        easy = 0 < self.count < self.few  # a first image that is quickly fooled says little
+        self.each = took / size if learns and not easy else max(self.each, took / size)
         self.tries += 1
         self.seconds += took if self.count > before else 0.0
 
@@ -212,7 +272,7 @@ def _decided(
     fitting = [stage for stage in ready if wall(stage) <= time_left]
     if barred or not fitting:
         return barred, None, 0.0
-    first = [stage for stage in fitting if not stage.tries]
+    first = [stage for stage in fitting if stage.begins]
     best = max(
         first or list(filter(awaited, fitting)) or fitting,
         key=lambda stage: (awaited(stage), stage.gain / max(stage.price, 1e-6)),

@@ -13,7 +13,8 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.options import CertifierOptions
 from certcli.certify.record_check import require_possible
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.records import RecordFile, Run
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import RecordFile
 from certcli.images.labelled import Images
 from certcli.system.ambient import as_stated
 from certcli.system.processes import ALONE, Team
@@ -47,13 +48,13 @@ METHODS = Registry(
     ),
     Entry(
         "bcp",
-        "certcli.certify.chains.bcp:prepare",
+        "certcli.certify.chains.local_lip:prepare_bcp",
         "chains of layers (ReLU, MaxMin): a box and a ball through all layers, proven, faster than local-lip",
         "Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound",
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing.sigma:prepare",
+        "certcli.certify.smoothing.preparation:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),

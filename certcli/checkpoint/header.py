@@ -4,9 +4,11 @@ The format's own reader maps every file, and a mapped file that another program 
 without a word.
 """
 
+import json
 import mmap
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -16,14 +18,109 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from certcli.checkpoint.schema import decode
-from certcli.checkpoint.writer import CODES
+from certcli.checkpoint.schema import decode_json
 from certcli.system import watched
-from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
+from certcli.system.files import atomic_file
 from certcli.system.reading import open_regular
 
+_BEGINNING = b"version https://git-lfs.github.com/spec/"
+_LONGEST = 1024
+"""Bytes of a pointer at most, as its specification says."""
+
+
+def require_no_pointer(path: Path) -> None:
+    """Raise CheckpointError for a pointer, with the size of the file that it stands for."""
+    try:
+        with open_regular(path) as file:
+            text = file.read(_LONGEST)
+    except (OSError, Refused):
+        return  # reading the file raises the error
+    if not text.startswith(_BEGINNING):
+        return
+    size = re.search(rb"^size (\d{1,15})$", text, re.MULTILINE)
+    size_text = "" if size is None else f" of {int(size[1]):,} bytes"
+    raise CheckpointError(
+        f"{path} is a pointer of git-lfs, not the file{size_text} that it stands for",
+        "fetch the file itself: git lfs install, then git lfs pull in that folder, or `hf download OWNER/NAME`",
+    )
+
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""safetensors' names of types."""
+
+
+def in_file_order(likes: Mapping[str, Tensor]) -> list[str]:
+    """Return the names, those of the widest type first, so that every tensor is aligned."""
+    return sorted(likes, key=lambda name: (-likes[name].itemsize, name))
+
+
+def write_one_by_one(
+    path: Path,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+    ending: tuple[str, Callable[[], str]] | None = None,
+) -> None:
+    """Write a safetensors file atomically.
+
+    Args:
+        likes: name to a tensor of the type and shape to be written; meta tensors will do.
+        tensors: the values, in the order of `in_file_order(likes)`.
+        ending: A text that occurs once in the metadata, and what gives the text of the same length
+            that replaces it once all tensors are written.
+
+    Raises:
+        OutputError: the file cannot be written.
+        ValueError: a tensor differs from its `like` in type or shape.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    order = in_file_order(likes)
+    offset = 0
+    for name in order:
+        like = likes[name]
+        end = offset + like.numel() * like.itemsize
+        header[name] = {
+            "dtype": CODES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in zip(order, tensors, strict=True):
+            like = likes[name]
+            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+                raise ValueError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not as it was announced"
+                )
+            file.write(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
+        if ending is not None:
+            blank, text_of = ending
+            file.seek(8 + text.index(blank.encode()))
+            file.write(text_of().encode())
+
+
 LONGEST_HEADER = 2**26
-"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are escaped."""
+"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are
+escaped."""
 MOST_TENSORS = 2**17
 MOST_DIMENSIONS = 16
 """Dimensions of one tensor; most functions of torch take at most 64."""
@@ -55,8 +152,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             buffer: bytearray | mmap.mmap
             if place is None:
                 buffer = bytearray(size)
-                if file.readinto(buffer) < len(buffer):
-                    raise Refused("it ends before its tensors do")
+                raise_if(
+                    file.readinto(buffer) < len(buffer), Refused, "it ends before its tensors do"
+                )
                 first = 0
             else:
                 try:
@@ -73,15 +171,16 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str], int]:
-    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no header."""
+    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no
+    header."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > size - 8:
-        raise Refused(f"it ends before its header: {size:,} bytes")
-    if length > LONGEST_HEADER:
-        raise Refused(f"its header has {length:,} bytes")
-    fields, metadata = _decoded(file.read(length))
+    raise_if(
+        len(start) < 8 or length > size - 8, Refused, f"it ends before its header: {size:,} bytes"
+    )
+    raise_if(length > LONGEST_HEADER, Refused, f"its header has {length:,} bytes")
+    fields, metadata = _decoded_header(file.read(length))
     return fields, metadata, size - 8 - length
 
 
@@ -101,26 +200,28 @@ def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
     """Raise Refused unless the tensors fill the `size` bytes one after the other, each its own."""
     place = 0
     for name, one in sorted(fields.items(), key=lambda item: item[1].data_offsets):
-        if one.dtype not in _TYPES:
-            raise Refused(
-                f"its tensor '{one_line(name)[:80]}' is {one_line(one.dtype)[:40]}: not a type of weights"
-            )
+        raise_if(
+            one.dtype not in _TYPES,
+            Refused,
+            f"its tensor '{one_line(name)[:80]}' is {one_line(one.dtype)[:40]}: not a type of weights",
+        )
         begin, end = one.data_offsets
-        if begin != place or end - begin != prod(one.shape) * _TYPES[one.dtype].itemsize:
-            raise Refused(f"its tensor '{one_line(name)[:80]}' does not fit its place")
+        raise_if(
+            begin != place or end - begin != prod(one.shape) * _TYPES[one.dtype].itemsize,
+            Refused,
+            f"its tensor '{one_line(name)[:80]}' does not fit its place",
+        )
         place = end
-    if place != size:
-        raise Refused(f"its tensors have {place:,} bytes, and it holds {size:,}")
+    raise_if(place != size, Refused, f"its tensors have {place:,} bytes, and it holds {size:,}")
 
 
-def _decoded(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
+def _decoded_header(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
     """Return the header's tensors and metadata."""
     try:  # a key that occurs twice is refused: readers differ on which of the two counts
-        entries: dict[str, Any] = decode(text, dict[str, msgspec.Raw])
+        entries: dict[str, Any] = decode_json(text, dict[str, msgspec.Raw])
     except Refused as failure:
         raise Refused(f"its header cannot be read: {one_line(failure)}") from failure
-    if len(entries) > MOST_TENSORS:
-        raise Refused(f"it has {len(entries):,} tensors")
+    raise_if(len(entries) > MOST_TENSORS, Refused, f"it has {len(entries):,} tensors")
     fields = {}
     metadata: dict[str, str] = {}
     for name, entry in entries.items():

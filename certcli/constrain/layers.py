@@ -27,10 +27,6 @@ Visit = Callable[[int, str, nn.Module, Tensor], None]
 """Called with the number of a batch, a path, its module and the module's input."""
 
 
-class StopBatch(Exception):
-    """Raised by a visitor of `stream` that needs nothing more of this batch."""
-
-
 def refusal(module: nn.Module) -> str | None:
     """Return why a module cannot be constrained; None if it can."""
     if isinstance(module, nn.Linear):
@@ -61,28 +57,21 @@ def module_at(model: nn.Module, path: str) -> Any:
         ) from None
 
 
-def all_of(batches: Batches) -> Iterable[Tensor]:
-    return batches() if callable(batches) else batches
-
-
-def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> None:
-    """Run the batches, call `visit` at each call of a module of `paths`."""
+def run_batches(model: nn.Module, batches: Batches) -> None:
+    """Run the network on the batches. DataError: there are none."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with visiting(model, paths, visit), torch.inference_mode(), fast_products(model):
-        for batch in all_of(batches):
-            with contextlib.suppress(StopBatch):
-                model(sent(batch, device))
+    with torch.inference_mode(), fast_products(model):
+        for batch in batches() if callable(batches) else batches:
+            model(sent(batch, device))
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")
 
 
 @contextlib.contextmanager
-def visiting(
-    model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None
-) -> Iterator[None]:
-    """Call `visit` while the caller runs the model: a call of it (or of `each`) is a batch."""
+def visiting(model: nn.Module, paths: Sequence[str], visit: Visit) -> Iterator[None]:
+    """Call `visit` at each call of a module of `paths`, while the caller runs the model."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -97,14 +86,14 @@ def visiting(
 
     with contextlib.ExitStack() as hooks:
         for path in paths:
-            hooks.enter_context(
-                module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
-            )
-        hooks.enter_context((each or model).register_forward_hook(ended, always_call=True))
+            hook = hook_for(path)
+            layer = module_at(model, path)
+            hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks.enter_context(model.register_forward_hook(ended))
         yield
 
 
-def require_finite(path: str, diagonal: Tensor) -> None:
+def require_finite_inputs(path: str, diagonal: Tensor) -> None:
     """Raise DataError, naming the layer, where the diagonal of X X^T, and so X, is not finite."""
     if not bool(diagonal.isfinite().all()):
         raise DataError(
@@ -113,7 +102,7 @@ def require_finite(path: str, diagonal: Tensor) -> None:
         )
 
 
-def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
+def conv_geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
     """Return the arguments of `conv_norm` for a zero-padded convolution; None: other modules."""
     if not isinstance(module, nn.Conv2d):
         return None
@@ -138,7 +127,9 @@ def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
     return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
 
 
-def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
+def input_rows(
+    module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64
+) -> Iterator[Tensor]:
     """Yield the layer's input as rows (tokens, in) of `dtype`, in pieces of at most CHUNK_BYTES."""
     if isinstance(module, nn.Linear):
         tokens = value.reshape(-1, value.shape[-1])
@@ -150,7 +141,7 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
     width = module.weight[0].numel()
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padding = module._reversed_padding_repeated_twice
-    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _positions(module, images)))):
+    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _window_count(module, images)))):
         padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
         if module.kernel_size == module.stride and module.dilation == (1, 1):
             yield _disjoint_patches(padded, *module.kernel_size).to(dtype)
@@ -171,8 +162,8 @@ def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator
         yield tokens[:, _drawn(tokens.shape[1], count, seed).to(value.device)].flatten(0, 1)
         return
     assert isinstance(module, nn.Conv2d)
-    for piece in rows(module, value, value.dtype):
-        images = piece.unflatten(0, (-1, _positions(module, value)))
+    for piece in input_rows(module, value, value.dtype):
+        images = piece.unflatten(0, (-1, _window_count(module, value)))
         yield images[:, _drawn(images.shape[1], count, seed).to(value.device)].flatten(0, 1)
 
 
@@ -185,7 +176,7 @@ def _drawn(rows: int, count: int, seed: int) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), others.sort().values])
 
 
-def _positions(module: nn.Conv2d, value: Tensor) -> int:
+def _window_count(module: nn.Conv2d, value: Tensor) -> int:
     """Return the number of windows of an image."""
     padding = module._reversed_padding_repeated_twice
     return math.prod(

@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from certcli.engine.tracer import tensors_of
-from certcli.system.operations import OperationMode
+from certcli.engine.tracer import tensors_in
+from certcli.system.torch_modes import OperationMode
 
 MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
-     "constant_pad_nd", "tril", "triu", "zeros", "ones", "full", "scalar_tensor",
+     "constant_pad_nd", "tril", "triu", "zeros", "ones", "eye", "full", "scalar_tensor",
      "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )  # fmt: skip
 """Operations whose results hold entries of their operands, and numbers of the code."""
@@ -19,7 +20,8 @@ MOVING = frozenset(
 
 @dataclass(frozen=True)
 class Computed:
-    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+    """An operation (its name in aten) on tensors that do not depend on the image, and its
+    result."""
 
     name: str
     args: tuple[Any, ...]
@@ -54,20 +56,21 @@ class Moved(OperationMode):
                 for a in func._schema.arguments
                 if a.alias_info is not None and a.alias_info.is_write
             ]
-            for place in map(place_of, tensors_of([arguments.get(label) for label in written])):
+            for place in map(place_of, tensors_in([arguments.get(label) for label in written])):
                 self.storages.discard(place)
                 # which keeps what is known of the error
                 if name != "relu_" or self._is_read(place):
                     self.computed.pop(place, None)
             return result
-        operands = tensors_of((args, kwargs))
-        results = tensors_of(result)
+        operands = tensors_in((args, kwargs))
+        results = tensors_in(result)
         places = {place_of(x) for x in operands}
         counted = not any(
             x.is_floating_point() for x in (*operands, *results)
         ) and not name.startswith("empty")
+        moving = name in MOVING or (name == "_to_copy" and _is_wider(results[0], operands[0]))
         # torch.tensor(numbers)
-        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):
+        if name == "lift_fresh" or ((counted or moving) and places <= self.storages):
             self._kept += results
             self.storages.update(map(place_of, results))
         elif operands and all(place in self.storages or place in self.computed for place in places):
@@ -81,8 +84,13 @@ class Moved(OperationMode):
         return any(
             place_of(x) == place
             for step in self.computed.values()
-            for x in tensors_of((step.args, step.kwargs))
+            for x in tensors_in((step.args, step.kwargs))
         )
+
+
+def _is_wider(result: Tensor, x: Tensor) -> bool:
+    """Tell whether a result's arithmetic has all numbers of x's."""
+    return torch.promote_types(result.dtype, x.dtype) == result.dtype
 
 
 def place_of(x: Tensor) -> int:

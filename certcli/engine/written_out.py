@@ -60,7 +60,9 @@ class _Writer:
         return x if self.shape(x) == tuple(shape) else self("reshape", x, tuple(shape))
 
 
-def written_out(graph: fx.Graph, constants: Constants) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def write_out_graph(
+    graph: fx.Graph, constants: Constants
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Return the graph with such operations written out, and the node of each of its nodes."""
     if not any(node.target in _WRITTEN for node in graph.nodes):
         return graph, {node: node for node in graph.nodes}
@@ -90,15 +92,22 @@ def _sum_of_products(
     return write(operator.add, input if beta == 1 else write(operator.mul, input, beta), product)
 
 
+def _sum_with_product(write: _Writer, input: Any, a: Any, b: Any, value: Any = 1) -> fx.Node:
+    """x + (value a) b, entry by entry."""
+    product = write(operator.mul, a if value == 1 else write(operator.mul, a, value), b)
+    return write(operator.add, input, product)
+
+
 def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
-    """Of one tensor, or of two: a product of matrices for each label that both and the result have."""
+    """Of one tensor, or of two: a product of matrices for each label that both and the result
+    have."""
     parts = operands[0] if isinstance(operands[0], (list, tuple)) else operands
     terms = _labelled(equation, [len(write.shape(x)) for x in parts])
     if terms is None or len(parts) > 2:
         return None
     *inputs, out = terms
     summed = [
-        _summed(write, x, labels, {*out, *"".join(inputs[:place] + inputs[place + 1 :])})
+        _summed_labels(write, x, labels, {*out, *"".join(inputs[:place] + inputs[place + 1 :])})
         for place, (x, labels) in enumerate(zip(parts, inputs, strict=True))
     ]
     if len(summed) == 1:
@@ -106,10 +115,10 @@ def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
         return write.arranged(
             x, labels, out, [write.shape(x)[labels.index(label)] for label in out]
         )
-    return _of_two(write, summed, out)
+    return _product_of_two(write, summed, out)
 
 
-def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.Node:
+def _product_of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.Node:
     """Return the product of two tensors, summed over the labels that only they have."""
     if write.constant(factors[0][0]):
         factors = factors[::-1]
@@ -154,7 +163,9 @@ def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.
     return write.arranged(unfolded, order + of_columns, out, shape(out))
 
 
-def _summed(write: _Writer, x: fx.Node, labels: str, others: set[str]) -> tuple[fx.Node, str]:
+def _summed_labels(
+    write: _Writer, x: fx.Node, labels: str, others: set[str]
+) -> tuple[fx.Node, str]:
     """Return x summed over the labels that nothing else has, and those that are left."""
     axes = [axis for axis, label in enumerate(labels) if label not in others]
     labels_of_rest = "".join(label for label in labels if label in others)
@@ -187,6 +198,7 @@ def _labelled(equation: Any, axes: list[int]) -> list[str] | None:
 
 _WRITTEN: dict[Any, Callable[..., fx.Node | None]] = {
     torch.einsum: _einsum,
+    torch.addcmul: _sum_with_product,
     **dict.fromkeys(
         (torch.addmm, torch.baddbmm, "addmm", "addmm_", "baddbmm", "baddbmm_"), _sum_of_products
     ),

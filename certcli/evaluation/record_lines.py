@@ -4,7 +4,9 @@ Nothing is taken from a line that is not a field here. Whether a line is true is
 `evaluation.resumed` computes lines again.
 """
 
+import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,12 +21,12 @@ from certcli.checkpoint.schema import (
     Json,
     Name,
     Text,
-    decode,
-    require_bounded,
+    decode_json,
+    require_bounded_json,
 )
-from certcli.evaluation.intervals import MOST_DRAWS
-from certcli.evaluation.radii import LARGEST, Norm
-from certcli.evaluation.threat import Kind
+from certcli.evaluation import intervals, threat
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
@@ -34,7 +36,7 @@ HINT = "certvit certify or attack ... --records FILE writes them"
 Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
 Length = Annotated[float, Meta(ge=0, le=LARGEST)]
 """A radius, a distance between images, or seconds."""
-Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
+Draws = Annotated[int, Meta(ge=1, le=intervals.MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
 Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
@@ -48,29 +50,90 @@ class _Fields(Struct, forbid_unknown_fields=True):
     pass
 
 
-class ImagesFields(_Fields):
+class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
+    """Which images: the dataset's name, the split, how many, and the digest of their contents."""
+
     name: Dataset
     split: Text
-    images: Annotated[int, Meta(ge=1, le=2**53)]
+    images: Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
     digest: Digest
 
 
-class HeaderFields(_Fields):
-    """All that decides the records, and what was assumed in reading the network."""
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """All that decides the records of a file: two runs that are equal write the same records.
 
-    schema: Literal["certvit-records/1"]
+    Attributes:
+        checkpoint: digest of the network's function.
+        method: of certificates, or the attacks in order.
+        norm: of the radii.
+        radii: at which images were attacked, empty for certificates, which find their own.
+        parameters: of the method.
+        network: what was assumed in reading it, which decides nothing.
+    """
+
+    schema: Literal["certvit-records/1"] = "certvit-records/1"
     command: Literal["certify", "attack"]
     checkpoint: Digest
-    dataset: ImagesFields
+    dataset: JudgedImages
     method: Name | list[list[Text]]
-    norm: Kind | list[Norm]
-    radii: list[list[Length]]
-    parameters: Json
+    norm: threat.Kind | list[Norm]
+    radii: list[list[Length]] = []
+    parameters: Json = {}
     network: Json = {}
 
     def __post_init__(self) -> None:
-        require_bounded(self.parameters)
-        require_bounded(self.network)
+        require_bounded_json(self.parameters)
+        require_bounded_json(self.network)
+
+    @staticmethod
+    def of(command: Any, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
+        """The run of a command on these images; `more` are the other fields."""
+        return Run(
+            command=command,
+            checkpoint=checkpoint,
+            dataset=JudgedImages(**describe_images(images)),
+            method=method,
+            **more,
+        )
+
+    def to_json(self) -> Json:
+        """Plain values, as they come back from a file."""
+        plain: Json = json.loads(
+            json.dumps(msgspec.to_builtins(self), sort_keys=True, allow_nan=False)
+        )
+        del plain["network"]
+        return plain
+
+    def differences(self, other: "Run") -> Iterator[str]:
+        """Yield "seed is 0 there and 1 here", for all in which `other` (there) differs."""
+        here = dict(_flat_fields(self.to_json()))
+        there = dict(_flat_fields(other.to_json()))
+        for name in [*here, *(name for name in there if name not in here)]:
+            if here.get(name) != there.get(name):
+                yield f"{name} is {_shortened(there.get(name))} there and {_shortened(here.get(name))} here"
+
+
+def describe_images(images: Images) -> Json:
+    """Return `JudgedImages` of these images as plain values."""
+    return {
+        "name": images.name,
+        "split": images.split,
+        "images": len(images),
+        "digest": images.digest,
+    }
+
+
+def _flat_fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat_fields(inner, f"{path} {key}" if path else key)
+    else:
+        yield path, value
+
+
+def _shortened(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 48 else f"{text[:16]}..."
 
 
 class _Record(_Fields, kw_only=True):
@@ -198,9 +261,9 @@ class PatchOptions(_Fields):
             raise ValueError(f"these are not the parameters of {self.procedure}")
 
 
-def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
+def parse_records(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
     """Header, plain records, and the end of each complete line; DataError names a bad line."""
-    header: HeaderFields | None = None
+    header: Run | None = None
     rows: list[Json] = []
     ends: list[int] = []
     start = 0
@@ -211,11 +274,11 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
                 raise Refused(f"a line of {end - start:,} bytes")
             line = data[start:end].decode()
             if header is None:
-                header = decode(line, HeaderFields)
+                header = decode_json(line, Run)
             else:
                 rows.append(
                     msgspec.to_builtins(
-                        decode(line, RECORDS[header.command, header.norm == "patch"])
+                        decode_json(line, RECORDS[header.command, header.norm == "patch"])
                     )
                 )
         except (Refused, UnicodeError) as failure:
@@ -226,5 +289,4 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
         start = end + 1
     if header is None:
         raise DataError(f"{path} holds no records", HINT)
-    run: dict[str, Any] = msgspec.to_builtins(header)
-    return run, rows, ends
+    return header, rows, ends

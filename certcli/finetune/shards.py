@@ -2,14 +2,14 @@
 optimiser state.
 
 PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again.
-A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this
+A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `rows_here` gives this
 process's rows in the same memory, `LocalRows` is a copy of them with the shape of the whole.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ def share_out(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _require_rows(model.net)
+    _require_divisible(model.net)
     team.group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,14 +95,14 @@ def share_out(
         # block in the backward pass
         return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
-    for part in [*blocks(model.net), model.net]:
+    for part in [*gathered_blocks(model.net), model.net]:
         part.register_forward_hook(without_view)
         fully_shard(part, mesh=mesh, mp_policy=policy)
     model.normalize.to(device)
     _require_called(model, device, precision)
 
 
-def blocks(net: nn.Module) -> list[nn.Module]:
+def gathered_blocks(net: nn.Module) -> list[nn.Module]:
     """Return members of module lists with modules of their own (blocks, stages), inner first."""
     lists = (
         module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))
@@ -135,7 +135,7 @@ def _require_average(team: Team, device: torch.device) -> None:
         ) from failure
 
 
-def _require_rows(net: nn.Module) -> None:
+def _require_divisible(net: nn.Module) -> None:
     named = list(net.named_parameters(remove_duplicate=False))
     if len({id(parameter) for _, parameter in named}) < len(named):
         raise ArchitectureError(
@@ -168,11 +168,11 @@ def _require_called(model: PixelModel, device: torch.device, precision: str) -> 
     let_go(model.net)
 
 
-def is_sharded(value: Tensor) -> bool:
+def is_sharded(value: object) -> bool:
     return hasattr(value, "to_local")
 
 
-def own(value: Tensor) -> Tensor:
+def rows_here(value: Tensor) -> Tensor:
     """Return this process's rows of a sharded tensor, same memory; others as they are."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
@@ -188,37 +188,37 @@ def let_go(net: nn.Module) -> None:
 
 def stored_copy(value: Tensor) -> Stored:
     """Return a copy on the CPU; for a sharded tensor, of this process's rows."""
-    copy = own(value).detach().cpu().clone()
+    copy = rows_here(value).detach().cpu().clone()
     return LocalRows(copy, value.shape) if is_sharded(value) else copy
 
 
-def stored_as(value: Tensor, stored: Stored, team: Team) -> Stored:
+def stored_like(value: Tensor, stored: Stored, team: Team) -> Stored:
     """Return `stored`, whole or rows, in the form that `stored_copy(value)` has."""
     if isinstance(stored, LocalRows) or not is_sharded(value):
         return stored
-    return LocalRows(_rows(stored, team).clone(), value.shape)
+    return LocalRows(_rows_of_rank(stored, team).clone(), value.shape)
 
 
 @torch.no_grad()
-def put(value: Tensor, stored: Stored, team: Team) -> None:
+def copy_stored(value: Tensor, stored: Stored, team: Team) -> None:
     """Copy `stored`, whole or rows, into `value`. RuntimeError where the shapes differ."""
     if stored.shape != value.shape:
         raise RuntimeError(
             f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
         )
-    here = own(value)
+    here = rows_here(value)
     if isinstance(stored, LocalRows):
         here.copy_(stored.rows)
     else:
-        here.copy_(_rows(stored, team) if is_sharded(value) else stored)
+        here.copy_(_rows_of_rank(stored, team) if is_sharded(value) else stored)
 
 
-def _rows(whole: Tensor, team: Team) -> Tensor:
+def _rows_of_rank(whole: Tensor, team: Team) -> Tensor:
     rows_each = -(-len(whole) // team.size)
     return whole[team.rank * rows_each : (team.rank + 1) * rows_each]
 
 
-def whole(
+def gather_whole(
     stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return the whole tensors in the leader, gathered one after the other; an empty dict in the
@@ -235,67 +235,26 @@ def whole(
     return tensors
 
 
-class Shares:
-    """This process's rows of sharded parameters, as plain tensors of the same memory."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], team: Team) -> None:
-        self.team = team
-        self.parameters = list(parameters)
-        self.rows = [own(parameter).requires_grad_(True) for parameter in self.parameters]
-
-    def forget(self) -> None:
-        for parameter, rows in zip(self.parameters, self.rows, strict=True):
-            parameter.grad = rows.grad = None
-
-    def collect(self) -> None:
-        """Give rows their gradients, averaged and dealt by the backward pass."""
-        for parameter, rows in zip(self.parameters, self.rows, strict=True):
-            rows.grad = None if parameter.grad is None else own(parameter.grad)
-
-    def length(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the l2 norm of tensors of which each process holds rows: ()."""
-        squares = [part.norm().double() ** 2 for part in parts]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        self.team.add_up([total])
-        return total.sqrt().float()
-
-    @torch.no_grad()
-    def clip(self, longest: float) -> None:
-        """Do what torch.nn.utils.clip_grad_norm_ does, over the rows of all processes."""
-        gradients = [rows.grad for rows in self.rows if rows.grad is not None]
-        factor = (longest / (self.length(gradients) + 1e-6)).clamp_max(1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
-
-    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimiser's state with `LocalRows` in place of tensors of rows."""
-        return self._changed(
-            state, lambda tensor, like: LocalRows(tensor.detach().cpu(), like.shape)
-        )
-
-    def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of a whole optimiser state. RuntimeError: another's."""
-
-        def part(tensor: Tensor, like: Tensor) -> Tensor:
-            if tensor.shape != like.shape:
-                raise RuntimeError(
-                    f"{tuple(tensor.shape)} is stored where {tuple(like.shape)} is expected"
-                )
-            return _rows(tensor, self.team).clone()
-
-        return self._changed(state, part)
-
-    def _changed(
-        self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]
-    ) -> dict[str, Any]:
-        """Return the state with change(tensor, weight) of each weight's tensors; counters stay."""
-        entries = {
-            index: {
-                name: change(value, self.parameters[index])
-                if isinstance(value, Tensor) and value.dim() > 0
-                else value
-                for name, value in values.items()
-            }
-            for index, values in state["state"].items()
+def stored_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimiser's state with `LocalRows` in place of sharded tensors."""
+    entries = {
+        index: {
+            name: stored_copy(value) if is_sharded(value) else value
+            for name, value in values.items()
         }
-        return {**state, "state": entries}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], team: Team) -> None:
+    """Load a stored state: of sharded weights this process's rows."""
+    parameters = [each for group in optimiser.param_groups for each in group["params"]]
+    entries: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        entries[index] = dict(values)
+        for name, value in values.items():
+            if is_sharded(parameters[index]) and len(value.shape) > 0:
+                entries[index][name] = torch.empty_like(parameters[index].detach())
+                copy_stored(entries[index][name], value, team)
+    optimiser.load_state_dict({**state, "state": entries})

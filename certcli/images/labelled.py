@@ -11,16 +11,17 @@ import torch
 from torch import Tensor
 
 from certcli.images.prefetch import Ahead
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, raise_if
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
 OWN = "own answer"
-"""The split of images whose labels are the network's own answers: they do not measure its accuracy."""
+"""The split of images whose labels are the network's own answers: they do not measure its
+accuracy."""
 CACHE_BYTES = 2**22
 """Bytes of the images that a CPU runs at once (6 of 224 x 224 pixels): a layer's outputs then stay in the cache
-(docs/lab/constrain.md, *Batches that fit the cache*).
+(docs/trials.md, *Batches that fit the cache*).
 """
 DIGESTED = 256
 """Images in memory at a time while digests are computed."""
@@ -33,7 +34,8 @@ _SPLIT_SEED = (
 
 
 def sent(pixels: Tensor, device: torch.device) -> Tensor:
-    """Copy the pixels to the device; to a GPU from page-locked memory, while the caller continues."""
+    """Copy the pixels to the device; to a GPU from page-locked memory, while the caller
+    continues."""
     if device.type != "cuda" or pixels.device.type != "cpu":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
@@ -119,8 +121,7 @@ class Images:
         """Return a seeded, class-balanced sample of `count` images, in the order of the split."""
         if count is None or count >= len(self):
             return self
-        if count < 1:
-            raise DataError(f"a limit of {count} images leaves none")
+        raise_if(count < 1, DataError, f"a limit of {count} images leaves none")
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
     def in_turn(self, seed: int = 0) -> "Images":
@@ -201,7 +202,8 @@ class Images:
 
 
 def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Return positions of `count` images, the classes in turn, each class in a seeded random order."""
+    """Return positions of `count` images, the classes in turn, each class in a seeded random
+    order."""
     generator = torch.Generator().manual_seed(seed)
     classes = labels.unique()
     queues = []
@@ -223,7 +225,9 @@ def split_training(labels: Tensor, split: str) -> Tensor:
 
 
 def require_split(name: str, split: str, splits: Sequence[str]) -> None:
-    if split not in splits:
-        raise DataError(
-            f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(splits)}"
-        )
+    raise_if(
+        split not in splits,
+        DataError,
+        f"dataset '{name}' has no split '{split}'",
+        f"--split {' or '.join(splits)}",
+    )

@@ -242,7 +242,8 @@ class Context:
         return scalar
 
     def constant_tensor(self, argument: Any) -> Tensor:
-        """Return the tensor of an argument that does not depend on the pixels; NoRule if it does."""
+        """Return the tensor of an argument that does not depend on the pixels; NoRule if it
+        does."""
         if isinstance(argument, Constant):
             return argument.tensor
         if isinstance(argument, Tensor):
@@ -252,6 +253,10 @@ class Context:
     def optional_tensor(self, argument: Any) -> Tensor | None:
         """Return `constant_tensor` of a weight or bias that may be absent."""
         return None if argument is None else self.constant_tensor(argument)
+
+    def column(self, vector: Tensor | None) -> Matrix | None:
+        """Return a vector (n,), such as a bias, as a matrix (n, 1); None where it is absent."""
+        return None if vector is None else self.arith.matrix(vector.reshape(-1, 1))
 
     def largest_entry(self, tensor: Tensor) -> Scalar:
         """Return max |entry| of a constant."""

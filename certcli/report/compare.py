@@ -11,24 +11,24 @@ COLUMNS = ["figure", "before", "after", "compared"]
 
 def changes(before: Audit, after: Audit) -> list[Change]:
     """Return every figure of either, in the order of `after`; `alike`: they can be compared."""
-    return [*_bounds(before, after), *_shares(before, after)]
+    return [*_bound_changes(before, after), *_share_changes(before, after)]
 
 
-def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
-    old, new = (
-        "not measured" if audit_of.bound is None else audit_of.bound.upper_text
-        for audit_of in (before, after)
-    )
+def _bound_changes(before: Audit, after: Audit) -> Iterator[Change]:
     same = before.network.input == after.network.input
     why = "" if same else "inputs of other sizes"
-    yield Change(figure="Lipschitz bound", before=old, after=new, alike=same, why=why)
-    weights = [audit_of.attention_weight for audit_of in (before, after)]
-    if any(weight is not None for weight in weights):
-        old, new = ("not measured" if weight is None else f"{weight:.2g}" for weight in weights)
-        yield Change(figure="attention's weight", before=old, after=new, alike=same, why=why)
+    bounds = ["not measured" if a.bound is None else a.bound.upper_text for a in (before, after)]
+    weights = [
+        "not measured" if a.attention_weight is None else f"{a.attention_weight:.2g}"
+        for a in (before, after)
+    ]
+    yield Change(figure="Lipschitz bound", before=bounds[0], after=bounds[1], alike=same, why=why)
+    if set(weights) != {"not measured"}:
+        first, last = weights
+        yield Change(figure="attention's weight", before=first, after=last, alike=same, why=why)
 
 
-def _shares(before: Audit, after: Audit) -> Iterator[Change]:
+def _share_changes(before: Audit, after: Audit) -> Iterator[Change]:
     old = {_subject(row): row for row in share_rows(before)}
     new = {_subject(row): row for row in share_rows(after)}
     for subject in [*new, *(one for one in old if one not in new)]:
@@ -36,7 +36,11 @@ def _shares(before: Audit, after: Audit) -> Iterator[Change]:
         last = new.get(subject)
         why = _unlike(first, last) or _other_attack(before, after, first)
         yield Change(
-            figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why
+            figure=subject,
+            before=_figure_text(first),
+            after=_figure_text(last),
+            alike=not why,
+            why=why,
         )
 
 
@@ -45,7 +49,7 @@ def _subject(row: ShareRow) -> str:
     return f"{row.what} at {row.size}" if row.size else row.what
 
 
-def _figure(row: ShareRow | None) -> str:
+def _figure_text(row: ShareRow | None) -> str:
     return "not measured" if row is None else f"{row.percent} of {row.share.images} ({row.between})"
 
 

@@ -13,11 +13,10 @@ from torch.nn import functional
 
 from certcli.engine import moves
 from certcli.lipschitz.numerics.real import ZERO, as_real
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.activations import MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, rules
-from certcli.rounding.stored import Stored
+from certcli.rounding.operation_errors import Followed, Operand, Operation, Rounding, rules
 
 
 @covers("moves")
@@ -34,7 +33,7 @@ def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
     error = ZERO
     for constant in moves.constants_in((args, named)):
-        error = error + op.stored(constant).moved
+        error = error + op.operand(constant).moved
     return lambda sizes: error
 
 
@@ -53,12 +52,15 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.MaxPool2d,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    DropPath, PatchDropout, MaxMin, ChannelRoll, nn.MaxPool2d,
 )(exact)  # fmt: skip
-rules.method(*moves.METHODS, "abs", "relu", "neg", "amax", "amin", "to", "type_as", "double")(exact)
+rules.method(*moves.METHODS, "neg", "amax", "amin", "to", "type_as", "double")(exact)
 rules.function(
-    *moves.FUNCTIONS, torch.relu, functional.relu, operator.neg, functional.dropout, torch.amax, torch.amin, torch.abs,
-    torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool2d,
+    *moves.FUNCTIONS, operator.neg, functional.dropout, torch.amax, torch.amin,
+    torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool1d,
+    functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
+    functional.dropout1d, functional.dropout2d, functional.dropout3d,
 )(exact)  # fmt: skip
 
 
@@ -72,31 +74,28 @@ def padded(
     return lambda sizes: error
 
 
-@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
-@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+@rules.function(torch.where)
 @covers("moves")
-def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    farthest = [
-        op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None
-    ]
-    error = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
+def chosen(op: Operation, condition: Any, a: Any, b: Any) -> Rounding:
+    """Entries of either, by a mask of the network's own; those of a constant are stored."""
+    op.require_own(op.tensor(condition))
+    error = Operand.of(op, a).shift + Operand.of(op, b).shift
     return lambda sizes: error
 
 
-@rules.module(nn.ReLU6, nn.Hardtanh)
-@covers("moves")
-def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    error = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
-    return lambda sizes: error
+rules.method("where")(
+    covers("moves")(lambda op, x, condition, other: chosen(op, condition, x, other))
+)
+rules.method("masked_fill", "masked_fill_")(
+    rules.function(torch.masked_fill)(
+        covers("moves")(lambda op, x, mask, value: chosen(op, mask, value, x))
+    )
+)
 
 
-@rules.module(ClippedReLU)
+@rules.method("max", "min")
+@rules.function(torch.max, torch.min)
 @covers("moves")
-def clipped_at_thresholds(op: Operation, module: ClippedReLU, x: Followed) -> Rounding:
-    """Entries are compared with thresholds that are stored: each image's have the same error."""
-    images = as_real(float(max(1, x.entries // max(1, module.threshold.numel())))).sqrt()
-    error = Stored.of(module.threshold, op.precision).moved * images
-    return lambda sizes: error
+def largest(op: Operation, x: Any, *other: Any) -> Rounding:
+    """The largest of all entries, or the larger of two tensors."""
+    return larger(op, x, other[0]) if other else exact(op, x)

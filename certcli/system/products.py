@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 FEWEST_PRODUCTS = 2**20
-"""Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some 20 microseconds."""
+"""Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some
+20 microseconds."""
 FEWEST_PARAMETERS = 2**17
-"""Of a network: seeing each operation takes some 3 microseconds, half as long again as a step of one with 60,000."""
+"""Of a network: seeing each operation takes some 3 microseconds, half as long again as a step of
+one with 60,000."""
 FEWEST_COLUMNS = 16
 """Of each operand: for narrow ones the libraries are alike."""
 CPU_INFO = Path("/proc/cpuinfo")
@@ -110,7 +112,7 @@ class OneDnnProducts(OperationMode):
         return func(*args, **kwargs)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return x W^T + b: (..., in), (out, in) -> (..., out)."""
     if x.dim() == 0 or weight.dim() != 2:
         return None
@@ -171,7 +173,7 @@ def _is_dense(strides: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
-    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.linear.default: _linear_product,
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,

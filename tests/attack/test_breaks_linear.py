@@ -15,19 +15,23 @@ from certcli.attack.families import gradient, margin
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm, Region
-from tests.helpers.attack_nets import batches, exact_distances, labelled, linear, pictures
+from tests.helpers.attack_nets import (
+    batches,
+    exact_distances,
+    labelled,
+    linear_classifier,
+    random_pictures,
+)
 
 REACH = 1.5
 LONG = AttackSettings(steps=60, queries=500, searches=5, targets=4)
-CASES = [
-    (attack.name, norm) for attack in ATTACKS if not attack.needs_attention for norm in attack.norms
-]
+CASES = [(attack.name, norm) for attack in ATTACKS for norm in attack.norms]
 
 
 def share_broken(name: str, norm: Norm) -> float:
     """Return the share of images that an attack breaks, each at REACH times its own distance."""
-    model = linear(2)
-    images = pictures(4)
+    model = linear_classifier(2)
+    images = random_pictures(4)
     labels = labelled(model, images)
     distances = exact_distances(model, images, labels, norm)
     broken = 0
@@ -82,8 +86,8 @@ def test_no_size_of_a_gradient_ends_the_momentum(scale: float) -> None:
 
 def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are a paper's."""
-    model = linear(2)
-    images = pictures(4)
+    model = linear_classifier(2)
+    images = random_pictures(4)
     labels = labelled(model, images)
     settings = AttackSettings(steps=5, step_size=0.02)
     before = gradient.pgd(model, images, labels, Region("linf", 0.05), settings)

@@ -32,12 +32,12 @@ from tests.helpers.attack_nets import (
     Hole,
     Scaled,
     batches,
-    convolution,
     exact_distances,
     labelled,
-    linear,
-    perceptron,
-    pictures,
+    linear_classifier,
+    random_pictures,
+    small_convolution,
+    small_perceptron,
 )
 from tests.helpers.grids import crossed
 
@@ -45,8 +45,8 @@ from tests.helpers.grids import crossed
 @pytest.mark.parametrize(("name", "norm"), CASES)
 def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> None:
     """Of images with inner pixels, and with all pixels at 0 and 1."""
-    model = linear(5)
-    images = torch.cat([pictures(5), pictures(5, seed=2).round()])
+    model = linear_classifier(5)
+    images = torch.cat([random_pictures(5), random_pictures(5, seed=2).round()])
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
     radius = float(distance.median())
@@ -73,21 +73,17 @@ SHARP = [
         for norm in NORMS
     ),
     ("cw", "l2", 2),
-    ("deepfool", "l2", 5),
 ]
 
 
 @pytest.mark.parametrize(("name", "norm", "classes"), SHARP)
 def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes: int) -> None:
-    model = linear(classes)
-    images = pictures(4)
-    if name != "deepfool":  # which knows no box, it only clips to it
-        images[2:] = images[2:].round()
+    model = linear_classifier(classes)
+    images = random_pictures(4)
+    images[2:] = images[2:].round()
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
-    settings = AttackSettings(
-        steps={"cw": None, "deepfool": None, "fab": 20}.get(name, 40), queries=40
-    )
+    settings = AttackSettings(steps={"cw": None, "fab": 20}.get(name, 40), queries=40)
     region = Region.each(norm, (1.05 * distance).tolist())
     assert region.own.max() > 1.5 * region.own.min()  # each image has a radius of its own
     for record in attack_images(model, batches(images, labels), [name], region, settings):
@@ -102,8 +98,8 @@ def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> No
     """Radii just below each image's distance, in one batch: the largest of them would break most of
     the others.
     """
-    model = linear(5)
-    images = pictures(6)
+    model = linear_classifier(5)
+    images = random_pictures(6)
     labels = labelled(model, images)
     radii = (exact_distances(model, images, labels, norm) * (1 - ROUNDING)).tolist()
     for record in attack_images(
@@ -156,7 +152,7 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     fixes all of it.
     """
     (name, norm), model = case, MODELS[kind]
-    images = torch.cat([pictures(3), pictures(3, seed=2).round()])
+    images = torch.cat([random_pictures(3), random_pictures(3, seed=2).round()])
     labels = labelled(model, images, wrong=2)
     region = Region(norm, 0.3 if norm == "l2" else 0.05)
     settings = replace(SHORT, seed=7)
@@ -210,12 +206,12 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
     """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers
     are as before.
     """
-    model = convolution(4)
+    model = small_convolution(4)
     model[0][0].weight.requires_grad_(False)
     model[1].weight.grad = torch.ones_like(model[1].weight)
     model[0][1].track_running_stats = True
     model[0][4].train()  # a part that the caller has left in training mode on purpose
-    images = pictures(5)
+    images = random_pictures(5)
     labels = labelled(model, images)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
@@ -249,8 +245,8 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
 )
 def test_another_seed_is_another_run(name: str, restart: int) -> None:
     """pgd and FAB draw in restarts only, margin-pgd once its targets are used up."""
-    model = perceptron(5)
-    images = pictures(6)
+    model = small_perceptron(5)
+    images = random_pictures(6)
     labels = labelled(model, images)
     craft = ATTACKS.load(name)
     settings = replace(SHORT, stop_early=False, restart=restart)
@@ -264,8 +260,8 @@ def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
     """At corners of the box half of the gradient leads out of it; what remains must still make
     whole steps.
     """
-    model = linear(2)
-    images = pictures(12).round()
+    model = linear_classifier(2)
+    images = random_pictures(12).round()
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, "l2")
     for row, radius in enumerate(distance.tolist()):
@@ -279,7 +275,7 @@ def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
 @pytest.mark.parametrize(("norm", "share"), [("l2", 0.02), ("linf", 0.08)])
 def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, share: float) -> None:
     """The second class wins within a small share of the radius around a point of the ball."""
-    images = pictures(3) * 0.4 + 0.3
+    images = random_pictures(3) * 0.4 + 0.3
     radius = 0.2
     target = Region(norm, 0.7 * radius).random_point(images, torch.Generator().manual_seed(3))
     label = torch.zeros(1, dtype=torch.long)
@@ -303,8 +299,8 @@ def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, sh
 
 def test_ascent_returns_the_highest_point_of_its_way() -> None:
     """Steps far too long throw the point about; the largest loss seen is what counts."""
-    model = perceptron(5)
-    images = pictures(10)
+    model = small_perceptron(5)
+    images = random_pictures(10)
     labels = labelled(model, images)
     settings = AttackSettings(step_size=100.0, stop_early=False)
     region = Region("l2", 1.0)
@@ -329,7 +325,7 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
 
 def test_tiny_gradients_still_give_whole_steps() -> None:
     """torchattacks adds 1e-10 to the norm of an l2 gradient, which drowns one of 1e-13."""
-    images = pictures(10)
+    images = random_pictures(10)
     plain = Scaled(1.0).eval()
     tiny = Scaled(1e-12).eval()
     data = batches(images, labelled(plain, images))
@@ -354,7 +350,7 @@ def test_the_scale_of_the_logits_decides_nothing(name: str, norm: Norm, classes:
     """Powers of two scale without rounding, so verdicts and norms are the same to the last bit. At
     the largest the softmax is exactly 1.
     """
-    images = pictures(10)
+    images = random_pictures(10)
     smallest = 0.02 if norm == "l2" else 0.004
     region = Region.each(norm, [smallest * 2.0**row for row in range(len(images))])
     nets = [Scaled(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)]
@@ -393,8 +389,8 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
 
 
 def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
-    model = perceptron(3)
-    images = pictures(6)
+    model = small_perceptron(3)
+    images = random_pictures(6)
     labels = labelled(model, images)
     norms = []
     for searches in range(1, 6):
@@ -405,19 +401,10 @@ def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
     assert (norms[-1] < norms[0]).any()
 
 
-def test_deepfool_crosses_the_boundary_it_walks_to() -> None:
-    """torchattacks' steps can end on it: without the stretch several of these images stay."""
-    model = perceptron(12, size=8)
-    images = pictures(12, size=8)
-    labels = labelled(model, images)
-    points = ATTACKS.load("deepfool")(model, images, labels, Region("l2", 5.0), AttackSettings())
-    assert judge(model, images, labels, points, Region("l2", 5.0)).success.all()
-
-
 def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
-    model = perceptron(4)
-    source = perceptron(4, seed=5)
-    images = pictures(10)
+    model = small_perceptron(4)
+    source = small_perceptron(4, seed=5)
+    images = random_pictures(10)
     labels = labelled(model, images)
     calls: list[bool] = []
     model.register_forward_hook(lambda _, __, output: calls.append(output.requires_grad))
@@ -445,14 +432,14 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = perceptron(3)
+            self.net = small_perceptron(3)
 
         def forward(self, images: Tensor) -> Tensor:
             logits = self.net(images)
             return logits + 0.1 * torch.randn_like(logits)
 
     model = Noisy().eval()
-    images = pictures(8)
+    images = random_pictures(8)
     labels = labelled(model.net, images)
     torch.manual_seed(0)  # the verdict draws from the caller's generator, as the net itself does
     settings = AttackSettings(steps=10, samples=8)
@@ -476,8 +463,8 @@ def test_nets_without_parameters_and_in_float64() -> None:
             left, right = images.chunk(2, dim=-1)
             return torch.stack([left.flatten(1).sum(1), right.flatten(1).sum(1)], dim=1)
 
-    images = pictures(6)
-    for model, pixels in ((Sums().eval(), images), (perceptron(3).double(), images.double())):
+    images = random_pictures(6)
+    for model, pixels in ((Sums().eval(), images), (small_perceptron(3).double(), images.double())):
         labels = labelled(model, pixels)
         for name in GENERAL:
             records = attack_images(
@@ -488,10 +475,10 @@ def test_nets_without_parameters_and_in_float64() -> None:
 
 def test_autoattack_with_many_classes_tries_nine_targets() -> None:
     """torchattacks would run all k - 1 of them, with a tenth of the published steps."""
-    model = perceptron(40)
+    model = small_perceptron(40)
     passes: list[int] = []
     model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
-    images = pictures(1)
+    images = random_pictures(1)
     labels = labelled(model, images)
     craft = ATTACKS.load("apgd-t")
     craft(model, images, labels, Region("l2", 1e-4), AttackSettings(steps=5))
@@ -502,8 +489,8 @@ def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -
     """On a linear net of two classes the first direction is the right one, so no second run is
     needed.
     """
-    model = linear(2)
-    images = pictures(5)
+    model = linear_classifier(2)
+    images = random_pictures(5)
     labels = labelled(model, images)
     distance = float(exact_distances(model, images, labels, "l2").max())
     passes: list[int] = []
@@ -530,8 +517,8 @@ def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -
 
 
 def test_radius_zero_and_empty_batches() -> None:
-    model = perceptron(3)
-    images = pictures(4)
+    model = small_perceptron(3)
+    images = random_pictures(4)
     labels = labelled(model, images)
     for name in GENERAL:
         (summary,) = curve(

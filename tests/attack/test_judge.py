@@ -15,9 +15,9 @@ from tests.helpers.attack_nets import (
     batches,
     exact_distances,
     labelled,
-    linear,
-    perceptron,
-    pictures,
+    linear_classifier,
+    random_pictures,
+    small_perceptron,
 )
 
 
@@ -26,8 +26,8 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
     """Points far outside the ball, outside the box, NaN and infinite points are never a success as
     they stand.
     """
-    model = linear(2)
-    images = pictures(6)
+    model = linear_classifier(2)
+    images = random_pictures(6)
     labels = labelled(model, images)
     distance = exact_distances(model, images, labels, norm)
     region = Region(norm, float(distance.min()) * 0.99)
@@ -48,7 +48,7 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
     """Float32 clipping leaves points 1e-8 outside; they come inside without giving up more than 1
     part in 10,000.
     """
-    images = torch.cat([pictures(20, size=16), pictures(20, seed=2, size=16).round()])
+    images = torch.cat([random_pictures(20, size=16), random_pictures(20, seed=2, size=16).round()])
     region = Region(norm, radius)
     generator = torch.Generator().manual_seed(0)
     away = images + 10 * torch.randn(images.shape, generator=generator)
@@ -61,24 +61,28 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
 
 
 def test_judge_refuses_what_it_cannot_judge() -> None:
-    images = pictures(3)
+    images = random_pictures(3)
     labels = torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
         judge(
-            linear(2), torch.where(images == images.max(), 1.5, images), labels, images, region
+            linear_classifier(2),
+            torch.where(images == images.max(), 1.5, images),
+            labels,
+            images,
+            region,
         )  # one pixel
     with pytest.raises(DataError, match="disagree"):
-        judge(linear(2), images, labels[:2], images, region)
+        judge(linear_classifier(2), images, labels[:2], images, region)
     with pytest.raises(DataError, match="disagree"):
-        judge(linear(2), images, labels, images[:2], region)
-    middle = float(linear(2)(images).detach().median())
+        judge(linear_classifier(2), images, labels, images[:2], region)
+    middle = float(linear_classifier(2)(images).detach().median())
     for broken in (
         nn.Flatten(0),
-        nn.Sequential(linear(2), nn.Unflatten(1, (2, 1))),  # a grid of classes
+        nn.Sequential(linear_classifier(2), nn.Unflatten(1, (2, 1))),  # a grid of classes
         nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1))),  # one answer for all images
-        nn.Sequential(linear(2), nn.Linear(2, 1)),
-        nn.Sequential(linear(2), nn.Threshold(middle, float("nan"))),
+        nn.Sequential(linear_classifier(2), nn.Linear(2, 1)),
+        nn.Sequential(linear_classifier(2), nn.Threshold(middle, float("nan"))),
     ):
         with pytest.raises(ArchitectureError):
             judge(broken, images, labels, images, region)
@@ -101,15 +105,15 @@ def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
     """The first answer, the last and what is left of the first have another class than the sum of
     the three.
     """
-    images = pictures(2)
+    images = random_pictures(2)
     waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
     assert predict(waver, images, samples=3).tolist() == [2, 2]
     assert waver.calls == 3
 
 
 def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
-    model = linear(2)
-    images = pictures(3)
+    model = linear_classifier(2)
+    images = random_pictures(3)
     labels = 1 - labelled(model, images)
     verdict = judge(model, images, labels, images.round(), Region("l2", 9.0))
     assert not verdict.success.any()
@@ -122,9 +126,9 @@ def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
 def test_solved_rows_cost_nothing_more() -> None:
     """The forward passes of a run see fewer rows once images fall, and the images found are kept."""
     rows: list[int] = []
-    model = perceptron(5)
+    model = small_perceptron(5)
     model.register_forward_hook(lambda _, inputs, __: rows.append(len(inputs[0])))
-    images = pictures(20)
+    images = random_pictures(20)
     labels = labelled(model, images)
     list(
         attack_images(
@@ -139,8 +143,8 @@ def test_solved_rows_cost_nothing_more() -> None:
 
 
 def test_watched_model_keeps_the_first_success_of_a_row() -> None:
-    model = linear(2)
-    images = pictures(4)
+    model = linear_classifier(2)
+    images = random_pictures(4)
     labels = labelled(model, images)
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
     region = Region("l2", 5.0)

@@ -10,9 +10,8 @@ from torch import nn
 from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.margin import lost_margin
-from certcli.attack.presets import PRESETS, preset
 from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings, planned_attacks
+from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError
@@ -25,15 +24,15 @@ from tests.helpers.attack_nets import (
     batches,
     exact_distances,
     labelled,
-    linear,
-    perceptron,
-    pictures,
+    linear_classifier,
+    random_pictures,
+    small_perceptron,
 )
 
 
 def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
-    model = perceptron(5)
-    images = pictures(20)
+    model = small_perceptron(5)
+    images = random_pictures(20)
     labels = labelled(model, images, wrong=3)
     names = ["fgsm", "margin-pgd", "pgd-5"]
     data = batches(images, labels, 20)
@@ -79,8 +78,8 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
 
 
 def test_a_curve_falls_and_carries_what_fell() -> None:
-    model = perceptron(5)
-    images = pictures(20)
+    model = small_perceptron(5)
+    images = random_pictures(20)
     labels = labelled(model, images, wrong=3)
     radii = (0.4, 0.05, 0.1, 0.2)
     records = list(
@@ -141,15 +140,15 @@ def test_settings_refuse_nonsense(choice: dict[str, float]) -> None:
 
 
 def test_misuse_is_refused() -> None:
-    model = perceptron(3)
-    images = pictures(4)
+    model = small_perceptron(3)
+    images = random_pictures(4)
     data = batches(images, labelled(model, images))
     with pytest.raises(UsageError, match="l2"):
         list(attack_images(model, data, ["cw"], Region("linf", 0.1), SHORT))
     with pytest.raises(UsageError, match="radius"):
         list(attack_images(model, data, ["pgd"], growing("l2", ()), SHORT))
     with pytest.raises(UsageError, match="training"):
-        list(attack_images(perceptron(3).train(), data, ["pgd"], Region("l2", 0.1), SHORT))
+        list(attack_images(small_perceptron(3).train(), data, ["pgd"], Region("l2", 0.1), SHORT))
     with pytest.raises(UsageError, match="Square"):
         ATTACKS.load("square")(
             model, torch.rand(1, 1, 4, 9), torch.zeros(1).long(), Region("l2", 0.1), SHORT
@@ -197,7 +196,7 @@ def test_preset_steps_are_the_papers() -> None:
     settings = [entry.settings for plan in plans for entry in plan if entry.attack != "cw"]
     assert {each.relative_step for each in settings} == {2.5}
     region = Region("l2", 0.5)
-    lengths = [settings[0].step(region, turn, 50, pictures(1)).item() for turn in range(50)]
+    lengths = [settings[0].step(region, turn, 50, random_pictures(1)).item() for turn in range(50)]
     assert lengths == pytest.approx([2.5 * 0.5 / 50] * 50)
 
 
@@ -207,10 +206,10 @@ def test_margin_agrees_with_known_values() -> None:
 
 
 def test_checks_of_the_model() -> None:
-    images = pictures(40)
-    plain = perceptron(4)
-    soft = nn.Sequential(perceptron(4), nn.Softmax(dim=1)).eval()
-    logarithmic = nn.Sequential(perceptron(4), nn.LogSoftmax(dim=1)).eval()
+    images = random_pictures(40)
+    plain = small_perceptron(4)
+    soft = nn.Sequential(small_perceptron(4), nn.Softmax(dim=1)).eval()
+    logarithmic = nn.Sequential(small_perceptron(4), nn.LogSoftmax(dim=1)).eval()
     cases = {
         "plain": (plain, set()),
         "softmax": (soft, {"probabilities"}),
@@ -229,7 +228,7 @@ def test_checks_of_the_model() -> None:
 def flags_of(
     model: nn.Module, region: Region, settings: AttackSettings, attacks: Sequence[str] = ("pgd",)
 ) -> list[checks.Flag]:
-    images = pictures(40)
+    images = random_pictures(40)
     labels = labelled(model, images)
     plan = planned_attacks(attacks, settings)
     records = list(attack_images(model, batches(images, labels, 40), plan, region, settings))
@@ -260,13 +259,13 @@ def test_at_two_radii_all_attacks_are_tried() -> None:
 
 
 def test_checks_of_the_attacks() -> None:
-    flags = flags_of(perceptron(4), Region("l2", 0.15), AttackSettings())
+    flags = flags_of(small_perceptron(4), Region("l2", 0.15), AttackSettings())
     assert not checks.raised(flags)
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
     # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the
     # whole way
     lame = AttackSettings(step_size=1e-6, steps=2)
-    flags = flags_of(perceptron(4), Region("linf", 0.05), lame)
+    flags = flags_of(small_perceptron(4), Region("linf", 0.05), lame)
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised
     assert not checks.rising_accuracy({0.1: 0.5, 0.2: 0.52, 0.4: 0.1}, 100).raised
@@ -276,8 +275,8 @@ def test_checks_of_the_attacks() -> None:
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
-    model = linear(2)
-    images = pictures(10)
+    model = linear_classifier(2)
+    images = random_pictures(10)
     labels = labelled(model, images, wrong=2)
     exact = exact_distances(model, images, labels, "l2")
     region = Region(norm, 2.0 if norm == "l2" else 0.5)
@@ -300,8 +299,8 @@ def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
 
 def test_examples_are_proofs_by_themselves() -> None:
     """Whoever loads the tensors can check them without us: norm, box, flip."""
-    model = perceptron(5)
-    images = pictures(12)
+    model = small_perceptron(5)
+    images = random_pictures(12)
     labels = labelled(model, images, wrong=2)
     region = Region("l2", 0.2)
     records = list(

@@ -38,7 +38,7 @@ from certcli.models.pixels import PixelModel
 from certcli.system.errors import GateError, UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.diffusion_folder import folder as folder_of_diffusers
+from tests.helpers.diffusion_folder import diffusion_folder as folder_of_diffusers
 
 
 def test_the_answer_is_what_the_commands_find(
@@ -202,7 +202,11 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
     """Each image once, in order; the first unit is small, so a slow network is answered about few."""
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     model, cpu = build.load(checkpoint), torch.device("cpu")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
+    images = (
+        datasets.load_dataset("digits", checkpoint.record.input, "test")
+        .in_turn(0)
+        .select(range(10))
+    )
     clock = Clock(1e6)
     stages = [
         Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 128),
@@ -221,7 +225,7 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
         while stage.rest:
             stage.go(clock, 1e6)
             counts.append(stage.count)
-        assert counts == [4, 10]
+        assert counts == ([1, 3, 7, 10] if stage.first == 1 else [4, 10])
         if isinstance(stage, Attacking):
             alike = zip(itertools.chain(*whole), stage.records, strict=True)
             assert all(one.agrees(other) for one, other in alike)
@@ -237,12 +241,12 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
 
 def test_an_attack_that_is_broken_off_keeps_the_radii_that_ended(workshop: Path) -> None:
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    images = datasets.load_dataset("digits", checkpoint.record.input, "test").in_turn(0)
     stage = Attacking(
         build.load(checkpoint), images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4
     )
-    whole = stage.judge([0, 1, 2, 3])
-    del stage._mine[5:]  # in the second radius
+    whole = stage.judge([0])
+    del stage._mine[1:]  # in the second radius
     stage.broken = True
     stage.take([])
     assert stage.rows == [records[:1] for records in whole]
@@ -291,7 +295,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -> None:
     """One enclosure for each radius that is asked about, in place of a search for the largest."""
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")
-    images = datasets.load("digits", checkpoint.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
     certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []

@@ -19,7 +19,7 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
 from tests.helpers.diffusion_cases import SMALL, fill
-from tests.helpers.diffusion_folder import folder
+from tests.helpers.diffusion_folder import diffusion_folder
 
 SIZE = (1, 8, 8)
 RUN: dict[str, Any] = {"method": "smoothing", "sigma": 0.125, "n0": 8, "samples": 40}
@@ -197,7 +197,7 @@ def test_pixels_reach_a_denoiser_in_the_precision_of_the_run(precision: str) -> 
 def test_objects_of_diffusers_are_what_their_folder_is(tmp_path: Path) -> None:
     unet = UNet2DModel()
     pipeline = SimpleNamespace(unet=unet, scheduler=DDPMScheduler())
-    stored = read_denoiser(folder(tmp_path), 1).at(0.25)
+    stored = read_denoiser(diffusion_folder(tmp_path), 1).at(0.25)
     for objects in ((unet, DDPMScheduler()), pipeline):
         shot = from_memory(objects, 1).at(0.25)
         assert shot.digest == stored.digest
@@ -207,7 +207,7 @@ def test_objects_of_diffusers_are_what_their_folder_is(tmp_path: Path) -> None:
 
 def test_each_kind_is_said_in_one_line(tmp_path: Path) -> None:
     lines = {
-        "folder": read_denoiser(folder(tmp_path), 1).at(0.25).line,
+        "folder": read_denoiser(diffusion_folder(tmp_path), 1).at(0.25).line,
         "module": from_memory(Told(), 1).at(0.25).line,
     }
     assert lines == {
@@ -223,7 +223,7 @@ def test_the_hub_is_asked_for_what_is_typed(
     huggingface_hub = pytest.importorskip("huggingface_hub")
     from huggingface_hub.errors import EntryNotFoundError
 
-    place = folder(tmp_path, apart=apart)
+    place = diffusion_folder(tmp_path, apart=apart)
 
     def download(repository: str, file: str, revision: str | None) -> str:
         assert (repository, revision) == ("owner/ddpm", "main")

@@ -19,14 +19,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
+from certcli.certify.smoothing.pixel_denoiser import Diffusion, OneShot, step_of
 from certcli.checkpoint.file import Checkpoint
 from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, console, document
 from tests.helpers.diffusion_cases import SMALL
-from tests.helpers.diffusion_folder import folder
+from tests.helpers.diffusion_folder import diffusion_folder
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
@@ -119,8 +119,8 @@ def test_the_clean_image_is_clipped() -> None:
     ],
 )
 def test_the_digest_covers_the_schedule(tmp_path: Path, schedule: dict[str, Any]) -> None:
-    plain = read_denoiser(folder(tmp_path / "plain"), 1)
-    other = read_denoiser(folder(tmp_path / "other", schedule=schedule), 1)
+    plain = read_denoiser(diffusion_folder(tmp_path / "plain"), 1)
+    other = read_denoiser(diffusion_folder(tmp_path / "other", schedule=schedule), 1)
     assert isinstance(plain, Diffusion)
     assert isinstance(other, Diffusion)
     assert plain.digest == other.digest  # the tensors are the same
@@ -142,11 +142,11 @@ def test_the_digest_covers_the_schedule(tmp_path: Path, schedule: dict[str, Any]
 def test_the_digest_covers_the_fields_of_the_network(
     tmp_path: Path, network: dict[str, Any]
 ) -> None:
-    plain = read_denoiser(folder(tmp_path / "plain"), 1)
-    other = read_denoiser(folder(tmp_path / "other", network=network), 1)
+    plain = read_denoiser(diffusion_folder(tmp_path / "plain"), 1)
+    other = read_denoiser(diffusion_folder(tmp_path / "other", network=network), 1)
     assert plain.at(0.25).digest != other.at(0.25).digest
     # fields that decide nothing leave it as it is
-    same = read_denoiser(folder(tmp_path / "same", network={"dropout": 0.3}), 1)
+    same = read_denoiser(diffusion_folder(tmp_path / "same", network={"dropout": 0.3}), 1)
     assert plain.at(0.25).digest == same.at(0.25).digest
     assert plain.at(0.25).digest != plain.at(0.5).digest
 
@@ -158,7 +158,7 @@ def test_a_sigma_outside_the_schedule_is_refused(sigma: float) -> None:
 
 
 def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
-    read = read_denoiser(folder(tmp_path), 1)
+    read = read_denoiser(diffusion_folder(tmp_path), 1)
     assert isinstance(read, Diffusion)
     read.at(0.25).require_size((1, 8, 6))
     with pytest.raises(ArchitectureError, match="multiples of 2"):
@@ -167,7 +167,7 @@ def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
-    shot = read_denoiser(folder(tmp_path), 1).at(0.25)
+    shot = read_denoiser(diffusion_folder(tmp_path), 1).at(0.25)
     pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     alone = torch.cat([shot(image[None]) for image in pixels])
     assert torch.allclose(shot(pixels), alone, atol=1e-4)
@@ -176,8 +176,8 @@ def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
 def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -> None:
     net = workshop / "plain.safetensors"
     records = tmp_path / "r.jsonl"
-    model = folder(tmp_path / "model")
-    other = folder(tmp_path / "other", schedule={"beta_end": 0.03})
+    model = diffusion_folder(tmp_path / "model")
+    other = diffusion_folder(tmp_path / "other", schedule={"beta_end": 0.03})
     run = ("--sigma", 0.1, "--denoiser", model)
     said = document("certify", net, *RUN, *run, "--records", records)
     assert said["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.1).digest
@@ -186,39 +186,22 @@ def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -
         assert getattr(done.exception, "code", done.exit_code) in code
 
 
-def test_sigma_auto_has_a_denoiser_for_each_sigma(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: set[int] = set()
-    run = OneShot.forward
-
-    def spied(self: OneShot, pixels: Tensor) -> Tensor:
-        steps.add(self.step)
-        return run(self, pixels)
-
-    monkeypatch.setattr(OneShot, "forward", spied)
-    model = folder(tmp_path / "model")
-    net = workshop / "plain.safetensors"
-    document("certify", net, *RUN, "--sigma", "auto", "--denoiser", model)
-    assert len(steps) == 5
-
-
 def pipeline(path: Path) -> Path:
-    model = folder(path, apart=True)
+    model = diffusion_folder(path, apart=True)
     parts = {"_class_name": "StableDiffusionPipeline", "vae": ["diffusers", "AutoencoderKL"]}
     (model / "model_index.json").write_text(json.dumps(parts))
     return model
 
 
 def without_schedule(path: Path) -> Path:
-    (folder(path) / "scheduler_config.json").unlink()
+    (diffusion_folder(path) / "scheduler_config.json").unlink()
     return path
 
 
 def too_deep(path: Path) -> Path:
     """Five levels halve an image four times, one of eight pixels three times."""
     blocks = {"down_block_types": ["DownBlock2D"] * 5, "up_block_types": ["UpBlock2D"] * 5}
-    return folder(path, base={**SMALL, **blocks, "block_out_channels": [8] * 5})
+    return diffusion_folder(path, base={**SMALL, **blocks, "block_out_channels": [8] * 5})
 
 
 def saved(path: Path, content: Any) -> Path:
@@ -230,16 +213,22 @@ def saved(path: Path, content: Any) -> Path:
 BAD: dict[str, tuple[Callable[[Path], Path], int, str]] = {
     "a pipeline": (pipeline, 4, "StableDiffusionPipeline (it has a vae)"),
     "a conditional UNet": (
-        lambda path: folder(path, {"_class_name": "UNet2DConditionModel"}),
+        lambda path: diffusion_folder(path, {"_class_name": "UNet2DConditionModel"}),
         4,
         "UNet2DConditionModel",
     ),
-    "classes": (lambda path: folder(path, {"num_class_embeds": 10}), 4, "num_class_embeds"),
-    "channels": (lambda path: folder(path, {"in_channels": 3}), 4, "for 3 channels"),
+    "classes": (
+        lambda path: diffusion_folder(path, {"num_class_embeds": 10}),
+        4,
+        "num_class_embeds",
+    ),
+    "channels": (lambda path: diffusion_folder(path, {"in_channels": 3}), 4, "for 3 channels"),
     "no schedule": (without_schedule, 3, "scheduler_config.json is missing"),
     "sizes": (too_deep, 4, "multiples of 16"),
     "NaN": (
-        lambda path: folder(path, spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)),
+        lambda path: diffusion_folder(
+            path, spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)
+        ),
         3,
         "NaN",
     ),
@@ -267,7 +256,7 @@ def test_training_behind_a_denoiser_names_it_and_what_certifies_it(
     workshop: Path, tmp_path: Path
 ) -> None:
     net = workshop / "plain.safetensors"
-    model = folder(tmp_path / "model")
+    model = diffusion_folder(tmp_path / "model")
     tuned = tmp_path / "a name.safetensors"
     words = (
         "finetune",

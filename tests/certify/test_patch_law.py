@@ -12,10 +12,9 @@ from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.methods import prepare
-from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import MaskedPasses
 from certcli.certify.record_check import recheck
@@ -25,7 +24,7 @@ from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.visible_part import GreyPixels
-from tests.helpers.patches import GRID, pixel_model, places
+from tests.helpers.patches import GRID, half_normalised, patch_places
 
 CPU = torch.device("cpu")
 
@@ -51,7 +50,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
     attacked = kept = 0
     for seed in range(4):
         patch = Patch(2, 1)
-        part = GreyPixels(pixel_model(Bright(seed), (1, 4, 5)), GRID)
+        part = GreyPixels(half_normalised(Bright(seed), (1, 4, 5)), GRID)
         defence = (
             DoubleMasking(GRID, [patch], 2)
             if name == "double-masking"
@@ -62,7 +61,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
         labels = [one.prediction for one in defence.predict(passes, images)]
         for image, found in zip(images, defence.certify(passes, images, labels), strict=True):
             near = []
-            for pixels in places(GRID, patch):
+            for pixels in patch_places(GRID, patch):
                 for values in itertools.product((0.0, 1.0), repeat=2):
                     one = image.clone()
                     one[0, pixels] = torch.tensor(values)
@@ -94,7 +93,7 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
     net[1].weight.data.zero_()
     net[1].weight.data[1, [0, 1, 8, 9]] = 4.0  # of normalised pixels in [-1, 1]
     net[1].bias.data = torch.tensor([0.0, 8.0])
-    model = pixel_model(net, (1, 8, 8))
+    model = half_normalised(net, (1, 8, 8))
     images = torch.zeros(2, 1, 8, 8)
     target = PatchTarget(lambda corner: model, lambda x: model(x).argmax(1).tolist())
     rows = attack_patches(target, [5, 6], images, [0, 0], Patch(2, 2), AttackSettings(steps=10))
@@ -123,7 +122,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     assert isinstance(certifier, PatchCertifier)
     patch, images = (
         Patch(1, 1),
-        datasets.load("digits", certified.record.input, "test").select(range(24)),
+        datasets.load_dataset("digits", certified.record.input, "test").select(range(24)),
     )
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
@@ -150,7 +149,7 @@ def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoin
     """Masks for one pixel, claims about five by five: `certvit verify` attacks inside them."""
     honest = prepare("patch", plain, CPU, Patches(["1"], hide="pixels"))
     certifier = Credulous(honest.procedure, honest.passes, honest.patches)
-    images = datasets.load("digits", plain.record.input, "test").select(range(12))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     pixels, labels = images.tensors()
     claims = [
         replace(row, proven=("1x1", "5x5"))

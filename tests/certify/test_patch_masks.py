@@ -12,7 +12,7 @@ from certcli.certify.patch.options import Patches
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
-from tests.helpers.patches import places, shown
+from tests.helpers.patches import patch_places, views_as_pixels
 
 
 def test_rows_and_patches_are_few() -> None:
@@ -86,11 +86,13 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
     out.
     """
     views = masks.square_masks(grid, patch, 3)
-    every = torch.stack(places(grid, patch))
+    every = torch.stack(patch_places(grid, patch))
 
     def covered(some: Tensor) -> bool:
         return bool(
-            (~(shown(some, grid)[:, None] & every[None]).flatten(2).any(dim=2)).any(dim=0).all()
+            (~(views_as_pixels(some, grid)[:, None] & every[None]).flatten(2).any(dim=2))
+            .any(dim=0)
+            .all()
         )
 
     assert covered(views)
@@ -119,9 +121,11 @@ def test_the_bands_that_a_patch_meets(kind: str, grid: Grid, patch: Patch) -> No
     places.
     """
     views = band_views(grid, kind, 1)
-    single = places(grid, Patch(patch.height, patch.width))
+    single = patch_places(grid, Patch(patch.height, patch.width))
     every = single if patch.count == 1 else [a | b for a, b in itertools.product(single, single)]
-    met = torch.stack([(shown(views, grid) & pixels).flatten(1).any(dim=1) for pixels in every])
+    met = torch.stack(
+        [(views_as_pixels(views, grid) & pixels).flatten(1).any(dim=1) for pixels in every]
+    )
     sets = masks.met_views(views, grid, patch)
     assert all(bool((found <= sets).all(dim=1).any()) for found in met)
     assert all(bool((found == met).all(dim=1).any()) for found in sets)

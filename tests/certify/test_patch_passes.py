@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.patch import masks
-from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
@@ -18,7 +17,7 @@ from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid
 from certcli.models.visible_part import GreyPixels, KeptTokens, SeenPart, seen_part
 from certcli.system.errors import UsageError
-from tests.helpers.patches import GRID, ONE_IMAGE, pixel_model, shown
+from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, views_as_pixels
 
 
 def vit(arch: str = "vit_tiny_patch16_224", **given: Any) -> PixelModel:
@@ -35,7 +34,7 @@ def vit(arch: str = "vit_tiny_patch16_224", **given: Any) -> PixelModel:
     net = timm.create_model(arch, **{**shape, **given})
     for weight in net.parameters():  # timm starts heads and tokens near zero
         nn.init.normal_(weight, std=0.2)
-    return pixel_model(net, (3, 16, 16))
+    return half_normalised(net, (3, 16, 16))
 
 
 TOKENS = {
@@ -59,7 +58,7 @@ def test_dropped_tokens_are_out_of_the_pass(name: str) -> None:
         part(pixels, views), part.model(pixels), rtol=1e-4, atol=1e-4
     )  # sums in another order
     views[:, 0, 1] = False
-    hidden = ~shown(views, part.grid)
+    hidden = ~views_as_pixels(views, part.grid)
     other = torch.where(hidden[:, None], torch.rand(4, 3, 16, 16), pixels)
     assert torch.equal(part(pixels, views), part(other, views))
     assert not torch.equal(
@@ -72,7 +71,7 @@ def test_hidden_pixels_do_not_enter(hide: str) -> None:
     part = seen_part(vit(), hide)
     views = masks.square_masks(part.grid, Patch(4, 4), 2)
     pixels = torch.rand(len(views), 3, 16, 16)
-    hidden = ~shown(views, part.grid)
+    hidden = ~views_as_pixels(views, part.grid)
     other = torch.where(hidden[:, None], torch.full_like(pixels, float("nan")), pixels)
     assert torch.equal(part(pixels, views), part(other, views))
 
@@ -91,7 +90,7 @@ class Company(nn.Module):
 
 def test_passes_that_depend_on_their_company_need_a_lead() -> None:
     torch.manual_seed(0)
-    part = GreyPixels(pixel_model(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
+    part = GreyPixels(half_normalised(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 2)
     passes = MaskedPasses(part, defence.views, 4)
     assert passes.determinism.difference > 0
@@ -121,7 +120,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("rows", [2, 8])
 def test_passes_that_move_with_what_lies_beside_them_are_refused(rows: int) -> None:
-    part = GreyPixels(pixel_model(Scaled(), (1, 6, 6)), Grid(6, 6, (1, 1)))
+    part = GreyPixels(half_normalised(Scaled(), (1, 6, 6)), Grid(6, 6, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 3)
     with pytest.raises(UsageError, match="depend on the images beside it"):
         MaskedPasses(part, defence.views, rows)
@@ -130,7 +129,9 @@ def test_passes_that_move_with_what_lies_beside_them_are_refused(rows: int) -> N
 
 def test_passes_without_finite_logits_give_no_class() -> None:
     """A patch that breaks every pass that sees it (here by NaN pixels) leaves the proven class."""
-    part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    part = GreyPixels(
+        half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID
+    )
     part.model.net[1].weight.data.zero_()
     for defence in (
         DoubleMasking(GRID, [Patch(1, 1)], 2),
@@ -149,7 +150,9 @@ def test_passes_without_finite_logits_give_no_class() -> None:
 
 
 def test_patches_are_proven_where_that_is_asked_for() -> None:
-    part = GreyPixels(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    part = GreyPixels(
+        half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID
+    )
     part.model.net[1].weight.data.zero_()
     patch = Patch(1, 1)
     top = int(part.model.net[1].bias.argmax())
@@ -171,7 +174,7 @@ class Counting(SeenPart):
 
 
 def test_batches_always_have_one_size() -> None:
-    part = Counting(pixel_model(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
+    part = Counting(half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
     passes = MaskedPasses(part, defence.views, 4)
     defence.certify(passes, torch.rand(3, 1, 4, 5), [0, 1, 2])
@@ -188,7 +191,7 @@ SWIN = {"img_size": 32, "window_size": 4, "embed_dim": 8, "depths": (1, 1), "num
 )
 def test_networks_without_tokens_to_drop_say_so(arch: str, shape: dict[str, Any]) -> None:
     net = timm.create_model(arch, num_classes=5, **shape)
-    model = pixel_model(net, (3, 32, 32))
+    model = half_normalised(net, (3, 32, 32))
     with pytest.raises(
         UsageError, match=f"{type(net).__name__} is neither timm's VisionTransformer"
     ):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from scipy import stats
@@ -23,7 +24,8 @@ from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import method_of
 from certcli.evaluation.radii import proven_percent
-from certcli.evaluation.records import Run, read_records
+from certcli.evaluation.record_lines import JudgedImages, Run
+from certcli.evaluation.records import read_records
 from certcli.models.in_memory import open_module
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -243,10 +245,18 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
 )
 def test_parameters_from_a_file_are_not_believed(given: dict[str, Any]) -> None:
     honest = {name: getattr(Smoothing(), name) for name in STATED} | {"noise": noise.VERSION}
-    run = Run("certify", "0" * 64, {}, "smoothing", "l2", parameters=honest)
+    images = JudgedImages("digits", "test", 1, "0" * 64)
+    run = Run(
+        command="certify",
+        checkpoint="0" * 64,
+        dataset=images,
+        method="smoothing",
+        norm="l2",
+        parameters=honest,
+    )
     assert method_of(run, Path("r")) == "smoothing"
     with pytest.raises(DataError, match="states parameters that no smoothing has"):
-        method_of(replace(run, parameters={**honest, **given}), Path("r"))
+        method_of(msgspec.structs.replace(run, parameters={**honest, **given}), Path("r"))
 
 
 # the command
@@ -380,29 +390,12 @@ def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
     )  # the certifier that was tried is the one that runs
     assert document(*words)["method"] == "lipschitz"
 
-    def analysis(model: Any) -> None:
-        raise NoRule("blocks.0: no rounding error is known of the operation 'odd'")
+    def analysis(*_: Any, **__: Any) -> None:
+        raise NoRule("blocks.0: no bound is known of its rounding")
 
-    monkeypatch.setattr("certcli.certify.lipschitz.ErrorAnalysis", analysis)
-    assert (
-        "gives no certificate: blocks.0: no rounding error is known" in document(*words)["reason"]
-    )
-
-
-def test_sigma_is_chosen_on_other_images_with_other_noise(workshop: Path) -> None:
-    net = workshop / "plain.safetensors"
-    words = ("certify", net, *with_sigma("auto"), "--limit", 4)
-    done = attempt(*words, "--json")
-    table = json.loads(done.stdout)
-    chosen = table["sigma_chosen"]
-    assert chosen["split"] == "val"
-    assert "digits (val)" in done.stderr
-    assert (
-        table["sigma"]
-        == table["parameters"]["sigma"]
-        == float(max(chosen["shares"], key=chosen["shares"].get))
-    )
-    assert len(chosen["shares"]) == 5
+    for module in ("lipschitz", "executed_network"):
+        monkeypatch.setattr(f"certcli.certify.{module}.NeighbourErrors", analysis)
+    assert "gives no certificate: blocks.0: no bound is known" in document(*words)["reason"]
 
 
 def test_radii_beyond_enough_are_not_drawn_for(

@@ -9,15 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack.certified_radii import CertifiedImage, require_correct
+from certcli.attack import certified_radii, settings, stages
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of, tasks_of
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.attack_nets import SHORT, batches, labelled, linear, pictures
+from tests.helpers.attack_nets import SHORT, batches, labelled, linear_classifier, random_pictures
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 
@@ -143,24 +141,26 @@ def test_certificates_that_speak_of_something_else_are_refused(
 
 
 def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
-    model = linear(2)
-    images = pictures(4)
+    model = linear_classifier(2)
+    images = random_pictures(4)
     found = attack_images(
         model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
     )
     first, *rest = found
-    require_correct(rest)
+    certified_radii.require_correct(rest)
     with pytest.raises(DataError, match="certified as class 0"):
-        require_correct([*rest, first])
+        certified_radii.require_correct([*rest, first])
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select([3, 5])
+    images = datasets.load_dataset("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
+        i: certified_radii.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
-    (task,) = tasks_of(
-        stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates
+    (task,) = stages.tasks_of(
+        stages.stages_of([], None, None, [], settings.AttackSettings(), certified=True),
+        images,
+        certificates,
     )
     assert set(task.own.values()) == {8.0}

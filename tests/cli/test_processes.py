@@ -19,50 +19,51 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.shared_stages import together as in_turns
+from certcli.audit.schedule import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
 from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
-from tests.helpers.commands import attempt, certvit, typed
-from tests.helpers.forks import ended, fork
-from tests.helpers.grids import EVERY
-from tests.helpers.several import follow, kept
+from tests.helpers import forks, grids
+from tests.helpers.commands import attempt, certvit, words_typed
+from tests.helpers.several import kept, run_plan
 
-CERTIFY = typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
-SMOOTHING = typed(
+CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
+SMOOTHING = words_typed(
     "certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5"
 )
-SMOOTHING += typed("-n 100 --n0 20 --sigma 0.1")
-PATCH = typed(
+SMOOTHING += words_typed("-n 100 --n0 20 --sigma 0.1")
+PATCH = words_typed(
     "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels"
 )
-ATTACK = typed(
+ATTACK = words_typed(
     "attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12"
 )
-FINETUNE = typed(
+FINETUNE = words_typed(
     "finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2"
 )
-FINETUNE += typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
-SHARDED = typed(
+FINETUNE += words_typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
+SHARDED = words_typed(
     "finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20"
 )
-SHARDED += typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
-LIPSCHITZ = typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
-AUDIT = typed(
+SHARDED += words_typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
+LIPSCHITZ = words_typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
+AUDIT = words_typed(
     "audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz"
 )
-AUDIT += typed("--method smoothing --time-budget 10m")
-ADAPT = typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
-REFIT = typed(
+AUDIT += words_typed("--method smoothing --time-budget 10m")
+ADAPT = words_typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
+REFIT = words_typed(
     "adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25"
 )
-REFIT += typed("--epochs 1 --distill 1 --json -q")
+REFIT += words_typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
-    "kept": typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": typed("constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"),
+    "kept": words_typed("constrain certified.safetensors --limit 30 --keep 0.9"),
+    "met": words_typed(
+        "constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"
+    ),
 }
 """Commands by the name of their output."""
 RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack": ATTACK}
@@ -147,7 +148,7 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
         )
 
     monkeypatch.setattr(main, "program", lambda words: broken)
-    monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
+    monkeypatch.setattr(main, "_team_or_alone", lambda: Team(0, 2, distributed.HashStore()))
     with pytest.raises(SystemExit) as end:
         main.run()
     assert end.value.code == 1
@@ -184,7 +185,7 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
     """Run the plan in two processes beside the block: under torchrun, and by default in forks,
     which import nothing anew.
     """
-    if EVERY:
+    if grids.EVERY:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
@@ -209,12 +210,14 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
             {name: str(value) for name, value in (place | {"RANK": rank, "WORLD_SIZE": 2}).items()}
         )
         os.chdir(folder)
-        follow(plan, Path("."))
+        run_plan(plan, Path("."))
 
-    numbers = [fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)]
+    numbers = [
+        forks.fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)
+    ]
     yield
     for number in numbers:
-        ended(number)
+        forks.exit_of_fork(number)
 
 
 @pytest.fixture(scope="module")

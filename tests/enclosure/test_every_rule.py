@@ -17,10 +17,10 @@ from certcli.enclosure.zonotopes.products import TIMES, product
 from certcli.engine.pinned import pin
 from certcli.engine.table import ModuleRule, RuleTable
 from certcli.models.pixels import PixelModel
-from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, images
+from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, sample_images
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import build, on_tokens
-from tests.helpers.reached import Entry, title, without_a_row
+from tests.helpers.lipschitz_cases import build_row, of_tokens
+from tests.helpers.reached import Entry, entries_without_row, title
 from tests.helpers.slopes import IMAGE
 
 QUICK = [
@@ -50,6 +50,7 @@ OF_BALLS = ["spelled-jumps", "spelled-rounded-jumps"]
 RADII = (1e-6, 0.02, 0.3) if EVERY else (0.05,)
 PLACES = 8 if EVERY else 2
 WALKS = ZONOTOPES | BALLS
+BACK = "l2 and back"
 
 
 def pixel_model(net: nn.Module) -> PixelModel:
@@ -61,20 +62,21 @@ def pixel_model(net: nn.Module) -> PixelModel:
 
 @functools.cache
 def enclosed(name: str) -> Enclosed:
-    return Enclosed(pixel_model(build(name)))
+    return Enclosed(pixel_model(build_row(name)))
 
 
 def variants(number: int) -> list[str]:
     """Return the walks of a row: all of them, or one of zonotopes and one of balls in turn."""
     if EVERY:
         return list(WALKS)
-    return [list(table)[number % len(table)] for table in (ZONOTOPES, BALLS)]
+    forward = [kind for kind in ZONOTOPES if kind != BACK]
+    return [BACK, *(kinds[number % len(kinds)] for kinds in (forward, list(BALLS)))]
 
 
 @functools.cache
 def walked(name: str, kind: str) -> list[Walked]:
     """Return the walks of a row, one an image and radius."""
-    pictures = images(3 if EVERY else 1)
+    pictures = sample_images(3 if EVERY else 1)
     return [
         WALKS[kind](enclosed(name), pixels, radius, PLACES)
         for pixels in pictures
@@ -101,7 +103,7 @@ def reached_by_rows(table: RuleTable) -> set[Entry]:
 
 @pytest.mark.parametrize("table", [zonotopes.rules, balls.rules], ids=["zonotopes", "balls"])
 def test_a_row_reaches_every_entry_of_the_table(table: RuleTable) -> None:
-    assert without_a_row(table, reached_by_rows(table)) == []
+    assert entries_without_row(table, reached_by_rows(table)) == []
 
 
 def hardswish_of_one_piece(ctx: object, module: nn.Module, x: Form) -> Form:
@@ -131,8 +133,8 @@ def test_a_wrong_rule_that_is_added_is_caught(domain: str, monkeypatch: pytest.M
     name = type(module)
     pin(name)
     monkeypatch.setitem(table.modules, name, ModuleRule(name, rule, lambda module: True))
-    assert without_a_row(table, reached_by_rows(table)) == [title(("modules", name))]
-    row = Enclosed(pixel_model(on_tokens(module, scale=8.0)))
-    walk = WALKS[kind](row, images(1)[0], 0.02, 8)
+    assert entries_without_row(table, reached_by_rows(table)) == [title(("modules", name))]
+    row = Enclosed(pixel_model(of_tokens(module, scale=8.0)))
+    walk = WALKS[kind](row, sample_images(1)[0], 0.02, 8)
     assert ("modules", name) in row.reached[table.domain]
     assert list(walk.faults(row.model)) != []

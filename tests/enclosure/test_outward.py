@@ -59,9 +59,9 @@ from tests.enclosure.test_every_rule import pixel_model
 from tests.enclosure.test_slopes import ball
 from tests.enclosure.test_slopes import network as slopes
 from tests.enclosure.test_zonotope_networks import SIZE, image, network
-from tests.helpers.enclosed import images
+from tests.helpers.enclosed import sample_images
 from tests.helpers.enclosure_cases import CASES, fibre_forms, forms
-from tests.helpers.lipschitz_cases import build
+from tests.helpers.lipschitz_cases import build_row
 from tests.helpers.sites import Site, Sites
 from tests.helpers.slopes import IMAGE
 
@@ -255,12 +255,12 @@ def at_the_edge() -> Numbers:
 
 @functools.cache
 def executed(name: str) -> SlopeNetwork:
-    return AroundImages(pixel_model(build(name)), IMAGE).network
+    return AroundImages(pixel_model(build_row(name)), IMAGE).network
 
 
 def gradients(name: str, kind: str, network: Callable[[str], SlopeNetwork] = slopes) -> Numbers:
     """Of the gradients of two logits near an image: their forms, lengths, and what rounding adds."""
-    pixels = images(1)[0]
+    pixels = sample_images(1)[0]
     near = network(name).near(ball(kind, pixels))
     rows = torch.eye(near.network.model(pixels).shape[1]).double()[:2]
     forms, added = zip(*(near.gradient_and_rounding(row) for row in rows), strict=True)
@@ -284,7 +284,7 @@ SLOPES = (
 def broken_line() -> Numbers:
     (x,) = forms(next(case for case in CASES if case.name == "LayerNorm"), 0.1, True, 0)
     context = ZonotopeContext(None, None)  # type: ignore[arg-type]
-    return of_form(relaxed_curve(context, x, activations.clamped(-0.1, 0.3)))
+    return of_form(relaxed_curve(context, x, activations.clamped_curve(-0.1, 0.3)))
 
 
 def along_one_axis() -> Numbers:

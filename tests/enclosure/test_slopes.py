@@ -28,12 +28,12 @@ from certcli.engine.curves import NAMED
 from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_every_rule import QUICK, pixel_model
-from tests.helpers.enclosed import images, places_of
+from tests.helpers.enclosed import ball_places, sample_images
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import Function, build, on_tokens
-from tests.helpers.reached import Entry, entries, recorded, title, without_a_row
+from tests.helpers.lipschitz_cases import Function, build_row, of_tokens
+from tests.helpers.reached import Entry, entries, entries_without_row, recorded, title
 from tests.helpers.slopes import IMAGE
-from tests.helpers.spellings import drawn, on_images
+from tests.helpers.spellings import calls_on_images, seeded_tensor
 
 WITHOUT = {
     **dict.fromkeys(
@@ -57,16 +57,16 @@ REFUSED = {
 }  # fmt: skip
 """Rows without a derivative, and what the refusal says."""
 OWN = {
-    "averages": lambda: on_images(
+    "averages": lambda: calls_on_images(
         lambda m, x: functional.avg_pool2d(x, 3, 2, 1),
         lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
         lambda m, x: torch.adaptive_avg_pool1d(x.flatten(2), 3),
         lambda m, x: functional.adaptive_avg_pool3d(x[:, :, None], (1, 3, 2)),
         parts=(nn.UpsamplingBilinear2d(scale_factor=2), nn.UpsamplingNearest2d(scale_factor=2)),
     ),
-    "convolutions": lambda: on_images(
-        lambda m, x: torch.conv1d(x.flatten(2), drawn(3, 2, 3)),
-        lambda m, x: torch.conv3d(x[:, :, None], drawn(3, 2, 1, 2, 2)),
+    "convolutions": lambda: calls_on_images(
+        lambda m, x: torch.conv1d(x.flatten(2), seeded_tensor(3, 2, 3)),
+        lambda m, x: torch.conv3d(x[:, :, None], seeded_tensor(3, 2, 1, 2, 2)),
     ),
 }
 """Linear maps of images, which other rows have beside what has no derivative."""
@@ -88,7 +88,7 @@ def ball(kind: str, pixels: Tensor, radius: float = RADIUS) -> Form:
 
 @functools.cache
 def network(name: str) -> SlopeNetwork:
-    return SlopeNetwork(pixel_model(OWN[name]() if name in OWN else build(name)), IMAGE)
+    return SlopeNetwork(pixel_model(OWN[name]() if name in OWN else build_row(name)), IMAGE)
 
 
 @pytest.fixture(autouse=True)
@@ -112,7 +112,7 @@ def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
     form = near.gradient(weights)
     reaching = near.tape.start.space.reach
     assert reaching is not None
-    for place in places_of(model, pixels, "linf" if kind == "linf" else "l2", 2):
+    for place in ball_places(model, pixels, "linf" if kind == "linf" else "l2", 2):
         e = torch.maximum(torch.minimum(place, reaching[1]), -reaching[0])
         truth = near.measured(weights, near.tape.start.at(e))
         far = form.farthest(e, truth) - ROUNDED * (1 + truth.norm() + form.size.max())
@@ -126,7 +126,7 @@ def test_every_rule_has_a_derivative_or_a_reason(entry: Entry) -> None:
 
 @functools.cache
 def visited(name: str, kind: str) -> tuple[frozenset[Entry], tuple[float, ...]]:
-    pixels = images(1)[0]
+    pixels = sample_images(1)[0]
     with recorded(pulls) as reached:
         far = tuple(faults(network(name).near(ball(kind, pixels)), kind, pixels))
     return frozenset(reached), far
@@ -152,7 +152,7 @@ def test_a_row_reaches_every_pull() -> None:
         for key in getattr(named, kind)
     }
     assert of_curves & reached
-    assert without_a_row(pulls, reached | of_curves) == []
+    assert entries_without_row(pulls, reached | of_curves) == []
 
 
 ROW_OF = {
@@ -187,8 +187,10 @@ def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) 
                 monkeypatch.setitem(table, key, planted)
     guard = Neighbourhood.require_holds
     monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
-    pixels = images(1)[0]
-    near = SlopeNetwork(pixel_model(build(ROW_OF[what])), IMAGE).near(ball("squares", pixels, 0.01))
+    pixels = sample_images(1)[0]
+    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
+        ball("squares", pixels, 0.01)
+    )
     assert max(faults(near, "squares", pixels)) > 0
     weights = torch.randn(near.network.model(pixels).shape[1]).double()
     with pytest.raises(NoRule, match="excludes"):
@@ -200,7 +202,7 @@ def test_a_gradient_that_autograd_does_not_follow_is_refused(
 ) -> None:
     monkeypatch.undo()
     row = Function(lambda m, x: m.parts[0](x.detach() + x), nn.Linear(8, 3).double())
-    near = SlopeNetwork(pixel_model(on_tokens(row)), IMAGE).near(ball("l2", images(1)[0]))
+    near = SlopeNetwork(pixel_model(of_tokens(row)), IMAGE).near(ball("l2", sample_images(1)[0]))
     with pytest.raises(NoRule, match="derivative"):
         near.gradient(torch.ones(12).double())
 
@@ -208,7 +210,7 @@ def test_a_gradient_that_autograd_does_not_follow_is_refused(
 def test_an_operation_without_a_derivative_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(pulls.modules, nn.GELU)
     with pytest.raises(NoRule, match="derivative of GELU"):
-        SlopeNetwork(pixel_model(build("gelu")), IMAGE)
+        SlopeNetwork(pixel_model(build_row("gelu")), IMAGE)
 
 
 CURVES = [functions.GELU, functions.GELU_TANH, functions.SILU, functions.SIGMOID, functions.TANH]
@@ -248,7 +250,7 @@ def test_lengths_are_bounds_and_nearly_the_least() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_gradient_is_longer_than_its_bound(kind: str) -> None:
-    pixels = images(1)[0]
+    pixels = sample_images(1)[0]
     near = network("layer-norm-linear").near(ball(kind, pixels, 0.01))
     weights = torch.randn(near.network.model(pixels).shape[1]).double()
     form = near.gradient(weights)
@@ -256,7 +258,7 @@ def test_no_gradient_is_longer_than_its_bound(kind: str) -> None:
     p = 1 if kind == "linf" else 2
     lengths = [
         float(near.measured(weights, near.tape.start.at(e)).flatten().norm(p=p))
-        for e in places_of(near.network.model, pixels, "linf" if kind == "linf" else "l2", 8)
+        for e in ball_places(near.network.model, pixels, "linf" if kind == "linf" else "l2", 8)
         if near.tape.start.at(e).clamp(0, 1).equal(near.tape.start.at(e))
     ]
     assert lengths
@@ -266,9 +268,9 @@ def test_no_gradient_is_longer_than_its_bound(kind: str) -> None:
 @pytest.mark.parametrize("name", ["attention", "layer-norm-linear", "silu", "chunks"])
 def test_executing_moves_margins_by_no_more_than_its_bound(name: str) -> None:
     """In float32, whose results float64 measures: sums over nodes of rounding times gradient."""
-    model = pixel_model(build(name))
+    model = pixel_model(build_row(name))
     execution = NeighbourErrors(model, IMAGE, PRECISIONS["float32"], (zonotopes.rules,))
-    pixels = images(1)[0].float().double()
+    pixels = sample_images(1)[0].float().double()
     near = SlopeNetwork(model, IMAGE, execution).near(ball("squares", pixels, 0.01))
     logits = model(pixels)[0]
     low = copy.deepcopy(model).float()

@@ -10,18 +10,19 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation import record_lines, threat
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.radii import attacked_percent
-from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
+from certcli.evaluation.records import PIXELS, RecordFile, read_records
 from certcli.evaluation.resumed import FEW
-from certcli.evaluation.threat import Threat
 from certcli.images import datasets
-from certcli.report import curve
+from certcli.report import figures
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
@@ -75,8 +76,8 @@ def test_intervals_agree_with_known_values() -> None:
 
 
 def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(12))
-    same = datasets.load("digits", plain.record.input, "test").select(range(12))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
+    same = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     assert images.digest == replace(same, name="other name").digest
     relabelled = replace(images, labels=images.labels.roll(1))
     brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)
@@ -168,7 +169,7 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
 
 def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(3))
-    run = Run.of(
+    run = record_lines.Run.of(
         "certify",
         plain.digest,
         images,
@@ -178,16 +179,19 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
     )
     with RecordFile(tmp_path / "r.jsonl", run, images):
         pass
-    turned = replace(run, parameters={"n": 100, "sigma": 0.25})
+    turned = msgspec.structs.replace(run, parameters={"n": 100, "sigma": 0.25})
     assert json.dumps(run.to_json()) == json.dumps(turned.to_json())
     for other, named in (
-        (replace(run, method="local"), "method is smoothing there and local here"),
+        (msgspec.structs.replace(run, method="local"), "method is smoothing there and local here"),
         (
-            replace(run, parameters={"sigma": 0.5, "n": 100}),
+            msgspec.structs.replace(run, parameters={"sigma": 0.5, "n": 100}),
             "parameters sigma is 0.25 there and 0.5 here",
         ),
-        (replace(run, parameters={"sigma": 0.25}), "parameters n is 100 there and null here"),
-        (replace(run, norm="linf"), "norm is l2 there and linf here"),
+        (
+            msgspec.structs.replace(run, parameters={"sigma": 0.25}),
+            "parameters n is 100 there and null here",
+        ),
+        (msgspec.structs.replace(run, norm="linf"), "norm is l2 there and linf here"),
     ):
         with pytest.raises(UsageError, match=named):
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
@@ -200,7 +204,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     is buffered.
     """
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
@@ -225,7 +229,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
 def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
     with RecordFile(path, run, images) as file:
@@ -236,7 +240,7 @@ def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: 
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):
         whole = path.read_bytes()
@@ -245,7 +249,7 @@ def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> No
                 RecordFile(path, run, images, **options)
         assert path.read_bytes() == whole
     with pytest.raises(UsageError, match="another run") as refused:
-        RecordFile(path, replace(run, norm="linf"), images, resume=True)
+        RecordFile(path, msgspec.structs.replace(run, norm="linf"), images, resume=True)
     assert refused.tb is not None  # it holds the refused object, which must not hold the file
     for kept in (len(whole), 20):  # stopped behind its header, and within it
         path.write_bytes(whole[:kept])
@@ -319,8 +323,10 @@ def test_a_figure_compares_the_images_that_both_know(
         attacked,
     )
     drawn: list[tuple[Any, ...]] = []
-    draw = curve.draw_certified
-    monkeypatch.setattr(curve, "draw_certified", lambda *given: (drawn.append(given), draw(*given)))
+    draw = figures.draw_certified
+    monkeypatch.setattr(
+        figures, "draw_certified", lambda *given: (drawn.append(given), draw(*given))
+    )
     words = ("certify", proven, "-e", 0.3, "--limit", 60, "--plot", tmp_path / "f.png", "--force")
     whole = document(*words)
     common = document(*words, "--attack-records", attacked)
@@ -408,11 +414,13 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     )
     run, rows = read_records(path, "certify")
     assert found["checkpoint"] == run.checkpoint == Checkpoint.read(proven).digest
-    assert found["dataset"] == run.dataset
+    assert found["dataset"] == msgspec.to_builtins(run.dataset)
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
+    expected = certified_accuracy(
+        certificates, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)]
+    )
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
@@ -444,7 +452,9 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(1, 1, None, 0.0, "smoothing", 0.001),
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
-    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
+    found = certified_accuracy(
+        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
+    ).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,
         {"0.25": 0.5, "0.5": 0.0},

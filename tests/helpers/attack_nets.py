@@ -8,7 +8,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
-GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
+GENERAL = ATTACKS.names()
 CASES = [(name, norm) for name in GENERAL for norm in ATTACKS[name].norms]
 SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
 # Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary
@@ -16,12 +16,12 @@ SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
 ROUNDING = 1e-5
 
 
-def linear(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
+def linear_classifier(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(size * size, classes)).eval()
 
 
-def perceptron(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
+def small_perceptron(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
     torch.manual_seed(seed)
     pixels = size * size
     return nn.Sequential(
@@ -29,7 +29,7 @@ def perceptron(classes: int, seed: int = 0, size: int = 6) -> nn.Module:
     ).eval()
 
 
-def convolution(classes: int, seed: int = 0) -> nn.Module:
+def small_convolution(classes: int, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     body = nn.Sequential(
         nn.Conv2d(1, 6, 3, stride=2), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)
@@ -38,10 +38,10 @@ def convolution(classes: int, seed: int = 0) -> nn.Module:
 
 
 MODELS = {
-    "perceptron-2": perceptron(2),
-    "perceptron-3": perceptron(3),
-    "perceptron-12": perceptron(12),
-    "convolution-4": convolution(4),
+    "perceptron-2": small_perceptron(2),
+    "perceptron-3": small_perceptron(3),
+    "perceptron-12": small_perceptron(12),
+    "convolution-4": small_convolution(4),
 }
 
 
@@ -54,7 +54,7 @@ def labelled(model: nn.Module, images: Tensor, wrong: int = 0) -> Tensor:
     return labels
 
 
-def pictures(count: int, seed: int = 1, size: int = 6) -> Tensor:
+def random_pictures(count: int, seed: int = 1, size: int = 6) -> Tensor:
     return torch.rand(count, 1, size, size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -103,7 +103,7 @@ class Scaled(nn.Module):
 
     def __init__(self, factor: float, classes: int = 4) -> None:
         super().__init__()
-        self.net = perceptron(classes)
+        self.net = small_perceptron(classes)
         self.factor = factor
 
     def forward(self, images: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class Stairs(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = perceptron(4)
+        self.net = small_perceptron(4)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.net((4 * images).round() / 4)

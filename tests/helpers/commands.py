@@ -21,7 +21,7 @@ _build = typer.main.get_command
 _PROGRAMS: dict[tuple[Any, ...], Any] = {}
 
 
-def built(app: typer.Typer) -> Any:
+def built_program(app: typer.Typer) -> Any:
     """Return the program as Typer builds it, once for the same functions: anew for each call, it
     would take as long as many a command.
     """
@@ -32,7 +32,7 @@ def built(app: typer.Typer) -> Any:
     return _PROGRAMS[key]
 
 
-typer.main.get_command = typer.testing._get_command = built
+typer.main.get_command = typer.testing._get_command = built_program
 
 
 class Done(NamedTuple):
@@ -43,7 +43,7 @@ class Done(NamedTuple):
     err: str
 
 
-def typed(line: str) -> list[str]:
+def words_typed(line: str) -> list[str]:
     """Return the words of a command line."""
     return shlex.split(line)
 

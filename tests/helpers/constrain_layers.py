@@ -18,7 +18,7 @@ def gaussian(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(
+def anisotropic_layer(
     outputs: int = 12,
     inputs: int = 9,
     tokens: int = 80,
@@ -57,7 +57,7 @@ def collect(
 
 
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
-    return constrain_layer(statistics, ConstrainSettings(**{"ridge": None, **options}))
+    return constrain_layer(statistics, ConstrainSettings(**{"ridge": None, **options}))[0]
 
 
 def constrainable(model: nn.Module) -> list[str]:

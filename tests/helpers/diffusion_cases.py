@@ -80,7 +80,7 @@ def fill(net: nn.Module) -> None:
         tensor.copy_(value.reshape(tensor.shape))
 
 
-def images() -> Tensor:
+def noisy_images() -> Tensor:
     """Two noisy images, (2, 1, SIDE, SIDE)."""
     count = 2 * SIDE * SIDE
     return torch.sin(torch.arange(count, dtype=torch.float64) * 2.3).float().view(2, 1, SIDE, SIDE)

@@ -66,18 +66,23 @@ class Case:
         return middle - truth if self.below else (truth - middle).abs()
 
 
-def _weight(*shape: int) -> Tensor:
+def seeded_weight(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).double()
 
 
-_W, _B, _G = _weight(5, 4), _weight(5), _weight(4)
-_MANY = _weight(5, 48)
+_W, _B, _G = seeded_weight(5, 4), seeded_weight(5), seeded_weight(4)
+_MANY = seeded_weight(5, 48)
 _CLIPPED = ClippedReLU((3, 4)).double()
-_CLIPPED.threshold.data = _weight(3, 4)
+_CLIPPED.threshold.data = seeded_weight(3, 4)
 _CENTRED = CenterNorm(4).double().requires_grad_(False)
-_CENTRED.weight.data = _weight(4)
-_CENTRED.bias.data = _weight(4).flip(0)
-_STATISTICS = (_weight(5), _weight(5).square(), _weight(5).flip(0), _weight(5) / 2)
+_CENTRED.weight.data = seeded_weight(4)
+_CENTRED.bias.data = seeded_weight(4).flip(0)
+_STATISTICS = (
+    seeded_weight(5),
+    seeded_weight(5).square(),
+    seeded_weight(5).flip(0),
+    seeded_weight(5) / 2,
+)
 """Mean, variance, weight and bias."""
 _HEADS = (1, 2, 5, 3)
 
@@ -86,12 +91,12 @@ _FLOOR = Spread(0.0, 0.6)
 """The least variance: of nine tokens some are above it, some below, and some on both sides."""
 
 
-def _deviation(x: Tensor) -> Tensor:
+def floored_deviation(x: Tensor) -> Tensor:
     return x.var(-1, unbiased=False, keepdim=True).clamp_min(_FLOOR.min_variance).sqrt()
 
 
-def _floored(x: Tensor) -> Tensor:
-    return (x - x.mean(-1, keepdim=True)) / _deviation(x)
+def floored_norm(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / floored_deviation(x)
 
 
 def _softmax_rows(x: Tensor) -> Tensor:
@@ -221,21 +226,21 @@ CASES = (
         "norm with a floor",
         ((1, 9, 4),),
         lambda x: layer_norm(x, _FLOOR, _G, _B[:4]),
-        lambda x: _floored(x) * _G + _B[:4],
+        lambda x: floored_norm(x) * _G + _B[:4],
         order=1,
     ),
     Case(
         "norm with a floor, mixed",
         ((1, 9, 4),),
         lambda x: affine(layer_norm(x, _FLOOR, _G, None), _W, _B),
-        lambda x: F.linear(_floored(x) * _G, _W, _B),
+        lambda x: F.linear(floored_norm(x) * _G, _W, _B),
         order=1,
     ),
     Case(
         "sign of a norm with a floor",
         ((1, 9, 4),),
         lambda x: signs(x, _FLOOR, _W, _B, torch.zeros(5).double()),
-        lambda x: centred_heads(x) + _B * _deviation(x),
+        lambda x: centred_heads(x) + _B * floored_deviation(x),
         order=1,
     ),
     Case("GELU of many", ((1, 3, 48),), lambda x: activation(GELU, x), F.gelu),

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.helpers.grids import EVERY
-from tests.helpers.layouts import surroundings
+from tests.helpers.layouts import formats_and_kernels
 
 Product = Callable[[Tensor, Tensor], Tensor]
 
 
-def in_turn(a: Tensor, b: Tensor) -> Tensor:
+def summed_in_turn(a: Tensor, b: Tensor) -> Tensor:
     """a b, one term after the other; in half precision sums are kept in float32."""
     wide = torch.promote_types(a.dtype, torch.float32)
     total = torch.zeros(*a.shape[:-1], b.shape[-1], dtype=wide)
@@ -28,8 +28,8 @@ def in_turn(a: Tensor, b: Tensor) -> Tensor:
     return total.to(a.dtype)
 
 
-def backwards(a: Tensor, b: Tensor) -> Tensor:
-    return in_turn(a.flip(-1), b.flip(-2))
+def summed_backwards(a: Tensor, b: Tensor) -> Tensor:
+    return summed_in_turn(a.flip(-1), b.flip(-2))
 
 
 def blocked(a: Tensor, b: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def blocked(a: Tensor, b: Tensor) -> Tensor:
 def cut_off(a: Tensor, b: Tensor) -> Tensor:
     """TF32 at its worst: 13 bits of each factor are dropped."""
     short = [(x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
-    return in_turn(*short)
+    return summed_in_turn(*short)
 
 
 class Ordered(TorchDispatchMode):
@@ -59,7 +59,7 @@ class Ordered(TorchDispatchMode):
         if name in ("addmm", "baddbmm"):
             beta, alpha = ((kwargs or {}).get(name, 1) for name in ("beta", "alpha"))
             return args[0] * beta + self.product(*args[1:3]) * alpha
-        if name == "convolution" and args[8] == 1:
+        if name == "convolution" and args[8] == 1 and args[1].dim() == 4 and not args[6]:
             x, weight, bias, stride, padding, dilation = args[:6]
             columns = F.unfold(
                 x.float() if x.dtype != torch.float64 else x,
@@ -80,7 +80,7 @@ def representable(x: Tensor, arithmetic: str) -> Tensor:
 
 
 @torch.no_grad()
-def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Tensor]:
+def logits_of_executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Tensor]:
     """Yield the logits of `representable` images in several executions, in float64: orders of sums,
     batches, kernels, memory formats.
 
@@ -90,7 +90,7 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
     dtype = PRECISIONS[arithmetic].dtype
     net = copy.deepcopy(model).to(dtype).eval()
     images = pixels.to(dtype)
-    products = (cut_off,) if arithmetic == "tf32" else (in_turn, backwards, blocked)
+    products = (cut_off,) if arithmetic == "tf32" else (summed_in_turn, summed_backwards, blocked)
     if arithmetic != "tf32":
         yield net(images).double()
         yield torch.cat([net(image[None]) for image in images]).double()
@@ -98,7 +98,7 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
         torch.set_num_threads(2)
         yield net(images).double()
         torch.set_num_threads(threads)
-        every = list(surroundings())
+        every = list(formats_and_kernels())
         first = zlib.crc32(repr(model).encode()) % len(every)
         for _, surrounded in every if EVERY else every[first : first + 1]:
             with surrounded():
@@ -108,7 +108,7 @@ def executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> Iterator[Te
             yield net(images).double()
 
 
-def neighbours(pixels: Tensor, radius: float, seed: int) -> Tensor:
+def images_within(pixels: Tensor, radius: float, seed: int) -> Tensor:
     """Return images of the box within a little less than this radius."""
     draw = torch.Generator().manual_seed(seed)
     away = torch.randn(pixels.shape, generator=draw, dtype=torch.float64)
@@ -116,7 +116,7 @@ def neighbours(pixels: Tensor, radius: float, seed: int) -> Tensor:
     return (pixels + away / length * radius * (1 - 1e-2)).clamp(0, 1)
 
 
-def apart(one: Tensor, other: Tensor) -> Tensor:
+def pairwise_differences(one: Tensor, other: Tensor) -> Tensor:
     """Return |(z_i - z_j) - (z'_i - z'_j)|: (b, k), (b, k) -> (b, k, k)."""
     moved = one - other
     assert math.prod(moved.shape)
@@ -129,7 +129,7 @@ def require_within(
     pixels: Tensor,
     radius: float,
     arithmetic: str,
-    executed: Callable[[nn.Module, Tensor, str], Iterator[Tensor]] = executions,
+    executed: Callable[[nn.Module, Tensor, str], Iterator[Tensor]] = logits_of_executions,
 ) -> float:
     """Require of all executions at images and at neighbours that they differ from real arithmetic
     by no more than is proven.
@@ -142,11 +142,11 @@ def require_within(
     bound = torch.stack(
         [analysis(pixels, radii, torch.full((len(pixels),), top)) for top in tops], 1
     )
-    for near in (pixels, neighbours(pixels, radius, 7)):
+    for near in (pixels, images_within(pixels, radius, 7)):
         near = representable(near, arithmetic)
         real = model(near)
         for logits in executed(model, near, arithmetic):
-            difference = apart(logits, real)[:, tops]
+            difference = pairwise_differences(logits, real)[:, tops]
             within = difference <= bound * (2 if arithmetic == "float64" else 1)
             # an infinite bound claims nothing, and inf - inf, of logits that overflow, is no number
             assert bool((within | bound.isinf()).all())

@@ -39,34 +39,34 @@ def fork(act: Callable[[], object], out: Path, err: Path) -> int:
         os._exit(code)
 
 
-def ended(number: int) -> int:
+def exit_of_fork(number: int) -> int:
     """Wait for the end of a fork; return its exit code, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-def interrupted(folder: Path, words: list[str], states: object) -> str:
+def interrupted(folder: Path, words: list[str], module: object, name: str) -> str:
     """Run a command that gets a SIGINT once its first state is on disk; demand its exit code;
     return its stderr.
 
     Args:
-        states: The module whose `save_state` the command calls.
+        module, name: The function that saves a state, where the command calls it.
     """
 
     def act() -> None:
         signal.signal(
             signal.SIGINT, signal.default_int_handler
         )  # what a shell runs in the background ignores it
-        usual = states.save_state  # type: ignore[attr-defined]
+        usual = getattr(module, name)
 
-        def save_state(*given: object) -> None:
-            usual(*given)
+        def save(*arguments: object) -> None:
+            usual(*arguments)
             os.kill(os.getpid(), signal.SIGINT)
 
-        states.save_state = save_state  # type: ignore[attr-defined]
+        setattr(module, name, save)
         sys.argv = ["certvit", *words]
         run()
 
-    code = ended(fork(act, folder / "out", folder / "err"))
+    code = exit_of_fork(fork(act, folder / "out", folder / "err"))
     said = (folder / "err").read_text()
     assert code == 130, said
     return said

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 
-def written_out(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tensor:
+def written_attention(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tensor:
     """Dot-product attention from matrix products, as unfused timm modules write it."""
     b, n, d = x.shape
     qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
@@ -18,7 +18,7 @@ def written_out(attention: nn.Module, x: Tensor, *, mask: bool = False) -> Tenso
     return attention.parts[1]((scores.softmax(dim=-1) @ v).transpose(1, 2).reshape(b, n, d))
 
 
-def fused(attention: nn.Module, x: Tensor, **options: object) -> Tensor:
+def fused_heads(attention: nn.Module, x: Tensor, **options: object) -> Tensor:
     b, n, d = x.shape
     qkv = attention.parts[0](x).reshape(b, n, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
     out = functional.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], **options)
@@ -179,7 +179,7 @@ def choice_of_scores(net: nn.Module, x: Tensor) -> Tensor:
     return net.parts[1](scores.softmax(dim=-1) @ v) + finite.softmax(dim=-1) @ v
 
 
-def larger(net: nn.Module, x: Tensor) -> Tensor:
+def larger_of_both(net: nn.Module, x: Tensor) -> Tensor:
     y = torch.maximum(x, net.parts[0](x)).minimum(torch.tensor(1.5)) + torch.max(net.row, x)
     return torch.cat([y, torch.minimum(x[:, :1], x).clamp_max(0.5)], dim=1) - torch.clamp_min(
         x, -0.2
@@ -200,7 +200,7 @@ def variances(net: nn.Module, x: Tensor) -> Tensor:
     )
 
 
-def folded(net: nn.Module, x: Tensor) -> Tensor:
+def unfolded_and_folded(net: nn.Module, x: Tensor) -> Tensor:
     blocks = functional.unfold(x, 2, stride=2)
     y = functional.fold(
         blocks.repeat(1, 1, 4)[..., :9], (4, 5), kernel_size=(2, 2), dilation=(1, 2), stride=1

@@ -138,7 +138,7 @@ class Runner:
     def residual(self, maps: Tensor, time: Tensor, name: str, side: float = 1.0) -> Tensor:
         """side: 2.0 doubles it, 0.5 halves it, between the first norm and the first convolution."""
         hidden = functional.silu(self.normed(maps, f"{name}.in_layers.0"))
-        hidden = self.convolved(resized(hidden, side), f"{name}.in_layers.2")
+        hidden = self.convolved(half_or_twice(hidden, side), f"{name}.in_layers.2")
         emb = functional.linear(functional.silu(time), *self.pair(f"{name}.emb_layers.1"))
         emb = emb[:, :, None, None]
         if self.flags.scale_shift:
@@ -147,7 +147,7 @@ class Runner:
         else:
             hidden = self.normed(hidden + emb, f"{name}.out_layers.0")
         hidden = self.convolved(functional.silu(hidden), f"{name}.out_layers.3")
-        straight = resized(maps, side)
+        straight = half_or_twice(maps, side)
         if f"{name}.skip_connection.weight" in self.tensors:
             straight = self.convolved(straight, f"{name}.skip_connection")
         return straight + hidden
@@ -216,12 +216,12 @@ class Runner:
                     if flags.updown:
                         maps = self.residual(maps, time, f"{name}.{place}", 2.0)
                     else:
-                        maps = self.convolved(resized(maps, 2.0), f"{name}.{place}.conv")
+                        maps = self.convolved(half_or_twice(maps, 2.0), f"{name}.{place}.conv")
                 number += 1
         return self.convolved(functional.silu(self.normed(maps, "out.0")), "out.2")
 
 
-def resized(maps: Tensor, side: float) -> Tensor:
+def half_or_twice(maps: Tensor, side: float) -> Tensor:
     """Return maps of half the side by means of four, or of twice the side by repeating each pixel."""
     if side == 2.0:
         return maps.repeat_interleave(2, dim=2).repeat_interleave(2, dim=3)

@@ -19,16 +19,16 @@ def channels_last(x: Tensor) -> Tensor:
         return x.contiguous(memory_format=torch.channels_last)
     if x.dim() == 5:
         return x.contiguous(memory_format=torch.channels_last_3d)
-    return backwards(x)
+    return stored_backwards(x)
 
 
-def backwards(x: Tensor) -> Tensor:
+def stored_backwards(x: Tensor) -> Tensor:
     """Store the first axis innermost."""
     axes = list(range(x.dim()))[::-1]
     return x.permute(axes).contiguous().permute(axes)
 
 
-def strided(x: Tensor) -> Tensor:
+def stored_with_steps(x: Tensor) -> Tensor:
     """Store a number beside each entry, so that the last axis has a step of 2."""
     return torch.stack([x, torch.full_like(x, 7.0)], -1)[..., 0]
 
@@ -41,8 +41,8 @@ def expanded(x: Tensor) -> Tensor:
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "channels last": channels_last,
-    "strided": strided,
-    "backwards": backwards,
+    "strided": stored_with_steps,
+    "backwards": stored_backwards,
     "expanded": expanded,
 }
 
@@ -90,7 +90,7 @@ KERNELS: dict[str, Surroundings] = {
 }
 
 
-def surroundings() -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
+def formats_and_kernels() -> Iterator[tuple[str, Callable[[], AbstractContextManager[Any]]]]:
     """Yield every memory format with every choice of kernels, by name."""
     for kernel, switched in KERNELS.items():
         yield kernel, switched

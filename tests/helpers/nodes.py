@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.replay import executed, replayed
+from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
+from certcli.engine.trace import executed
 from certcli.engine.walk import walk
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
-from tests.helpers.lipschitz_cases import build
+from tests.helpers.lipschitz_cases import build_row
 from tests.helpers.reached import recorded
 from tests.helpers.slopes import IMAGE
 from tests.helpers.spellings import SINGLE
@@ -35,7 +36,7 @@ class _Noted(GlobalDomain):
     """Keeps the value of every node."""
 
     def __init__(self) -> None:
-        super().__init__(RigorousArithmetic())
+        super().__init__(Arithmetic())
         self.values: dict[fx.Node, Any] = {}
 
     def observe(self, node: fx.Node, value: Any) -> None:
@@ -116,11 +117,11 @@ class Claims:
             settled = self.context.settle(value)
         except NoRule:  # scores of unbounded tokens have a theorem only together with their softmax
             return
-        yield from _larger(settled.size, found, 1 + self.rounding)
+        yield from above_sizes(settled.size, found, 1 + self.rounding)
         yield from _faster(float(settled.base) * (1 + self.rounding), found, apart)
 
 
-def _larger(size: Size, found: Tensor, rounded: float) -> Iterator[str]:
+def above_sizes(size: Size, found: Tensor, rounded: float) -> Iterator[str]:
     shape = tuple(found.shape[1:])
     if tuple(size.shape) != shape:
         yield f"a size of {size.shape} for {shape}"
@@ -196,6 +197,6 @@ def _before(
 
 
 @functools.cache
-def claims(name: str) -> Claims:
+def claims_of_row(name: str) -> Claims:
     """Return those of a case, once for all laws that read them."""
-    return Claims(build(name), rounding=ROUNDED_SINGLE if name in SINGLE else ROUNDED)
+    return Claims(build_row(name), rounding=ROUNDED_SINGLE if name in SINGLE else ROUNDED)

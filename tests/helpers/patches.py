@@ -14,7 +14,7 @@ GRID = Grid(4, 5, (1, 1))
 ONE_IMAGE = torch.zeros(1, 1, 4, 5)
 
 
-def places(grid: Grid, patch: Patch) -> list[Tensor]:
+def patch_places(grid: Grid, patch: Patch) -> list[Tensor]:
     """The pixels (height, width) bool of one such patch, at every place."""
     found = []
     for top, left in itertools.product(
@@ -26,7 +26,7 @@ def places(grid: Grid, patch: Patch) -> list[Tensor]:
     return found
 
 
-def shown(views: Tensor, grid: Grid) -> Tensor:
+def views_as_pixels(views: Tensor, grid: Grid) -> Tensor:
     """Views as pixels: (m, rows, columns) -> (m, height, width)."""
     down, across = grid.cell
     return views.repeat_interleave(down, 1).repeat_interleave(across, 2)[
@@ -34,7 +34,7 @@ def shown(views: Tensor, grid: Grid) -> Tensor:
     ]
 
 
-def pixel_model(net: nn.Module, size: tuple[int, int, int]) -> PixelModel:
+def half_normalised(net: nn.Module, size: tuple[int, int, int]) -> PixelModel:
     spec = InputSpec(
         size=size,
         mean=(0.5,) * size[0],

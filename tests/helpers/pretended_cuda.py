@@ -55,7 +55,7 @@ class OnDevice(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        return run_on_inner(func, args, kwargs or {})
 
     @property
     def data(self) -> Tensor:
@@ -78,10 +78,10 @@ class OnDevice(Tensor):
         return self.inner.untyped_storage()
 
     def to(self, *args: Any, **kwargs: Any) -> Tensor:
-        return _moved(self, args, kwargs)
+        return moved_to(self, args, kwargs)
 
     def cpu(self, *_: Any) -> Tensor:
-        return _moved(self, (CPU,), {})
+        return moved_to(self, (CPU,), {})
 
     def cuda(self, *_: Any, **__: Any) -> Tensor:
         return self
@@ -127,22 +127,22 @@ def _insides(value: Any) -> Any:
     return _inner(value)
 
 
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
+def leaves_of_arguments(values: Iterable[Any]) -> Iterator[Any]:
     """Yield what these hold: torch's own walk takes half of a command's time."""
     for value in values:
         if isinstance(value, (list, tuple)):
-            yield from _leaves(value)
+            yield from leaves_of_arguments(value)
         elif isinstance(value, dict):
-            yield from _leaves(value.values())
+            yield from leaves_of_arguments(value.values())
         else:
             yield value
 
 
-def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def run_on_inner(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on the inner tensors; its results are on the device where its tensors, or
     its `device=`, are.
     """
-    leaves = [*_leaves((args, kwargs))]
+    leaves = [*leaves_of_arguments((args, kwargs))]
     name = func._schema.name
     tensors = [value for value in leaves if isinstance(value, Tensor)]
     off = [tuple(value.shape) for value in tensors if not _on(value) and value.dim()]
@@ -180,7 +180,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 @contextmanager
-def _within(on_device: bool, named: torch.device | None) -> Iterator[None]:
+def calling_with(on_device: bool, named: torch.device | None) -> Iterator[None]:
     before = _now.on_device, _now.named
     _now.on_device = on_device
     _now.named = named
@@ -190,7 +190,7 @@ def _within(on_device: bool, named: torch.device | None) -> Iterator[None]:
         _now.on_device, _now.named = before
 
 
-def _moved(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def moved_to(x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """x.to(*args, **kwargs)."""
     like = next((value for value in args if isinstance(value, Tensor)), None)
     words = [*args, *kwargs.values()] if like is None else [CUDA if _on(like) else CPU, like.dtype]
@@ -221,23 +221,23 @@ class Generator(torch.Generator):
 
 class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _run(func, args, kwargs or {})
+        return run_on_inner(func, args, kwargs or {})
 
 
 class _Functions(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.to:
-            return _moved(args[0], args[1:], kwargs)
+            return moved_to(args[0], args[1:], kwargs)
         if func is Tensor.cuda:
-            return _moved(args[0], (CUDA,), {})
+            return moved_to(args[0], (CUDA,), {})
         if func is Tensor.pin_memory:
             return args[0]
         named = kwargs.get("device")
         if named is not None:
             named = CUDA if torch.device(named).type == "cuda" else torch.device(named)
             kwargs = {**kwargs, "device": named}
-        on_device = any(map(_on, _leaves((args, kwargs))))
+        on_device = any(map(_on, leaves_of_arguments((args, kwargs))))
         generator = kwargs.get("generator")
         if isinstance(generator, Generator) and (generator.said.type == "cuda") != (
             on_device or named == CUDA
@@ -245,7 +245,7 @@ class _Functions(TorchFunctionMode):
             raise RuntimeError(
                 f"{func.__name__}: expected a generator of the tensor's device, found {generator.said}"
             )
-        with _within(on_device, named):
+        with calling_with(on_device, named):
             return func(*args, **kwargs)
 
 
@@ -254,14 +254,14 @@ def _from_data(make: Any) -> Any:
 
     def made(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(data, OnDevice) and make is not torch.tensor:
-            return _moved(data, (*args, *([] if device is None else [device])), kwargs)
+            return moved_to(data, (*args, *([] if device is None else [device])), kwargs)
         found = make(_inner(data), *args, **kwargs)
-        return found if device is None else _moved(found, (device,), {})
+        return found if device is None else moved_to(found, (device,), {})
 
     return made
 
 
-def _parsed(parse: Any) -> Any:
+def parsed_on_device(parse: Any) -> Any:
     """Module.to(tensor) asks C++ for the tensor's device."""
 
     def parsed(*args: Any, **kwargs: Any) -> Any:
@@ -314,7 +314,7 @@ def pretended_cuda() -> Iterator[torch.device]:
         for name, value in _ABOUT.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(
-            mock.patch.object(trace, "patched", return_value=None)
+            mock.patch.object(trace, "patched_function", return_value=None)
         )  # it sees what is replaced here
         # a tensor of CUDA is torch's own
         types = (*foreign_tensors._OWN, OnDevice)
@@ -322,7 +322,7 @@ def pretended_cuda() -> Iterator[torch.device]:
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, _from_data(getattr(torch, name))))
         stack.enter_context(
-            mock.patch.object(torch._C._nn, "_parse_to", _parsed(torch._C._nn._parse_to))
+            mock.patch.object(torch._C._nn, "_parse_to", parsed_on_device(torch._C._nn._parse_to))
         )
         stack.enter_context(mock.patch.object(torch, "Generator", Generator))
         stack.enter_context(mock.patch.object(inference, "__enter__", _enter_inference))

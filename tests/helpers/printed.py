@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.cli.main import COMMANDS, program
-from tests.helpers.commands import built
+from tests.helpers.commands import built_program
 
 ROOT = Path(__file__).parents[2]
 FIRST_PAGES = (
@@ -67,7 +67,7 @@ def of_code() -> list[Printed]:
     """Return the commands that strings of the code name (hints, notes, messages), as far as they are
     words of a command: prose may follow.
     """
-    commands = built(program()).commands
+    commands = built_program(program()).commands
     lines: dict[str, str] = {}
     for path in sorted((ROOT / "certcli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -199,7 +199,7 @@ def once(printed: list[Printed]) -> list[Printed]:
 def unknown_options(line: str) -> list[str]:
     """Return the options of a command line that its command does not have."""
     name, *words = line.replace("[", " ").replace("]", " ").split()[1:]
-    command = built(program()).commands[name]
+    command = built_program(program()).commands[name]
     options = {opt for option in command.params for opt in (*option.opts, *option.secondary_opts)}
     named = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     return sorted(set(named) - options - {"-h", "--help"})

@@ -63,6 +63,6 @@ def _noting(rule: Callable[..., Any], entry: Entry, reached: set[Entry]) -> Call
     return noting
 
 
-def without_a_row(table: RuleTable, reached: set[Entry]) -> list[str]:
+def entries_without_row(table: RuleTable, reached: set[Entry]) -> list[str]:
     """Return the entries of a table that no row reaches."""
     return sorted(title(entry) for entry in entries(table) - reached)

@@ -16,7 +16,7 @@ import timm.layers as timm_layers
 
 from certcli.nn.norms import TokenBatchNorm
 from certcli.nn.surgery import REPLACEMENTS
-from tests.helpers.lipschitz_cases import f, on_tokens, statistics
+from tests.helpers.lipschitz_cases import f, of_tokens, statistics
 
 seq = nn.Sequential
 Pair = tuple[nn.Module, nn.Module]
@@ -36,7 +36,7 @@ def then(layer: nn.Module, gain: Tensor, shift: Tensor | float = 0.0) -> nn.Modu
     return folded
 
 
-def after(layer: nn.Module, gain: Tensor, shift: Tensor) -> nn.Module:
+def with_input_affine(layer: nn.Module, gain: Tensor, shift: Tensor) -> nn.Module:
     """Return layer(g x + s) as one layer, without padding, g and s along its inputs."""
     folded = copy.deepcopy(layer)
     groups = getattr(layer, "groups", 1)
@@ -62,7 +62,7 @@ def product(first: nn.Module, second: nn.Module) -> nn.Module:
     return composed
 
 
-def tail() -> nn.Module:
+def entry_products() -> nn.Module:
     """Return products of entries: behind them sizes of tensors count beside slopes."""
     return f(lambda m, x: x * x)
 
@@ -82,15 +82,15 @@ def folded_after(layer: nn.Module, norm: nn.Module, *rest: nn.Module) -> Pair:
 
 def folded_before(norm: nn.Module, layer: nn.Module, *rest: nn.Module) -> Pair:
     """norm, layer, rest."""
-    return seq(norm, layer, *rest), seq(after(layer, *gain_and_shift(norm)), *rest)
+    return seq(norm, layer, *rest), seq(with_input_affine(layer, *gain_and_shift(norm)), *rest)
 
 
 def on_both(start: nn.Module, pair: Pair) -> Pair:
     return seq(start, pair[0]), seq(start, pair[1])
 
 
-def tokens(pair: Pair) -> Pair:
-    return on_tokens(pair[0]), on_tokens(pair[1])
+def pair_on_tokens(pair: Pair) -> Pair:
+    return of_tokens(pair[0]), of_tokens(pair[1])
 
 
 def same(plain: nn.Module, *extra: Callable[[nn.Module], nn.Module]) -> Pair:
@@ -109,9 +109,9 @@ def in_residual() -> Pair:
     first = nn.Linear(8, 16)
     last = nn.Linear(16, 8)
     norm = token_bn(8)
-    return tokens((
-        seq(residual(seq(first, nn.ReLU(), last, norm)), tail()),
-        seq(residual(seq(first, nn.ReLU(), then(last, *gain_and_shift(norm)))), tail()),
+    return pair_on_tokens((
+        seq(residual(seq(first, nn.ReLU(), last, norm)), entry_products()),
+        seq(residual(seq(first, nn.ReLU(), then(last, *gain_and_shift(norm)))), entry_products()),
     ))  # fmt: skip
 
 
@@ -119,9 +119,9 @@ def before_residual() -> Pair:
     first = nn.Linear(8, 16)
     last = nn.Linear(16, 8)
     norm = token_bn(8)
-    return tokens((
-        seq(residual(seq(norm, first, nn.ReLU(), last)), tail()),
-        seq(residual(seq(after(first, *gain_and_shift(norm)), nn.ReLU(), last)), tail()),
+    return pair_on_tokens((
+        seq(residual(seq(norm, first, nn.ReLU(), last)), entry_products()),
+        seq(residual(seq(with_input_affine(first, *gain_and_shift(norm)), nn.ReLU(), last)), entry_products()),
     ))  # fmt: skip
 
 
@@ -133,8 +133,11 @@ def before_attention() -> Pair:
     scale = timm_layers.LayerScale(8)
     scale.gamma.data.copy_(gain)
     plain = copy.deepcopy(attention)
-    plain.qkv, plain.proj = after(attention.qkv, *gain_and_shift(norm)), then(attention.proj, gain)
-    return tokens((residual(seq(norm, attention, scale)), residual(plain)))
+    plain.qkv, plain.proj = (
+        with_input_affine(attention.qkv, *gain_and_shift(norm)),
+        then(attention.proj, gain),
+    )
+    return pair_on_tokens((residual(seq(norm, attention, scale)), residual(plain)))
 
 
 def before_lipschitz_attention(kind: str) -> Pair:
@@ -143,8 +146,8 @@ def before_lipschitz_attention(kind: str) -> Pair:
     plain = copy.deepcopy(attention)
     for name in ("query", "key", "value"):
         if hasattr(plain, name):
-            setattr(plain, name, after(getattr(attention, name), *gain_and_shift(norm)))
-    return tokens((residual(seq(norm, attention)), residual(plain)))
+            setattr(plain, name, with_input_affine(getattr(attention, name), *gain_and_shift(norm)))
+    return pair_on_tokens((residual(seq(norm, attention)), residual(plain)))
 
 
 def patches_to_tokens() -> Pair:
@@ -154,7 +157,9 @@ def patches_to_tokens() -> Pair:
     last = nn.Linear(6, 4)
     flat = f(lambda m, x: x.flatten(2).transpose(1, 2))
     folded = then(conv, *gain_and_shift(norm))
-    return seq(conv, flat, norm, last, tail()), seq(product(folded, last), flat, tail())
+    return seq(conv, flat, norm, last, entry_products()), seq(
+        product(folded, last), flat, entry_products()
+    )
 
 
 def affine_of_norm(norm: nn.Module, layer: nn.Module, *, shift: bool = True) -> Pair:
@@ -168,13 +173,15 @@ def affine_of_norm(norm: nn.Module, layer: nn.Module, *, shift: bool = True) -> 
     if shift:
         plain.bias.data.zero_()
     moved = norm.bias.data if shift else torch.zeros_like(norm.weight.data)
-    return seq(norm, layer, tail()), seq(plain, after(layer, norm.weight.data, moved), tail())
+    return seq(norm, layer, entry_products()), seq(
+        plain, with_input_affine(layer, norm.weight.data, moved), entry_products()
+    )
 
 
 def layer_scale(kind: type, layer: nn.Module, width: int) -> Pair:
     scale = kind(width)
     scale.gamma.data.normal_()
-    return seq(layer, scale, tail()), seq(then(layer, scale.gamma.data), tail())
+    return seq(layer, scale, entry_products()), seq(then(layer, scale.gamma.data), entry_products())
 
 
 def spread_over_pixels() -> Pair:
@@ -184,8 +191,8 @@ def spread_over_pixels() -> Pair:
     last = nn.Linear(12, 5)
     gain, shift = (part.repeat_interleave(4) for part in gain_and_shift(norm))
     return (
-        seq(conv, nn.ReLU(), norm, nn.Flatten(), last, tail()),
-        seq(conv, nn.ReLU(), nn.Flatten(), after(last, gain, shift), tail()),
+        seq(conv, nn.ReLU(), norm, nn.Flatten(), last, entry_products()),
+        seq(conv, nn.ReLU(), nn.Flatten(), with_input_affine(last, gain, shift), entry_products()),
     )
 
 
@@ -193,8 +200,11 @@ def pooled() -> Pair:
     norm = token_bn(8)
     last = nn.Linear(8, 3)
     mean = f(lambda m, x: x.mean(1))
-    return tokens(
-        (seq(norm, mean, last, tail()), seq(mean, after(last, *gain_and_shift(norm)), tail()))
+    return pair_on_tokens(
+        (
+            seq(norm, mean, last, entry_products()),
+            seq(mean, with_input_affine(last, *gain_and_shift(norm)), entry_products()),
+        )
     )
 
 
@@ -206,7 +216,7 @@ def depthwise_then_pointwise() -> Pair:
     blocks[:2, :1], blocks[2:, 1:] = deep.weight.data[:2], deep.weight.data[2:]
     whole.weight.data = (point.weight.data.flatten(1) @ blocks.flatten(1)).view(3, 2, 3, 3)
     whole.bias.data = point.bias.data + point.weight.data.flatten(1) @ deep.bias.data
-    return seq(deep, point, tail()), seq(whole, tail())
+    return seq(deep, point, entry_products()), seq(whole, entry_products())
 
 
 def pointwise_then_conv() -> Pair:
@@ -217,7 +227,7 @@ def pointwise_then_conv() -> Pair:
         "omkl,mi->oikl", conv.weight.data, point.weight.data[..., 0, 0]
     )
     whole.bias.data = conv.bias.data + torch.einsum("omkl,m->o", conv.weight.data, point.bias.data)
-    return seq(point, conv, tail()), seq(whole, tail())
+    return seq(point, conv, entry_products()), seq(whole, entry_products())
 
 
 def linear_before_conv() -> Pair:
@@ -228,7 +238,7 @@ def linear_before_conv() -> Pair:
     point.weight.data, point.bias.data = linear.weight.data[..., None, None], linear.bias.data
     last = f(lambda m, x: x.permute(0, 2, 3, 1))
     first = f(lambda m, x: x.permute(0, 3, 1, 2))
-    return seq(last, linear, first, conv, tail()), seq(point, conv, tail())
+    return seq(last, linear, first, conv, entry_products()), seq(point, conv, entry_products())
 
 
 def scaled_twice(factor: float, between: nn.Module) -> Pair:
@@ -237,20 +247,25 @@ def scaled_twice(factor: float, between: nn.Module) -> Pair:
     larger = then(first, torch.full((6,), factor))
     smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / factor
-    return tokens((seq(larger, between, smaller, tail()), seq(first, between, last, tail())))
+    return pair_on_tokens(
+        (
+            seq(larger, between, smaller, entry_products()),
+            seq(first, between, last, entry_products()),
+        )
+    )
 
 
-def times(number: float) -> nn.Module:
+def times_number(number: float) -> nn.Module:
     return f(lambda m, x: x * number)
 
 
 def number(where: Callable[[float], nn.Module]) -> Pair:
     first = nn.Linear(8, 6)
     last = nn.Linear(6, 5)
-    return tokens(
+    return pair_on_tokens(
         (
-            seq(first, where(-1.7), last, tail()),
-            seq(product(then(first, torch.full((6,), -1.7)), last), tail()),
+            seq(first, where(-1.7), last, entry_products()),
+            seq(product(then(first, torch.full((6,), -1.7)), last), entry_products()),
         )
     )
 
@@ -260,10 +275,10 @@ def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
     last = nn.Linear(6, 5)
     vector = 3 * torch.randn(6)
     shifted = then(first, torch.ones(6), vector)
-    return tokens(
+    return pair_on_tokens(
         (
-            seq(first, *[make(vector) for make in shift], last, tail()),
-            seq(product(shifted, last), tail()),
+            seq(first, *[make(vector) for make in shift], last, entry_products()),
+            seq(product(shifted, last), entry_products()),
         )
     )
 
@@ -275,9 +290,9 @@ def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> 
     dead = nn.Linear(8, 8)
     dead.weight.data.zero_()
     dead.bias.data.fill_(bias)
-    return tokens((
-        seq(first, residual(branch(dead)), last, tail()),
-        seq(product(then(first, torch.ones(8), torch.full((8,), bias)), last), tail()),
+    return pair_on_tokens((
+        seq(first, residual(branch(dead)), last, entry_products()),
+        seq(product(then(first, torch.ones(8), torch.full((8,), bias)), last), entry_products()),
     ))  # fmt: skip
 
 
@@ -285,9 +300,9 @@ def zero_scale() -> Pair:
     first = nn.Linear(8, 8)
     last = nn.Linear(8, 5)
     dead = seq(nn.LayerNorm(8), nn.Linear(8, 8))
-    return tokens((
-        seq(first, residual(seq(dead, timm_layers.LayerScale(8, 0.0))), last, tail()),
-        seq(product(first, last), tail()),
+    return pair_on_tokens((
+        seq(first, residual(seq(dead, timm_layers.LayerScale(8, 0.0))), last, entry_products()),
+        seq(product(first, last), entry_products()),
     ))  # fmt: skip
 
 
@@ -298,7 +313,7 @@ def zero_norm() -> Pair:
     last = nn.Conv2d(2, 3, 3)
     norm.weight.data.zero_()
     norm.bias.data.zero_()
-    return seq(residual(seq(conv, norm)), last, tail()), seq(last, tail())
+    return seq(residual(seq(conv, norm)), last, entry_products()), seq(last, entry_products())
 
 
 def resnet_block() -> Pair:
@@ -316,10 +331,10 @@ def resnet_block() -> Pair:
         return functional.relu(second(functional.relu(first(x))) + beside(x))
 
     pairs = [seq(conv, norm) for conv, norm in zip(convs, norms, strict=True)]
-    return seq(f(forward, *pairs), tail()), seq(f(forward, *fused), tail())
+    return seq(f(forward, *pairs), entry_products()), seq(f(forward, *fused), entry_products())
 
 
-def vit() -> Pair:
+def vit_with_batch_norms() -> Pair:
     """A small vision transformer with BatchNorm everywhere: embedding, blocks, pooled head."""
     embed, position, first, pool = (
         nn.Conv2d(2, 8, 2, 2),
@@ -349,8 +364,8 @@ def vit() -> Pair:
     plain = copy.deepcopy(attention)
     narrow = copy.deepcopy(mlp)
     plain.qkv, narrow[0] = (
-        after(attention.qkv, *gain_and_shift(first)),
-        after(mlp[0], *gain_and_shift(second)),
+        with_input_affine(attention.qkv, *gain_and_shift(first)),
+        with_input_affine(mlp[0], *gain_and_shift(second)),
     )
     return (
         network(seq(embed, flat, start), seq(first, attention), seq(second, mlp), seq(pool, last)),
@@ -358,7 +373,7 @@ def vit() -> Pair:
             seq(then(embed, *gain_and_shift(start)), flat),
             plain,
             narrow,
-            after(last, *gain_and_shift(pool)),
+            with_input_affine(last, *gain_and_shift(pool)),
         ),
     )
 
@@ -367,23 +382,23 @@ def grouped(width: int) -> nn.Module:
     return nn.Conv2d(width, 2 * width, 2, groups=2)
 
 
-def start() -> nn.Module:
+def positive_maps() -> nn.Module:
     return seq(nn.Conv2d(2, 4, 1), nn.Sigmoid())
 
 
 REWRITES: dict[str, Callable[[], Pair]] = {
-    "conv, BN": lambda: folded_after(nn.Conv2d(2, 4, 3, padding=1), bn(4), tail()),
-    "patches, BN": lambda: folded_after(nn.Conv2d(2, 4, 2, 2), bn(4), tail()),
-    "grouped conv, BN": lambda: folded_after(nn.Conv2d(2, 4, 3, padding=1, groups=2), bn(4), tail()),
-    "conv, BN, BN": lambda: on_both(nn.Conv2d(2, 4, 3), folded_before(bn(4), nn.Conv2d(4, 4, 1), tail())),
-    "BN, conv": lambda: folded_before(bn(2), nn.Conv2d(2, 4, 3), tail()),
-    "BN, patches": lambda: folded_before(bn(2), nn.Conv2d(2, 4, 2, 2), tail()),
-    "BN, grouped conv": lambda: on_both(start(), folded_before(bn(4), grouped(4), tail())),
-    "BN, conv, BN": lambda: on_both(start(), folded_before(bn(4), nn.Conv2d(4, 3, 2), bn(3), tail())),
-    "linear, BN": lambda: tokens(folded_after(nn.Linear(8, 5), token_bn(5), tail())),
-    "BN, linear": lambda: tokens(folded_before(token_bn(8), nn.Linear(8, 5), tail())),
+    "conv, BN": lambda: folded_after(nn.Conv2d(2, 4, 3, padding=1), bn(4), entry_products()),
+    "patches, BN": lambda: folded_after(nn.Conv2d(2, 4, 2, 2), bn(4), entry_products()),
+    "grouped conv, BN": lambda: folded_after(nn.Conv2d(2, 4, 3, padding=1, groups=2), bn(4), entry_products()),
+    "conv, BN, BN": lambda: on_both(nn.Conv2d(2, 4, 3), folded_before(bn(4), nn.Conv2d(4, 4, 1), entry_products())),
+    "BN, conv": lambda: folded_before(bn(2), nn.Conv2d(2, 4, 3), entry_products()),
+    "BN, patches": lambda: folded_before(bn(2), nn.Conv2d(2, 4, 2, 2), entry_products()),
+    "BN, grouped conv": lambda: on_both(positive_maps(), folded_before(bn(4), grouped(4), entry_products())),
+    "BN, conv, BN": lambda: on_both(positive_maps(), folded_before(bn(4), nn.Conv2d(4, 3, 2), bn(3), entry_products())),
+    "linear, BN": lambda: pair_on_tokens(folded_after(nn.Linear(8, 5), token_bn(5), entry_products())),
+    "BN, linear": lambda: pair_on_tokens(folded_before(token_bn(8), nn.Linear(8, 5), entry_products())),
     "vectors, BN, linear": lambda: on_both(
-        nn.Flatten(), folded_before(statistics(nn.BatchNorm1d(32)), nn.Linear(32, 5), tail())
+        nn.Flatten(), folded_before(statistics(nn.BatchNorm1d(32)), nn.Linear(32, 5), entry_products())
     ),
     "BN in a branch": in_residual,
     "BN before a branch": before_residual,
@@ -395,27 +410,28 @@ REWRITES: dict[str, Callable[[], Pair]] = {
     "BN, pixels side by side, linear": spread_over_pixels,
     "BN, mean, linear": pooled,
     "ResNet's block": resnet_block,
-    "ViT with BN": vit,
-    "LayerNorm's scale": lambda: tokens(affine_of_norm(nn.LayerNorm(8, eps=0.1), nn.Linear(8, 5))),
-    "RMSNorm's scale": lambda: tokens(affine_of_norm(nn.RMSNorm(8, eps=0.1), nn.Linear(8, 5), shift=False)),
-    "GroupNorm's scale": lambda: on_both(start(), affine_of_norm(nn.GroupNorm(2, 4, eps=0.1), nn.Conv2d(4, 3, 2))),
-    "SimpleNorm's scale": lambda: tokens(
+    "ViT with BN": vit_with_batch_norms,
+    "LayerNorm's scale": lambda: pair_on_tokens(affine_of_norm(nn.LayerNorm(8, eps=0.1), nn.Linear(8, 5))),
+    "RMSNorm's scale": lambda: pair_on_tokens(affine_of_norm(nn.RMSNorm(8, eps=0.1), nn.Linear(8, 5), shift=False)),
+    "GroupNorm's scale": lambda: on_both(positive_maps(), affine_of_norm(nn.GroupNorm(2, 4, eps=0.1), nn.Conv2d(4, 3, 2))),
+    "SimpleNorm's scale": lambda: pair_on_tokens(
         affine_of_norm(timm_layers.SimpleNorm(8, eps=0.1), nn.Linear(8, 5), shift=False)
     ),
-    "LayerScale": lambda: tokens(layer_scale(timm_layers.LayerScale, nn.Linear(8, 5), 5)),
+    "LayerScale": lambda: pair_on_tokens(layer_scale(timm_layers.LayerScale, nn.Linear(8, 5), 5)),
     "LayerScale of maps": lambda: layer_scale(timm_layers.LayerScale2d, nn.Conv2d(2, 4, 3, padding=1), 4),
-    "linear, linear": lambda: tokens((
-        seq(*(layers := (nn.Linear(8, 16), nn.Linear(16, 5))), tail()), seq(product(*layers), tail())
+    "linear, linear": lambda: pair_on_tokens((
+        seq(*(layers := (nn.Linear(8, 16), nn.Linear(16, 5))), entry_products()), seq(product(*layers), entry_products())
     )),
     "conv, pointwise conv": lambda: (
-        seq(*(layers := (nn.Conv2d(2, 4, 3, 1, 1), nn.Conv2d(4, 3, 1))), tail()), seq(product(*layers), tail())
+        seq(*(layers := (nn.Conv2d(2, 4, 3, 1, 1), nn.Conv2d(4, 3, 1))), entry_products()),
+        seq(product(*layers), entry_products()),
     ),
     "depthwise conv, pointwise conv": depthwise_then_pointwise,
     "pointwise conv, conv": pointwise_then_conv,
     "linear, moved, conv": linear_before_conv,
     "a scale moved over ReLU": lambda: scaled_twice(3.0, nn.ReLU()),
     "a scale moved": lambda: scaled_twice(0.3, nn.Identity()),
-    "a number between": lambda: number(times),
+    "a number between": lambda: number(times_number),
     "a number that divides": lambda: number(lambda c: f(lambda m, x: x / (1 / c))),
     "a learnt number": lambda: number(lambda c: f(lambda m, x: x * m.c, c=torch.tensor(c))),
     "a vector added": lambda: shift_between(lambda v: f(lambda m, x: x + m.v, v=v)),
@@ -426,36 +442,36 @@ REWRITES: dict[str, Callable[[], Pair]] = {
     ),
     "a branch of weight 0": lambda: zero_branch(lambda dead: dead),
     "a branch of weight 0 and its bias": lambda: zero_branch(lambda dead: dead, bias=2.0),
-    "a branch times 0": lambda: zero_branch(lambda dead: seq(nn.Linear(8, 8), nn.GELU(), times(0.0))),
+    "a branch times 0": lambda: zero_branch(lambda dead: seq(nn.Linear(8, 8), nn.GELU(), times_number(0.0))),
     "a branch that ends in 0": lambda: zero_branch(lambda dead: seq(nn.Linear(8, 8), nn.GELU(), dead)),
     "a branch of scale 0": zero_scale,
     "a branch whose BN is 0": zero_norm,
-    "dropouts": lambda: tokens(same(
-        seq(nn.Linear(8, 8), nn.Linear(8, 5), tail()),
+    "dropouts": lambda: pair_on_tokens(same(
+        seq(nn.Linear(8, 8), nn.Linear(8, 5), entry_products()),
         lambda net: seq(
             net[0], nn.Dropout(0.5), nn.AlphaDropout(0.3), nn.Dropout1d(0.2), nn.FeatureAlphaDropout(0.2),
             timm_layers.DropPath(0.2), f(lambda m, x: functional.dropout(x, 0.3, training=False)), *net[1:]
         ),
     )),
     "dropouts of maps": lambda: same(
-        seq(nn.Conv2d(2, 4, 3), bn(4), tail()),
+        seq(nn.Conv2d(2, 4, 3), bn(4), entry_products()),
         lambda net: seq(net[0], nn.Dropout2d(0.5), nn.Dropout3d(0.5), timm_layers.DropBlock2d(0.3), *net[1:]),
     ),
     "identities": lambda: same(
-        seq(nn.Conv2d(2, 4, 3), bn(4), tail()),
+        seq(nn.Conv2d(2, 4, 3), bn(4), entry_products()),
         lambda net: seq(net[0], nn.Identity(), f(lambda m, x: x.contiguous().clone() * 1 + 0), *net[1:]),
     ),
     "flattened and back": lambda: same(
-        seq(nn.Conv2d(2, 4, 3), bn(4), tail()),
+        seq(nn.Conv2d(2, 4, 3), bn(4), entry_products()),
         lambda net: seq(net[0], nn.Flatten(2), nn.Unflatten(2, (2, 2)), *net[1:]),
     ),
     "moved and back": lambda: same(
-        seq(nn.Conv2d(2, 4, 3), bn(4), nn.Conv2d(4, 2, 2), tail()),
+        seq(nn.Conv2d(2, 4, 3), bn(4), nn.Conv2d(4, 2, 2), entry_products()),
         lambda net: seq(net[0], f(lambda m, x: x.permute(0, 2, 3, 1).permute(0, 3, 1, 2)), net[1],
                         f(lambda m, x: x.transpose(1, 2).mT.mT.transpose(2, 1)), *net[2:]),
     ),
-    "heads split and merged": lambda: tokens(same(
-        seq(nn.Linear(8, 8), nn.Linear(8, 5), tail()),
+    "heads split and merged": lambda: pair_on_tokens(same(
+        seq(nn.Linear(8, 8), nn.Linear(8, 5), entry_products()),
         lambda net: seq(
             net[0], f(lambda m, x: x.view(-1, 4, 2, 4).transpose(1, 2).transpose(1, 2).flatten(2)), *net[1:]
         ),

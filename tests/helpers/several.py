@@ -53,7 +53,7 @@ def kept(note: Path) -> Iterator[None]:
 
     def weighed(model: PixelModel, *given: Any) -> None:
         share_out(model, *given)
-        held = [[shards.own(weight).numel(), weight.numel()] for weight in model.parameters()]
+        held = [[shards.rows_here(weight).numel(), weight.numel()] for weight in model.parameters()]
         note.write_text(json.dumps([sum(column) for column in zip(*held, strict=True)]))
 
     training.discard_state, shards.share_out = (lambda *_: None), weighed
@@ -63,7 +63,7 @@ def kept(note: Path) -> Iterator[None]:
         training.discard_state, shards.share_out = discard, share_out
 
 
-def follow(plan: list[list[str]], folder: Path) -> None:
+def run_plan(plan: list[list[str]], folder: Path) -> None:
     """Run the commands of the plan as the process that the environment names."""
     rank = int(os.environ["RANK"])
     codes = []
@@ -81,4 +81,4 @@ def follow(plan: list[list[str]], folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(int(os.environ.get("CERTVIT_TEST_THREADS", "1")))  # as in conftest.py
-    follow(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))
+    run_plan(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

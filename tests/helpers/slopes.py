@@ -11,7 +11,7 @@ from certcli.lipschitz.network import bound_network
 IMAGE = (2, 4, 4)
 
 
-def slope(net: nn.Module, image: Tensor, last: bool = False) -> tuple[float, Tensor | None]:
+def slope_at(net: nn.Module, image: Tensor, last: bool = False) -> tuple[float, Tensor | None]:
     """Return the largest singular value of the Jacobian J at one image, and its gradient, None
     where it has none or nobody ascends from this one, the last.
 
@@ -40,7 +40,7 @@ def slope(net: nn.Module, image: Tensor, last: bool = False) -> tuple[float, Ten
     return float(values[0]), gradient
 
 
-def steepest(
+def steepest_jacobian(
     net: nn.Module, shape: tuple[int, ...] = IMAGE, steps: int = 4, seed: int = 0
 ) -> float:
     """Return the largest slope found from random, nearly constant and saturated images by gradient
@@ -51,7 +51,7 @@ def steepest(
     steepest_slope = 0.0
     for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
         for step in range(1, steps + 1):
-            value, gradient = slope(net, image, last=step == steps)
+            value, gradient = slope_at(net, image, last=step == steps)
             steepest_slope = max(steepest_slope, value)
             if gradient is None or not gradient.isfinite().all() or not gradient.any():
                 break
@@ -129,7 +129,7 @@ def steepest_pair(net: nn.Module) -> float:
     return steepest_slope
 
 
-def judge(net: nn.Module, reason: str | None) -> None:
+def require_no_slope_above(net: nn.Module, reason: str | None) -> None:
     """Demand no bound, for this reason, or (None) a bound that no two images exceed."""
     result = bound_network(net, IMAGE, 3)
     if reason is not None:

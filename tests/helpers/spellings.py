@@ -44,12 +44,13 @@ class SideBySide(nn.Module):
         self.tokens = tokens
         self.calls = calls
         self.parts = nn.ModuleList(parts)
-        self.register_buffer("row", drawn(8))
-        self.register_buffer("matrix", drawn(8, 8))
-        self.register_buffer("two", drawn(2).abs() + 0.5)
+        self.register_buffer("row", seeded_tensor(8))
+        self.register_buffer("matrix", seeded_tensor(8, 8))
+        self.register_buffer("two", seeded_tensor(2).abs() + 0.5)
         self.register_buffer("slope", torch.tensor([-0.7]))
-        self.register_buffer("mask", drawn(4, 8) > 0)
+        self.register_buffer("mask", seeded_tensor(4, 8) > 0)
         self.register_buffer("places", torch.tensor([2, 0, 3, 3]))
+        self.register_buffer("kernel", seeded_tensor(3, 2, 2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens:
@@ -58,11 +59,11 @@ class SideBySide(nn.Module):
         return torch.cat([result.flatten(1) for result in results], dim=1)
 
 
-def on_tokens(*calls: Call, parts: tuple[nn.Module, ...] = ()) -> nn.Module:
+def calls_on_tokens(*calls: Call, parts: tuple[nn.Module, ...] = ()) -> nn.Module:
     return SideBySide(True, calls, parts)
 
 
-def on_images(*calls: Call, parts: tuple[nn.Module, ...] = ()) -> nn.Module:
+def calls_on_images(*calls: Call, parts: tuple[nn.Module, ...] = ()) -> nn.Module:
     return SideBySide(False, calls, parts)
 
 
@@ -70,7 +71,7 @@ def bare(function: Callable[[Tensor], Tensor]) -> Call:
     return lambda m, x: function(x)
 
 
-def drawn(*shape: int) -> Tensor:
+def seeded_tensor(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(11), dtype=torch.float64)
 
 
@@ -91,7 +92,7 @@ def weights_alone(m: Any, x: Tensor) -> Tensor:
 
 
 SPELLINGS: dict[str, Callable[[], nn.Module]] = {
-    "spelled-rounded-curves": lambda: on_tokens(
+    "spelled-rounded-curves": lambda: calls_on_tokens(
         bare(functional.gelu),
         bare(functional.silu),
         bare(functional.mish),
@@ -125,13 +126,13 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             nn.GELU("tanh"),
         ),
     ),
-    "spelled-rounded-hard": lambda: on_tokens(
+    "spelled-rounded-hard": lambda: calls_on_tokens(
         bare(functional.hardsigmoid), parts=(nn.Hardsigmoid(),)
     ),
-    "spelled-rounded-jumps": lambda: on_tokens(
+    "spelled-rounded-jumps": lambda: calls_on_tokens(
         bare(functional.hardswish), bare(functional.softsign), parts=(nn.Softsign(),)
     ),
-    "spelled-jumps": lambda: on_tokens(
+    "spelled-jumps": lambda: calls_on_tokens(
         lambda m, x: functional.elu(x, 2.0),
         lambda m, x: functional.elu_(1 * x, 2.0),
         bare(functional.celu),
@@ -148,7 +149,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             timm_activations.HardMish(),
         ),
     ),
-    "spelled-lines": lambda: on_tokens(
+    "spelled-lines": lambda: calls_on_tokens(
         lambda m, x: x.clip(-0.5, 1.0),
         lambda m, x: (1 * x).clamp_(-0.5, 1.0),
         lambda m, x: (1 * x).clip_(-0.5),
@@ -178,7 +179,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             timm_activations.Swish(),
         ),
     ),
-    "spelled-curves": lambda: on_tokens(
+    "spelled-curves": lambda: calls_on_tokens(
         lambda m, x: torch.relu_(1 * x),
         bare(torch.atan),
         bare(torch.sin),
@@ -204,7 +205,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.prelu(m.slope),
         parts=(timm_activations.PReLU(),),
     ),
-    "spelled-rounded-views": lambda: on_tokens(
+    "spelled-rounded-views": lambda: calls_on_tokens(
         lambda m, x: torch.reshape(x, (1, 32)),
         lambda m, x: torch.squeeze(torch.unsqueeze(x, 1), 1),
         lambda m, x: torch.flatten(x, 1),
@@ -239,7 +240,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.index_select(1, m.places),
         parts=(nn.Unflatten(2, (2, 4)), nn.Flatten(), nn.Identity()),
     ),
-    "spelled-rounded-moves": lambda: on_tokens(
+    "spelled-rounded-moves": lambda: calls_on_tokens(
         lambda m, x: torch.tensor_split(x, 3, 1)[1],
         lambda m, x: x.tensor_split(3, 1)[0],
         lambda m, x: torch.split_with_sizes(x, [1, 3], 1)[1],
@@ -255,7 +256,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: functional.pixel_unshuffle(x.reshape(1, 2, 4, 4), 2),
         lambda m, x: functional.channel_shuffle(x.reshape(1, 2, 4, 4), 2),
     ),
-    "spelled-rounded-parts": lambda: on_tokens(
+    "spelled-rounded-parts": lambda: calls_on_tokens(
         lambda m, x: torch.unbind(x, 1)[1],
         lambda m, x: x.unbind(1)[2],
         lambda m, x: torch.chunk(x, 2, 1)[1],
@@ -285,7 +286,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: torch.amax(x, 1),
         lambda m, x: torch.amin(x, 2),
     ),
-    "spelled-rounded-sums": lambda: on_tokens(
+    "spelled-rounded-sums": lambda: calls_on_tokens(
         lambda m, x: torch.add(x, x.flip(1)),
         lambda m, x: x.add(m.row),
         lambda m, x: (1 * x).add_(m.row),
@@ -328,7 +329,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: torch.rms_norm(x, (8,), eps=0.1),
         parts=(LayerNorm(8, eps=0.1),),
     ),
-    "spelled-rounded-enclosed": lambda: on_tokens(
+    "spelled-rounded-enclosed": lambda: calls_on_tokens(
         lambda m, x: operator.imul(1 * x, m.row),
         lambda m, x: operator.isub(1 * x, m.row),
         bare(functional.gelu),
@@ -400,7 +401,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             LayerNorm(8, eps=0.1),
         ),
     ),
-    "spelled-sums": lambda: on_tokens(
+    "spelled-sums": lambda: calls_on_tokens(
         lambda m, x: torch.multiply(x, m.row),
         lambda m, x: torch.true_divide(x, 3.0),
         lambda m, x: torch.subtract(x, m.row),
@@ -413,6 +414,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: batched((2 * alone(x)).addmm_(alone(x), m.matrix)),
         lambda m, x: x.baddbmm(x, m.matrix[None]),
         lambda m, x: (2 * x).baddbmm_(x, m.matrix[None]),
+        lambda m, x: batched(torch.addmm(alone(x), alone(x), m.matrix)),
+        lambda m, x: batched(alone(x).addmm(alone(x), m.matrix, alpha=2)),
+        lambda m, x: torch.lerp(x, x.flip(1), 0.3),
+        lambda m, x: x.lerp(m.row, 0.7),
         lambda m, x: (2 * x).lerp_(x.flip(1), 0.3),
         lambda m, x: torch.norm(x, dim=2, keepdim=True),
         lambda m, x: torch.linalg.vector_norm(x, dim=1, keepdim=True),
@@ -425,10 +430,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.max(x.flip(1)),
         lambda m, x: x.min(x.flip(1)),
     ),
-    "spelled-single": lambda: on_tokens(
+    "spelled-single": lambda: calls_on_tokens(
         parts=(LayerNormFp32(8, eps=0.1), SimpleNormFp32(8, eps=0.1))
     ),
-    "spelled-single-images": lambda: on_images(
+    "spelled-single-images": lambda: calls_on_images(
         parts=(
             RmsNorm2dFp32(2, eps=0.1),
             RmsNormAct2dFp32(2, eps=0.1),
@@ -436,12 +441,12 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         )
     ),
     # the base of GELU exceeds its slope there, by more than what float32 rounds
-    "spelled-precisions": lambda: on_tokens(
+    "spelled-precisions": lambda: calls_on_tokens(
         lambda m, x: functional.gelu(x).float().double(),
         lambda m, x: functional.gelu(x).type(torch.float64),
         lambda m, x: functional.gelu(x).to(torch.float64),
     ),
-    "spelled-rounded-at-rest": lambda: on_tokens(
+    "spelled-rounded-at-rest": lambda: calls_on_tokens(
         lambda m, x: functional.dropout(x, 0.1, False),
         lambda m, x: 2 * x,
         parts=(
@@ -451,7 +456,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             nn.Sequential(nn.Unflatten(2, (8, 1)), nn.Dropout2d()),
         ),
     ),
-    "spelled-at-rest": lambda: on_tokens(
+    "spelled-at-rest": lambda: calls_on_tokens(
         lambda m, x: functional.dropout1d(x, 0.1, False),
         lambda m, x: functional.dropout2d(x[..., None], 0.1, False),
         lambda m, x: functional.dropout3d(x[..., None, None], 0.1, False),
@@ -461,7 +466,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             nn.Sequential(nn.Unflatten(2, (8, 1, 1)), nn.Dropout3d()),
         ),
     ),
-    "spelled-rounded-images": lambda: on_images(
+    "spelled-rounded-images": lambda: calls_on_images(
         lambda m, x: functional.pixel_shuffle(torch.cat([x, -x], 1), 2),
         lambda m, x: functional.pixel_unshuffle(x, 2),
         lambda m, x: functional.channel_shuffle(torch.cat([x, 2 * x], 1), 2),
@@ -470,6 +475,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: functional.batch_norm(x, m.two, m.two),
         lambda m, x: functional.max_pool2d(x, 3, 1, 1),
         lambda m, x: functional.adaptive_max_pool2d(x, 3),
+        lambda m, x: functional.avg_pool2d(x, 2),
+        lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
+        lambda m, x: torch.conv1d(x.flatten(2), m.kernel[..., 0]),
+        lambda m, x: torch.conv3d(x[:, :, None], m.kernel[:, :, None]),
         parts=(
             nn.ChannelShuffle(2),
             nn.ReflectionPad2d(1),
@@ -480,18 +489,20 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
             nn.Conv2d(2, 3, 3, 2, 1),
         ),
     ),
-    "spelled-images": lambda: on_images(
+    "spelled-images": lambda: calls_on_images(
         lambda m, x: functional._max_pool2d(x, 3, 2, 1),
         lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
-        lambda m, x: torch.conv1d(x.flatten(2), drawn(3, 2, 3)),
-        lambda m, x: torch.conv3d(x[:, :, None], drawn(3, 2, 1, 2, 2)),
+        lambda m, x: torch.conv1d(x.flatten(2), seeded_tensor(3, 2, 3)),
+        lambda m, x: torch.conv3d(x[:, :, None], seeded_tensor(3, 2, 1, 2, 2)),
         parts=(
             nn.UpsamplingBilinear2d(scale_factor=2),
             nn.UpsamplingNearest2d(scale_factor=2),
             nn.AvgPool2d(3, 2, 1),
         ),
     ),
-    "spelled-batch-norm-of-rows": lambda: nn.Sequential(nn.Flatten(), moved(nn.BatchNorm1d(32))),
+    "spelled-batch-norm-of-rows": lambda: nn.Sequential(
+        nn.Flatten(), random_statistics(nn.BatchNorm1d(32))
+    ),
 }
 
 
@@ -499,7 +510,7 @@ SINGLE = ("spelled-single", "spelled-single-images")
 """Rows whose modules compute in float32, whatever they are given."""
 
 
-def moved(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
+def random_statistics(norm: nn.BatchNorm1d) -> nn.BatchNorm1d:
     nn.init.uniform_(norm.running_mean, -1, 1)
     nn.init.uniform_(norm.running_var, 0.1, 2)
     return norm

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def huge(path: Path) -> None:
+def write_a_terabyte(path: Path) -> None:
     with path.open("wb") as file:
         file.truncate(2**40)
 
 
 UNREADABLE: dict[str, Callable[[Path], object]] = {
-    "a terabyte": huge,
+    "a terabyte": write_a_terabyte,
     "a pipe": os.mkfifo,
     "a broken link": lambda path: path.symlink_to("no-such-file"),
     "a folder": Path.mkdir,

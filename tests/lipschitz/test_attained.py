@@ -18,15 +18,15 @@ from torch.nn import functional
 from certcli.engine.moves import Move
 from certcli.engine.walk import Call
 from certcli.lipschitz.context import Context, Walk
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.rules.add_sub import _share
-from certcli.lipschitz.rules.moves import rearranged
+from certcli.lipschitz.rules.add_sub import _convex_shares
+from certcli.lipschitz.rules.moves import rearranged_bound
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual
-from tests.helpers.lipschitz_cases import f, replaced
+from tests.helpers.lipschitz_cases import f, replaced_by
 
 ONE = (1, 1, 1)
 
@@ -56,7 +56,7 @@ def plain(*layers: nn.Module) -> nn.Module:
 ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "attention": (lambda: ones(Attention(1, 1, qkv_bias=True)), ONE),
     **{
-        name: (lambda name=name: ones(replaced(name, Attention(1, 1, qkv_bias=True))), ONE)  # type: ignore[misc]
+        name: (lambda name=name: ones(replaced_by(name, Attention(1, 1, qkv_bias=True))), ONE)  # type: ignore[misc]
         for name in ("l2-attention", "l2-untied-value-attention", "lnorm-attention")
     },
     "attention-fused": (
@@ -85,7 +85,7 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
     make, shape = ATTAINED[name]
     net = make()
-    outcome = propagate(trace_network(net, shape), RigorousArithmetic())
+    outcome = propagate(trace_network(net, shape), Arithmetic())
     size = outcome.context.settle(outcome.logits).size
     result = net(torch.ones(1, *shape).double())
     pairs = [
@@ -104,13 +104,13 @@ def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("times", range(2, 12))
 def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> None:
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     before = (1, 2, times)
     after = (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
     value = Value(arith.const(1.0), Size(arith, before), pending, None, before)
     context = Context(Walk(arith), Call("", "reshape", after))
-    merged = rearranged(context, value, Move(torch.Tensor.reshape, (after,)))
+    merged = rearranged_bound(context, value, Move(torch.Tensor.reshape, (after,)))
     assert merged.pending is not None
     assert merged.pending.bias is not None
     truth = times * Fraction(0.1) ** 2
@@ -119,8 +119,8 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
 
 @pytest.mark.parametrize("theta", [-30.0, -1.0, 0.0, 0.3, 2.0, 36.0])
 def test_shares_of_a_convex_residual_are_no_smaller_than_they_are(theta: float) -> None:
-    context: Any = SimpleNamespace(arith=RigorousArithmetic())
-    rest, share = _share(context, torch.tensor(theta, dtype=torch.float64))
+    context: Any = SimpleNamespace(arith=Arithmetic())
+    rest, share = _convex_shares(context, torch.tensor(theta, dtype=torch.float64))
     with localcontext(prec=50):
         true_share = 1 / (1 + (-Decimal(theta)).exp())
         assert Decimal(float(share)) > true_share

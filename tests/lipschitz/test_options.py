@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certcli.system.compat  # noqa: F401
-from tests.helpers.lipschitz_cases import f, on_tokens, statistics
-from tests.helpers.slopes import IMAGE, judge, slope
+from tests.helpers.lipschitz_cases import f, of_tokens, statistics
+from tests.helpers.slopes import IMAGE, require_no_slope_above, slope_at
 
 # isort: split
 from timm.models.convit import GPSA
@@ -47,7 +47,7 @@ def hidden(*seen: int) -> Tensor:
 def convit(part: str, module: nn.Module) -> nn.Module:
     attention = GPSA(8, num_heads=2)
     setattr(attention, part, module)
-    return on_tokens(nn.LayerNorm(8, eps=0.1), attention)
+    return of_tokens(nn.LayerNorm(8, eps=0.1), attention)
 
 
 class Times(nn.Module):
@@ -130,7 +130,7 @@ def gradient_slope(net: nn.Module) -> float:
             image = 0.5 + scale * (
                 torch.rand(IMAGE, generator=generator, dtype=torch.float64) - 0.5
             )
-            steepest_slope = max(steepest_slope, slope(net, image)[0])
+            steepest_slope = max(steepest_slope, slope_at(net, image)[0])
     return steepest_slope
 
 
@@ -141,6 +141,6 @@ def test_an_odd_option_has_a_true_bound_or_none(name: str) -> None:
     net = build()
     if name != "softplus at rest in float32":
         net = net.double()
-    judge(net.eval(), reason)
+    require_no_slope_above(net.eval(), reason)
     if reason is None and not name.endswith("float32"):
         assert gradient_slope(net) <= float(bound_network(net, IMAGE, 3).upper) * (1 + 1e-9)

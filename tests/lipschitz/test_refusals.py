@@ -21,7 +21,7 @@ from certcli.nn.activations import MaxMin
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.l2_attention import L2Attention
 from certcli.nn.orthogonal_mixing import TokenMaxMin
-from tests.helpers.slopes import IMAGE, slope
+from tests.helpers.slopes import IMAGE, slope_at
 
 
 class Net(nn.Module):
@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),
-    "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),
+    "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "one tensor"),
     "real part": (lambda: Net(lambda m, x: x.real * 2), "real"),
     "endless": (lambda: Net(lambda m, x: m(x)), "Recursion"),
     "MaxMin of odd width": (
@@ -357,7 +357,7 @@ def test_overridden_forwards_are_followed(name: str) -> None:
     result = bound_network(net, IMAGE, 3)
     assert result.upper.finite, result.bound.why
     image = torch.rand(IMAGE, dtype=torch.float64)
-    assert slope(net, image)[0] <= float(result.upper)
+    assert slope_at(net, image)[0] <= float(result.upper)
 
 
 def test_a_parametrised_layer_is_read_through_its_parametrisation() -> None:

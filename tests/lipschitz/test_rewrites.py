@@ -19,13 +19,13 @@ from tests.helpers.rewrites import (
     Pair,
     bn,
     gain_and_shift,
+    pair_on_tokens,
     product,
     residual,
     seq,
     then,
-    tokens,
 )
-from tests.helpers.slopes import IMAGE, steepest
+from tests.helpers.slopes import IMAGE, steepest_jacobian
 
 
 def sum_of_maps() -> Pair:
@@ -33,7 +33,7 @@ def sum_of_maps() -> Pair:
     layer = nn.Linear(8, 8)
     whole = nn.Linear(8, 8)
     whole.weight.data, whole.bias.data = layer.weight.data + torch.eye(8), layer.bias.data
-    return tokens((residual(layer), whole))
+    return pair_on_tokens((residual(layer), whole))
 
 
 def gains_over_relu() -> Pair:
@@ -43,7 +43,7 @@ def gains_over_relu() -> Pair:
     gain = torch.rand(16) + 0.5
     smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / gain
-    return tokens((seq(then(first, gain), nn.ReLU(), smaller), seq(first, nn.ReLU(), last)))
+    return pair_on_tokens((seq(then(first, gain), nn.ReLU(), smaller), seq(first, nn.ReLU(), last)))
 
 
 def pooled_before() -> Pair:
@@ -73,7 +73,7 @@ def position_between() -> Pair:
     last = nn.Linear(8, 5)
     position = torch.randn(1, 4, 8)
     added, moved = (f(lambda m, x: x + m.p, p=p) for p in (position, position @ last.weight.data.T))
-    return tokens((seq(first, added, last), seq(product(first, last), moved)))
+    return pair_on_tokens((seq(first, added, last), seq(product(first, last), moved)))
 
 
 EXCEPTIONS: dict[str, tuple[Callable[[], Pair], float]] = {
@@ -118,7 +118,9 @@ def test_a_rewrite_changes_no_bound(name: str) -> None:
     assert proven[0].upper.finite, proven[0].bound.why
     bounds = [float(result.upper) for result in proven]
     assert bounds[0] == pytest.approx(bounds[1], rel=1e-6)
-    assert steepest(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)  # rounding of the measured slope
+    assert steepest_jacobian(pair[0], steps=2) <= min(bounds) * (
+        1 + 1e-9
+    )  # rounding of the measured slope
     for net in pair:
         outcome = propagate(
             trace_network(net, IMAGE), TrainableArithmetic(torch.device("cpu"), iterations=60)
@@ -135,5 +137,5 @@ def test_the_exceptions_are_those_that_are_written_down(name: str) -> None:
     images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert torch.allclose(pair[0](images), pair[1](images), rtol=1e-9, atol=1e-9)
     bounds = [float(bound_network(net, IMAGE, 3).upper) for net in pair]
-    assert steepest(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)
+    assert steepest_jacobian(pair[0], steps=2) <= min(bounds) * (1 + 1e-9)
     assert bounds[0] / bounds[1] == pytest.approx(EXCEPTIONS[name][1], abs=0.006)

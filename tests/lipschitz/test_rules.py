@@ -13,30 +13,30 @@ from torch.nn import functional
 
 from certcli.engine import curves
 from certcli.engine.pinned import pin
-from certcli.lipschitz.bound import check_proof
+from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.table import rules
 from tests.helpers.grids import EVERY
-from tests.helpers.lipschitz_cases import CURVES, ROWS, build, f, on_tokens
-from tests.helpers.nodes import Claims, claims
-from tests.helpers.reached import Entry, title, without_a_row
-from tests.helpers.slopes import IMAGE, judge, steepest, steepest_segment
+from tests.helpers.lipschitz_cases import CURVES, ROWS, build_row, f, of_tokens
+from tests.helpers.nodes import Claims, claims_of_row
+from tests.helpers.reached import Entry, entries_without_row, title
+from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_jacobian, steepest_segment
 from tests.helpers.spellings import SINGLE
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_no_slope_exceeds_the_bound(name: str) -> None:
-    logits = claims(name).logits
+    logits = claims_of_row(name).logits
     assert logits.base.finite
-    net = build(name)
+    net = build_row(name)
     # 1e-9: rounding of the measured singular value, in float64 on matrices of at most a few hundred
     # entries; 1e-7: torch's backward pass of hard sigmoid multiplies by 1/6 in float32, and some
     # rows
     # compute in it
     rounded = 1e-7 if name == "spelled-rounded-hard" or name in SINGLE else 1e-9
-    assert steepest(net, steps=4 if EVERY else 2) <= float(logits.base) * (1 + rounded)
+    assert steepest_jacobian(net, steps=4 if EVERY else 2) <= float(logits.base) * (1 + rounded)
     assert steepest_segment(net) <= float(logits.base)
-    assert check_proof(logits.proof.to_json()) == []
+    assert check_proof_laws(logits.proof.to_json()) == []
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -44,7 +44,7 @@ def test_no_claim_about_a_tensor_is_refuted(name: str) -> None:
     """Of every node: shape, norm, fibres along every axis, entries and slope, and those before a
     map that waits.
     """
-    known = claims(name)
+    known = claims_of_row(name)
     assert list(known.faults(known.images())) == []
 
 
@@ -53,20 +53,20 @@ def test_no_name_of_a_class_lowers_a_bound(name: str) -> None:
     """A subclass that changes nothing has its class's theorem, whatever it is called; attention is
     traced through where its parts are subclasses.
     """
-    net = build(name)
+    net = build_row(name)
     leaves = [module for module in net.modules() if rules.find(module) is not None]
     for module in leaves:
         module.__class__ = type("Odd1d", (type(module),), {"__doc__": None})
     if leaves:
-        assert bound_network(net, IMAGE, 3).upper >= claims(name).logits.base
+        assert bound_network(net, IMAGE, 3).upper >= claims_of_row(name).logits.base
 
 
 def reached_by_rows() -> set[Entry]:
-    return {entry for name in ROWS for entry in claims(name).reached}
+    return {entry for name in ROWS for entry in claims_of_row(name).reached}
 
 
 def test_a_row_reaches_every_entry_of_the_table() -> None:
-    assert without_a_row(rules, reached_by_rows()) == []
+    assert entries_without_row(rules, reached_by_rows()) == []
 
 
 def test_a_wrong_rule_that_is_added_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,8 +74,8 @@ def test_a_wrong_rule_that_is_added_is_caught(monkeypatch: pytest.MonkeyPatch) -
     of_relu = rules.modules[nn.ReLU]
     monkeypatch.setitem(rules.modules, nn.Threshold, replace(of_relu, kind=nn.Threshold))
     pin(nn.Threshold)
-    assert without_a_row(rules, reached_by_rows()) == [title(("modules", nn.Threshold))]
-    row = on_tokens(nn.Threshold(0.1, 20.0)).double().eval()
+    assert entries_without_row(rules, reached_by_rows()) == [title(("modules", nn.Threshold))]
+    row = of_tokens(nn.Threshold(0.1, 20.0)).double().eval()
     planted = Claims(row)
     assert ("modules", nn.Threshold) in planted.reached
     assert steepest_segment(row) > 100 * float(planted.logits.base)
@@ -97,8 +97,10 @@ def test_linear_maps_are_folded_to_their_exact_norm(name: str) -> None:
     """Linear networks: the bound is the norm of the composed map (small convolutions are dense), up
     to 1e-6.
     """
-    net = build(name)
-    assert float(bound_network(net, IMAGE, 3).upper) <= steepest(net, steps=1) * (1 + EXACT[name])
+    net = build_row(name)
+    assert float(bound_network(net, IMAGE, 3).upper) <= steepest_jacobian(net, steps=1) * (
+        1 + EXACT[name]
+    )
 
 
 SLOPES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
@@ -239,7 +241,7 @@ def test_dots_may_stand_between_indices() -> None:
 
 def test_a_constant_that_is_subtracted_counts_once() -> None:
     net = f(lambda m, x: ((x + 2) - (0 * x + 1)) ** 2).eval()  # (x + 1)^2
-    assert steepest(net, steps=2) <= float(bound_network(net, IMAGE, 3).upper)
+    assert steepest_jacobian(net, steps=2) <= float(bound_network(net, IMAGE, 3).upper)
 
 
 def test_a_square_written_as_scores_has_its_slope() -> None:
@@ -255,4 +257,4 @@ def test_the_steepest_channel_of_a_prelu_counts(weights: tuple[float, float]) ->
     module = nn.PReLU(2)
     module.weight.data = torch.tensor(weights)
     below_zero = f(lambda m, x: m.parts[0](x - 2.0).flatten(1), module).double().eval()
-    judge(below_zero, None)
+    require_no_slope_above(below_zero, None)

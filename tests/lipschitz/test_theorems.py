@@ -16,9 +16,9 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.norm import SimpleNorm
 
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.rules.l2_attention import _with_bias
+from certcli.lipschitz.rules.lipschitz_attention import _with_bias
 from certcli.nn.norms import FloorNorm
-from tests.helpers.lipschitz_cases import f, on_tokens
+from tests.helpers.lipschitz_cases import f, of_tokens
 from tests.helpers.slopes import IMAGE
 from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir
 
@@ -259,7 +259,7 @@ def test_a_norm_by_the_variance_has_the_constant_of_theorem_4_7() -> None:
     for scale in (0.01, 4.0):
         logits = float(
             bound_network(
-                on_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3
+                of_tokens(SimpleNorm(8, affine=False, eps=0.1), scale=scale).eval(), IMAGE, 3
             ).upper
         )
         expected = scale * (

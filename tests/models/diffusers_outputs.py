@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, STEPS, fill, images
+from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, STEPS, fill, noisy_images
 
 STORED = Path(__file__).with_name("diffusers_outputs.json")
 
@@ -27,7 +27,7 @@ def outputs() -> dict[str, Any]:
         net = UNet2DModel(**fields).eval()
         with torch.no_grad():
             fill(net)
-            networks[name] = net(images(), torch.tensor(STEPS)).sample.flatten().tolist()
+            networks[name] = net(noisy_images(), torch.tensor(STEPS)).sample.flatten().tolist()
     schedules = {}
     for name, fields in SCHEDULES.items():
         left = DDPMScheduler(**fields).alphas_cumprod
@@ -35,7 +35,7 @@ def outputs() -> dict[str, Any]:
     return {"networks": networks, "schedules": schedules}
 
 
-def main() -> None:
+def main_of_diffusers() -> None:
     made = outputs()
     if "--write" in sys.argv:
         STORED.write_text(json.dumps(made) + "\n")
@@ -50,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_of_diffusers()

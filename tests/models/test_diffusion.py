@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from certcli.checkpoint.schema import convert
+from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, images
-from tests.helpers.diffusion_folder import folder
+from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, noisy_images
+from tests.helpers.diffusion_folder import diffusion_folder
 from tests.helpers.unreadable import UNREADABLE
 from tests.models.diffusers_outputs import STORED
 
@@ -20,16 +20,16 @@ from tests.models.diffusers_outputs import STORED
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_the_network_is_that_of_diffusers(name: str) -> None:
-    net = UNet(convert(NETWORKS[name], UNetShape)).eval()
+    net = UNet(convert_json(NETWORKS[name], UNetShape)).eval()
     fill(net)
     theirs = torch.tensor(json.loads(STORED.read_text())["networks"][name])
-    ours = net(images(), torch.tensor(STEPS)).flatten()
+    ours = net(noisy_images(), torch.tensor(STEPS)).flatten()
     assert float((ours - theirs).abs().max()) <= 1e-5 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_schedule_is_that_of_diffusers(name: str) -> None:
-    left = convert(SCHEDULES[name], Schedule).alpha_bars
+    left = convert_json(SCHEDULES[name], Schedule).alpha_bars
     theirs = torch.tensor(json.loads(STORED.read_text())["schedules"][name])
     # diffusers multiplies a thousand factors in float32
     assert torch.allclose(left[:: max(1, len(left) // 8)].float(), theirs, rtol=1e-4, atol=1e-6)
@@ -37,10 +37,12 @@ def test_the_schedule_is_that_of_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("apart", [False, True], ids=["flat", "unet and scheduler"])
 def test_both_layouts_and_the_names_of_2022(tmp_path: Path, apart: bool) -> None:
-    new = read_diffusers(folder(tmp_path / "new", apart=apart), 1)
-    old = read_diffusers(folder(tmp_path / "old", apart=apart, old_names=True), 1)
+    new = read_diffusers(diffusion_folder(tmp_path / "new", apart=apart), 1)
+    old = read_diffusers(diffusion_folder(tmp_path / "old", apart=apart, old_names=True), 1)
     assert new[2] == old[2]
-    assert torch.equal(new[0](images(), torch.tensor(STEPS)), old[0](images(), torch.tensor(STEPS)))
+    assert torch.equal(
+        new[0](noisy_images(), torch.tensor(STEPS)), old[0](noisy_images(), torch.tensor(STEPS))
+    )
 
 
 NETWORK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -75,7 +77,7 @@ SCHEDULE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_another_network_is_refused(tmp_path: Path, case: str) -> None:
     fields, words = NETWORK_REFUSED[case]
     with pytest.raises(CertvitError, match=words) as refused:
-        read_diffusers(folder(tmp_path, network=fields), 1)
+        read_diffusers(diffusion_folder(tmp_path, network=fields), 1)
     assert refused.value.code in (3, 4)
 
 
@@ -83,13 +85,13 @@ def test_another_network_is_refused(tmp_path: Path, case: str) -> None:
 def test_another_schedule_is_refused(tmp_path: Path, case: str) -> None:
     fields, words = SCHEDULE_REFUSED[case]
     with pytest.raises(CertvitError, match=words) as refused:
-        read_diffusers(folder(tmp_path, schedule=fields), 1)
+        read_diffusers(diffusion_folder(tmp_path, schedule=fields), 1)
     assert refused.value.code in (3, 4)
 
 
 @pytest.mark.parametrize("name", ["scheduler_config.json", "config.json"])
 def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -> None:
-    path = folder(tmp_path)
+    path = diffusion_folder(tmp_path)
     (path / name).write_text("{")
     with pytest.raises(CertvitError, match="no JSON object"):
         read_diffusers(path, 1)
@@ -106,7 +108,7 @@ def test_a_description_that_cannot_be_read_is_refused_unread(
     tmp_path: Path, name: str, unreadable: str
 ) -> None:
     """A terabyte, a pipe and a broken link are neither read nor taken for absent."""
-    path = folder(tmp_path)
+    path = diffusion_folder(tmp_path)
     (path / name).unlink(missing_ok=True)
     UNREADABLE[unreadable](path / name)
     with pytest.raises(CheckpointError, match=name):
@@ -116,7 +118,7 @@ def test_a_description_that_cannot_be_read_is_refused_unread(
 @pytest.mark.parametrize("part", ["vae", "vqvae", "text_encoder"])
 def test_a_pipeline_of_latent_images_is_refused(tmp_path: Path, part: str) -> None:
     """Its UNet may well be an unconditional one for three channels."""
-    path = folder(tmp_path, apart=True)
+    path = diffusion_folder(tmp_path, apart=True)
     index = {"_class_name": "LDMPipeline", "unet": ["diffusers", "UNet2DModel"], part: ["a", "b"]}
     (path / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(CertvitError, match=f"LDMPipeline .it has a {part}"):
@@ -132,9 +134,12 @@ def test_a_pipeline_without_a_unet_is_named(tmp_path: Path) -> None:
 def test_nan_and_pickles_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CertvitError, match="NaN"):
         read_diffusers(
-            folder(tmp_path / "nan", spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)), 1
+            diffusion_folder(
+                tmp_path / "nan", spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)
+            ),
+            1,
         )
-    path = folder(tmp_path / "bin")
+    path = diffusion_folder(tmp_path / "bin")
     weights = path / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
     with pytest.raises(CertvitError, match="pickle"):

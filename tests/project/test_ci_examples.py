@@ -34,7 +34,7 @@ def place(workshop: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(place: Path, script: list[str], **more: str) -> subprocess.CompletedProcess:
+def run_script(place: Path, script: list[str], **more: str) -> subprocess.CompletedProcess:
     path = f"{place / 'bin'}{os.pathsep}{os.environ['PATH']}"
     python = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     env = {**os.environ, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", **more}
@@ -58,7 +58,7 @@ def audited(place: Path, checkpoint: str) -> subprocess.CompletedProcess:
         "pipefail",
         "-c",
     ]  # what `shell: bash` is there
-    return run(
+    return run_script(
         place,
         [*shell, script.replace("certified@0.25<0.4", "upper>1e-3")],
         CHECKPOINT=checkpoint,
@@ -80,7 +80,7 @@ def test_a_failed_gate_leaves_every_report_that_is_kept(place: Path) -> None:
     kept += [*GITLAB["artifacts"]["paths"], GITLAB["artifacts"]["reports"]["junit"]]
     assert all((place / path).exists() for path in kept)
     (summary,) = [step["run"] for step in STEPS if step.get("name") == "Summary"]
-    run(place, ["bash", "-e", "-c", summary], GITHUB_STEP_SUMMARY=str(place / "summary.md"))
+    run_script(place, ["bash", "-e", "-c", summary], GITHUB_STEP_SUMMARY=str(place / "summary.md"))
     fence, *lines, end = (place / "summary.md").read_text().splitlines()
     assert (fence, end) == ("```", "```")
     shown = [line for line in done.stdout.splitlines() if not line.startswith("::")]
@@ -126,7 +126,9 @@ def test_installing_takes_torch_and_torchvision_from_one_index_and_certvit_from_
     for service, script in scripts.items():
         (place / "pip.log").unlink(missing_ok=True)
         given = {name: str(value) for name, value in settings[service].items()}
-        done = run(place, ["bash", "-e", "-c", script], **given, GITHUB_PATH=str(place / "path"))
+        done = run_script(
+            place, ["bash", "-e", "-c", script], **given, GITHUB_PATH=str(place / "path")
+        )
         assert done.returncode == 0, done.stderr
         torch, certvit = [
             line
@@ -153,12 +155,12 @@ def test_the_hook(place: Path) -> None:
         '#!/bin/sh\necho "certvit $*"\n[ "$2" = good.safetensors ] || exit 7\n'
     )
     words = [*shlex.split(hook["entry"]), "model.safetensors", "good.safetensors"]
-    failed = run(place, words)
+    failed = run_script(place, words)
     assert (failed.returncode, failed.stdout) == (
         7,
         "model.safetensors\ncertvit audit model.safetensors --quiet\n",
     )
-    assert run(place, [*words[:-2], "good.safetensors"]).returncode == 0
+    assert run_script(place, [*words[:-2], "good.safetensors"]).returncode == 0
     with get_command(program()).commands["audit"].make_context("audit", failed.stdout.split()[3:]):
         pass
 

@@ -14,7 +14,7 @@ from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, program
-from certcli.cli.shared.completion import NAMES
+from certcli.cli.shared.command import NAMES
 from certcli.cli.shared.reference import reference
 from certcli.constrain.settings import PENALTIES
 from certcli.finetune.losses import LOSSES
@@ -100,7 +100,7 @@ def test_every_relative_link_resolves(page: Path) -> None:
             )
 
 
-def _typed(page: Path) -> list[str]:
+def typed_commands(page: Path) -> list[str]:
     """Return everything that begins with certvit in a code block, continued lines joined."""
     blocks = re.findall(r"^```(?:console)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
@@ -115,7 +115,7 @@ def _typed(page: Path) -> list[str]:
 def test_every_command_that_a_page_types_is_one(page: Path) -> None:
     """It parses: its command, its options and the values that are checked there; nothing is run."""
     commands = typer.main.get_command(program()).commands
-    for line in _typed(page):
+    for line in typed_commands(page):
         words = shlex.split(line.replace("[", "").replace("]", "").removesuffix("&"))
         words = words[: words.index(">")] if ">" in words else words
         with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
@@ -159,7 +159,7 @@ def _sources(*folders: str) -> dict[Path, str]:
     }
 
 
-def _named(label: str) -> list[str]:
+def listed_items(label: str) -> list[str]:
     """What the lines "*label:* a, b." of docs/bounds.md name, one item a name."""
     page = (ROOT / "docs" / "bounds.md").read_text()
     lists = re.findall(rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)", page, re.DOTALL)
@@ -193,7 +193,7 @@ def test_functions_that_apply_a_theorem_exist() -> None:
     for path, text in _sources("certcli").items():
         sources[path.stem] = sources.get(path.stem, "") + text
     stem = ""
-    for name in re.findall(r"`([\w.]+)`", " ".join(_named("Code"))):
+    for name in re.findall(r"`([\w.]+)`", " ".join(listed_items("Code"))):
         head, _, last = name.rpartition(".")
         if last == "py":
             assert head in sources, f"docs/bounds.md names {name}"
@@ -205,7 +205,9 @@ def test_functions_that_apply_a_theorem_exist() -> None:
 
 
 def test_every_theorem_names_its_rows_and_every_row_has_its_theorem() -> None:
-    rows = [name for item in _named("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)]
+    rows = [
+        name for item in listed_items("Rows") for name in re.findall(r"^`?([a-z0-9-]+)`?$", item)
+    ]
     assert rows
     assert set(rows) <= set(RULES), f"docs/bounds.md names {sorted(set(rows) - set(RULES))}"
     assert set(RULES) <= set(rows), (
@@ -312,7 +314,7 @@ def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     """Only torchattacks:NAME: the doctor names no attack of the registry, and pages tell how to
     install it.
     """
-    monkeypatch.setattr(doctor, "_version", lambda package: "missing")
+    monkeypatch.setattr(doctor, "_installed_version", lambda package: "missing")
     (finding,) = doctor._torchattacks()
     assert PREFIX + "NAME" in finding.remark
     assert [name for name in ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)] == []

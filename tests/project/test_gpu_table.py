@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu
 from certcli.cli.main import COMMANDS
-from tests.helpers.forks import ended, fork
+from tests.helpers.forks import exit_of_fork, fork
 
 
 def test_without_the_device_nothing_is_measured(
@@ -25,7 +25,7 @@ def test_without_the_device_nothing_is_measured(
     assert "no CUDA device here: nothing was measured" in capsys.readouterr().out
 
 
-def asked(against_cpu: bool) -> argparse.Namespace:
+def table_arguments(against_cpu: bool) -> argparse.Namespace:
     given = {
         "arch": "certvit_lip_digits",
         "arch_arg": [],
@@ -36,7 +36,7 @@ def asked(against_cpu: bool) -> argparse.Namespace:
     return argparse.Namespace(**given, against_cpu=against_cpu)
 
 
-def forked(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
+def run_in_fork(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
     """What subprocess.run says of such a program."""
 
     def act() -> None:
@@ -44,15 +44,15 @@ def forked(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
         sys.argv = shell[2:]
         exec(shell[2], {"__name__": "__main__"})
 
-    code = ended(fork(act, cwd / "out.txt", cwd / "err.txt"))
+    code = exit_of_fork(fork(act, cwd / "out.txt", cwd / "err.txt"))
     return SimpleNamespace(
         returncode=code, stdout=(cwd / "out.txt").read_text(), stderr=(cwd / "err.txt").read_text()
     )
 
 
 def test_a_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=forked))
-    last = gpu.table(asked(False), tmp_path, "cpu")[-1]
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=run_in_fork))
+    last = gpu.table(table_arguments(False), tmp_path, "cpu")[-1]
     assert last.startswith("| lipschitz | ")
     assert 0.1 < float(last.split("|")[5]) < 16  # GiB of this process
     assert len(list((tmp_path / "images" / "test").glob("*/*.png"))) == 10
@@ -67,11 +67,11 @@ def test_a_row_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             1.0, 2**30, 2**30, {"upper": found[device], "log10_upper": 0}
         ),
     )
-    assert gpu.table(asked(True), tmp_path, "cpu")[-1].endswith("the same |")
-    assert ".upper: 1.001 and 1.0" in gpu.table(asked(True), tmp_path, "elsewhere")[-1]
+    assert gpu.table(table_arguments(True), tmp_path, "cpu")[-1].endswith("the same |")
+    assert ".upper: 1.001 and 1.0" in gpu.table(table_arguments(True), tmp_path, "elsewhere")[-1]
 
 
-def record(index: int, radius: float, prediction: int = 1) -> dict:
+def gpu_record(index: int, radius: float, prediction: int = 1) -> dict:
     return {
         "index": index,
         "prediction": prediction,
@@ -82,11 +82,11 @@ def record(index: int, radius: float, prediction: int = 1) -> dict:
 
 
 RECORDS = [
-    (record(1, 0.5), "the same, 2 records"),
-    (record(1, 0.5 + 1e-5), "the same, 2 records"),
-    (record(1, 0.5 + 1e-3), "1 of 2 records differ, .record[1].radius: 0.501 and 0.5"),
-    (record(1, 0.5, prediction=2), "1 of 2 records differ, .record[1].prediction: 2 and 1"),
-    (record(2, 0.5), "1 of 2 records differ, .record[1].index: 2 and 1"),
+    (gpu_record(1, 0.5), "the same, 2 records"),
+    (gpu_record(1, 0.5 + 1e-5), "the same, 2 records"),
+    (gpu_record(1, 0.5 + 1e-3), "1 of 2 records differ, .record[1].radius: 0.501 and 0.5"),
+    (gpu_record(1, 0.5, prediction=2), "1 of 2 records differ, .record[1].prediction: 2 and 1"),
+    (gpu_record(2, 0.5), "1 of 2 records differ, .record[1].index: 2 and 1"),
 ]
 
 
@@ -94,10 +94,12 @@ RECORDS = [
 def test_each_record_is_compared(other: dict, said: str) -> None:
     """Shares alone would be equal in all of these."""
     output = {"clean": 1.0, "certified": {"0.01": 1.0}}
-    here = gpu.Taken(1.0, None, 2**30, output, (record(0, gpu.RADIUS), other))
-    there = gpu.Taken(2.0, None, 2**30, output, (record(0, gpu.RADIUS), record(1, 0.5)))
+    here = gpu.Taken(1.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS), other))
+    there = gpu.Taken(2.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS), gpu_record(1, 0.5)))
     assert gpu.beside(here, there) == f"2.0 times faster, {said}"
-    edge = gpu.Taken(1.0, None, 2**30, output, (record(0, gpu.RADIUS * (1 + 1e-9)), record(1, 0.5)))
+    edge = gpu.Taken(
+        1.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS * (1 + 1e-9)), gpu_record(1, 0.5))
+    )
     assert ".record[0].holds: True and False" in gpu.beside(edge, there)
 
 

@@ -45,19 +45,19 @@ DECIDED = (0, 5, 7, 9)
 
 
 @functools.cache
-def everywhere() -> list[Printed]:
+def all_printed() -> list[Printed]:
     return [*FIRST, *of_pages(pages_of(OTHER_PAGES)), *of_code()]
 
 
 @functools.cache
 def further() -> list[Printed]:
     """Return what `make test-commands` types; the options are looked at always."""
-    lines = once([*PRINTED, *(one for one in everywhere() if not is_form(one.line))])
+    lines = once([*PRINTED, *(one for one in all_printed() if not is_form(one.line))])
     return [printed for printed in lines if printed not in PRINTED]
 
 
 @pytest.fixture(scope="module")
-def files(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def command_files(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Small networks of each kind, photos with and without labels, and the files that commands
     read.
     """
@@ -90,24 +90,26 @@ def files(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 @pytest.fixture
-def place(files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def files_folder(
+    command_files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A folder with the files that commands read, as the working folder."""
     monkeypatch.chdir(tmp_path)
     os.mkdir("certvit-audit")
     return tmp_path
 
 
-def here(files: dict[str, Path], place: Path) -> dict[str, Path]:
+def copied_networks(command_files: dict[str, Path], files_folder: Path) -> dict[str, Path]:
     """Return the files with the networks copied to this folder: outputs lie beside their inputs."""
     return {
-        name: Path(shutil.copy(path, place / f"network-{name}.safetensors"))
+        name: Path(shutil.copy(path, files_folder / f"network-{name}.safetensors"))
         if path.suffix == ".safetensors"
         else path
-        for name, path in files.items()
+        for name, path in command_files.items()
     }
 
 
-def ready(words: list[str], files: dict[str, Path]) -> None:
+def write_needed_files(words: list[str], files: dict[str, Path]) -> None:
     """Make the records and reports that these words read."""
     network = words[1]
     few = ("--dataset", "digits", "--limit", 2)
@@ -126,15 +128,17 @@ def ready(words: list[str], files: dict[str, Path]) -> None:
 @pytest.mark.parametrize(
     "printed", PRINTED, ids=lambda printed: f"{printed.where}: {printed.line}"[:90]
 )
-def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
+def test_a_printed_command_can_be_typed(
+    printed: Any, command_files: dict[str, Path], files_folder: Path
+) -> None:
     if reason(printed.line) is not None:
         words = shlex.split(printed.line.replace("[", "").replace("]", "").removesuffix("&"))
         words = words[: words.index(">")] if ">" in words else words
         commands = typer.main.get_command(program()).commands
         with commands[words[1]].make_context(words[1], words[2:], resilient_parsing=False):
             return
-    words = shortened(printed.line, here(files, place))
-    ready(words, files)
+    words = shortened(printed.line, copied_networks(command_files, files_folder))
+    write_needed_files(words, command_files)
     done = attempt(*words)
     code = getattr(done.exception, "code", done.exit_code)
     assert code in DECIDED, (printed, words, done.output[-600:], done.exception)
@@ -146,14 +150,18 @@ def test_a_printed_command_can_be_typed(printed: Any, files: dict[str, Path], pl
     further() if "CERTVIT_COMMANDS" in os.environ else [],
     ids=lambda printed: f"{printed.where}: {printed.line}"[:90],
 )
-def test_a_further_command_can_be_typed(printed: Any, files: dict[str, Path], place: Path) -> None:
-    test_a_printed_command_can_be_typed(printed, files, place)
+def test_a_further_command_can_be_typed(
+    printed: Any, command_files: dict[str, Path], files_folder: Path
+) -> None:
+    test_a_printed_command_can_be_typed(printed, command_files, files_folder)
 
 
 def test_every_command_anywhere_has_the_options_that_it_is_printed_with() -> None:
-    assert len(everywhere()) > 120
+    assert len(all_printed()) > 120
     assert [
-        (printed, unknown) for printed in everywhere() if (unknown := unknown_options(printed.line))
+        (printed, unknown)
+        for printed in all_printed()
+        if (unknown := unknown_options(printed.line))
     ] == []
 
 
@@ -191,9 +199,9 @@ def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") 
     ],
 )
 def test_what_to_do_next_can_be_typed(
-    kind: str, findings: AuditFindings, files: dict[str, Path], place: Path
+    kind: str, findings: AuditFindings, command_files: dict[str, Path], files_folder: Path
 ) -> None:
-    shutil.copy(files[kind], "network.safetensors")
+    shutil.copy(command_files[kind], "network.safetensors")
     steps = next_steps(findings, AuditPlan(), Typed("network.safetensors", dataset="digits"))
     assert steps
     assert all(purpose(line) for line in steps)

@@ -20,14 +20,14 @@ FIGURE = re.compile(
 )
 
 
-def sentences(text: str) -> list[str]:
+def page_sentences(text: str) -> list[str]:
     """Split into sentences: a line break is a blank, a paragraph ends one."""
     paragraphs = re.split(r"\n\s*\n|\n(?=[-|#])", text)
     plain = [re.sub(r"\s+", " ", paragraph) for paragraph in paragraphs]
     return [sentence for line in plain for sentence in re.split(r"(?<=[.:;]) (?=[A-Z*])", line)]
 
 
-def certified(text: str) -> set[str]:
+def certified_data(text: str) -> set[str]:
     """Return the data sets whose part of the results shows certified test images in bold."""
     parts = re.split(r"\n## ", text)
     return {
@@ -42,7 +42,7 @@ def wrong_figures(text: str) -> list[str]:
     """Return certified shares of test images that the results do not have."""
     return [
         found.group(0)
-        for sentence in sentences(text)
+        for sentence in page_sentences(text)
         if "certif" in sentence or "prove" in sentence
         for found in FIGURE.finditer(sentence)
         if found.group(1) not in RESULTS
@@ -53,10 +53,10 @@ def denials(text: str) -> list[str]:
     """Return sentences on where certificates were reached that leave out a data set of the results."""
     speak = [
         sentence
-        for sentence in sentences(text)
+        for sentence in page_sentences(text)
         if re.search(r"ertificates of practical size|Ours does on|We certify digits", sentence)
     ]
-    return [s for s in speak if any(name not in s for name in certified(RESULTS))]
+    return [s for s in speak if any(name not in s for name in certified_data(RESULTS))]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
@@ -66,7 +66,7 @@ def test_a_page_agrees_with_the_results(page: Path) -> None:
 
 
 def test_a_contradiction_is_seen() -> None:
-    assert certified(RESULTS) == set(DATA)
+    assert certified_data(RESULTS) == set(DATA)
     assert denials("Certificates of practical size were reached on digits and MNIST.")
     assert denials("Ours does on digits and\nMNIST.")
     assert wrong_figures("It certifies 12.3 % of MNIST's\ntest images.")

@@ -29,7 +29,7 @@ def imported(path: Path) -> set[str]:
     return {name for name in found if name.startswith("certcli")}
 
 
-def room(dotted: str) -> str:
+def room_of_module(dotted: str) -> str:
     parts = dotted.split(".")
     return parts[1] if len(parts) > 1 else ""
 
@@ -64,7 +64,9 @@ def test_imports_follow_the_arrows() -> None:
     for path in MODULES:
         here = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         allowed = REACHABLE.get(here, set()) | {here, ""}
-        assert here == "__main__" or {room(name) for name in imported(path)} <= allowed, path
+        assert here == "__main__" or {room_of_module(name) for name in imported(path)} <= allowed, (
+            path
+        )
 
 
 def is_for_types(node: ast.If) -> bool:
@@ -174,7 +176,7 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
+    ("cli/audit/run.py", "save"): "report.formats.save, which calls the writer",
 }
 """Calls outside the one writer, and where they write."""
 
@@ -213,7 +215,7 @@ def test_one_writer_writes_every_file() -> None:
     assert calls == OF_ANOTHER_KIND.keys()
 
 
-def places(matches: Callable[[ast.Call], bool]) -> set[str]:
+def files_that_call(matches: Callable[[ast.Call], bool]) -> set[str]:
     """Return the files of the package with a call that matches."""
     return {
         path.relative_to(PACKAGE).as_posix()
@@ -223,7 +225,7 @@ def places(matches: Callable[[ast.Call], bool]) -> set[str]:
     }
 
 
-def called(*names: str) -> Callable[[ast.Call], bool]:
+def calls_named(*names: str) -> Callable[[ast.Call], bool]:
     """Return whether a call is of a method or a function, by its last name."""
     return lambda call: ast.unparse(call.func).rpartition(".")[2] in names
 
@@ -231,12 +233,16 @@ def called(*names: str) -> Callable[[ast.Call], bool]:
 def _reads(call: ast.Call) -> bool:
     """Tell whether a call opens a file by its name: of `open` only those with a mode, or nothing."""
     words = [*call.args, *(word.value for word in call.keywords)]
-    is_open = called("open")(call) and ast.unparse(call.func) not in (
+    is_open = calls_named("open")(call) and ast.unparse(call.func) not in (
         "Image.open",
         "webbrowser.open",
     )
     by_name = is_open and (not words or any(isinstance(word, ast.Constant) for word in words))
-    return by_name or ast.unparse(call.func) == "os.open" or called("read_text", "read_bytes")(call)
+    return (
+        by_name
+        or ast.unparse(call.func) == "os.open"
+        or calls_named("read_text", "read_bytes")(call)
+    )
 
 
 READ_ELSEWHERE = {
@@ -248,7 +254,7 @@ READ_ELSEWHERE = {
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
-    "checkpoint/writer.py": "the temporary file that it writes",
+    "checkpoint/header.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",
 }
 """Files of the system and of the package, which no stranger writes."""
@@ -257,8 +263,8 @@ DECODED_ELSEWHERE = {
     "checkpoint/header.py": "entries of a header that the door has let in",
     "checkpoint/schema.py": "the door",
     "cli/shared/inputs.py": "the text of an option",
-    "cli/verify/again.py": "what this run states, as a file would hold it",
-    "evaluation/records.py": "the same",
+    "cli/verify/run.py": "what this run states, as a file would hold it",
+    "evaluation/record_lines.py": "the same",
     "report/document.py": "the same",
     "report/published.py": "the package's own table",
     "system/processes.py": "messages of this run's other processes",
@@ -270,7 +276,7 @@ LOOKED_AT = {
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
     "checkpoint/shards.py": "which files of an index could be deleted",
     "certify/smoothing/denoiser.py": "what is no folder is read as a file",
-    "cli/log/command.py": "what is no folder is read as a file",
+    "cli/log/run.py": "what is no folder is read as a file",
     "cli/shared/inputs.py": "where an output goes by default",
     "cli/verify/run.py": "what is no folder is read as a file",
     "images/folders.py": "what is no regular file is refused",
@@ -284,7 +290,7 @@ LOOKED_AT = {
 
 def test_one_reader_reads_every_file() -> None:
     """Else a file of a terabyte is read whole, and a pipe is waited for."""
-    assert places(_reads) == READ_ELSEWHERE.keys()
+    assert files_that_call(_reads) == READ_ELSEWHERE.keys()
 
 
 def test_one_door_decodes_every_json() -> None:
@@ -292,9 +298,11 @@ def test_one_door_decodes_every_json() -> None:
     decoders = ("json.load", "json.loads", "msgspec.json.decode", "msgspec.convert")
 
     def decodes(call: ast.Call) -> bool:
-        return ast.unparse(call.func) in decoders or called("JSONDecoder", "literal_eval")(call)
+        return ast.unparse(call.func) in decoders or calls_named("JSONDecoder", "literal_eval")(
+            call
+        )
 
-    assert places(decodes) == DECODED_ELSEWHERE.keys()
+    assert files_that_call(decodes) == DECODED_ELSEWHERE.keys()
     imports = {alias.name for path in MODULES for node in ast.walk(tree(path))
                if isinstance(node, ast.ImportFrom) for alias in node.names
                if node.module in ("json", "msgspec.json")}  # fmt: skip
@@ -303,5 +311,7 @@ def test_one_door_decodes_every_json() -> None:
 
 def test_what_is_there_but_unreadable_is_not_absent() -> None:
     """A broken link as labels.csv counted as no labels, and the network's own answers were judged."""
-    assert places(called("exists", "lexists", "isfile", "isdir")) == {"report/canvas.py"}  # usetex
-    assert places(called("is_file", "is_dir")) == LOOKED_AT.keys()
+    assert files_that_call(calls_named("exists", "lexists", "isfile", "isdir")) == {
+        "report/canvas.py"
+    }  # usetex
+    assert files_that_call(calls_named("is_file", "is_dir")) == LOOKED_AT.keys()

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, RecheckSettings
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.executed_network import ProvingCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
@@ -32,11 +31,10 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
-from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
@@ -51,7 +49,13 @@ from tests.certify.test_certificate_law import KINDS, climbed
 from tests.certify.test_local_lip import SIZE
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
-from tests.helpers.executions import apart, executions, neighbours, representable, require_within
+from tests.helpers.executions import (
+    images_within,
+    logits_of_executions,
+    pairwise_differences,
+    representable,
+    require_within,
+)
 from tests.helpers.grids import EVERY
 
 EXECUTED = [name for name in ARITHMETICS if name != REAL]
@@ -131,9 +135,9 @@ def local(
 
 PROVING: dict[str, Callable[[PixelModel, int, str], ProvingCertifier]] = {
     "lipschitz": lambda model, classes, name: LipschitzCertifier(
-        model, prove(model, classes), name
+        model, prove_network(model, classes), name
     ),
-    "box": lambda model, classes, name: BoxCertifier(model, prove(model, classes), name),
+    "box": lambda model, classes, name: BoxCertifier(model, prove_network(model, classes), name),
     "local-lip": lambda model, classes, name: LocalLipCertifier(
         model, classes, model.input_size, name
     ),
@@ -233,7 +237,8 @@ def test_the_bound_is_within_a_factor_of_two_where_rounding_is_worst() -> None:
     with torch.no_grad():
         real = model(image)
     steepest_slope = max(
-        float(apart(logits, real)[0, 0, 1]) for logits in executions(model, image, "float32")
+        float(pairwise_differences(logits, real)[0, 0, 1])
+        for logits in logits_of_executions(model, image, "float32")
     )
     assert 0.5 * float(bound[0, 1]) < steepest_slope <= float(bound[0, 1])
 
@@ -289,7 +294,7 @@ def _hold(model: PixelModel, pixels: Tensor, claims: list[Any], arithmetic: str)
     for near in (images, climbed(model, images, classes, radii)):
         near = representable(near, arithmetic)
         inside = (near - images).flatten(1).norm(dim=1) <= radii
-        for logits in executions(model, near, arithmetic):
+        for logits in logits_of_executions(model, near, arithmetic):
             best = logits.topk(2, dim=1)
             assert bool((best.indices[:, 0] == classes)[inside].all())
             assert bool((best.values[:, 0] > best.values[:, 1])[inside].all())  # a tie is no answer
@@ -371,9 +376,9 @@ def _farthest(
     run = replace(trace, root=copy.deepcopy(trace.root).to(dtype), constants=moved)
     near = [
         image,
-        *representable(neighbours(image.expand(8, *image.shape[1:]), radius, 3), arithmetic).split(
-            1
-        ),
+        *representable(
+            images_within(image.expand(8, *image.shape[1:]), radius, 3), arithmetic
+        ).split(1),
     ]
     for x in (x for x in near if float((x - image).norm()) <= radius):
         for (_, truth), given in zip(executed(run, x.to(dtype)), trace.graph.nodes, strict=True):
@@ -387,7 +392,11 @@ def _farthest(
 
 def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint) -> None:
     model = build.load_double(certified, torch.device("cpu"))
-    pixels = datasets.load("digits", certified.record.input, "test").fetch(list(range(12))).double()
+    pixels = (
+        datasets.load_dataset("digits", certified.record.input, "test")
+        .fetch(list(range(12)))
+        .double()
+    )
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
     assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 6
     for name in ("float32", "fp16"):
@@ -426,7 +435,7 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
     model = network(Computing)
     with pytest.raises(NoRule, match="a constant that the network computes"):
         NeighbourErrors(model, SIZE, PRECISIONS["float32"])
-    bound = prove(model, 3)
+    bound = prove_network(model, 3)
     assert LipschitzCertifier(model, bound).arithmetic == REAL  # nobody named another
     with pytest.raises(NoBoundError, match="no certificate in float64"):
         LipschitzCertifier(model, bound, "float64")

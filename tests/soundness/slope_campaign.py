@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from tests.helpers.lipschitz_cases import RULES, build
+from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.nodes import Claims
-from tests.helpers.slopes import IMAGE, steepest
+from tests.helpers.slopes import IMAGE, steepest_jacobian
 from tests.soundness.local_programs import SIZE, program
 
 PAIRS = 400
@@ -61,7 +61,7 @@ def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
     return (moved / apart)[apart > 0]
 
 
-def main() -> int:
+def slope_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checks", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -73,12 +73,12 @@ def main() -> int:
     started = time.monotonic()
     while checked.total() < asked.checks:
         for name in RULES:
-            net = build(name, seed)
+            net = build_row(name, seed)
             known = Claims(net)
             upper = float(known.logits.base)
             wrong = list(known.faults(known.images(seed)))
             pairs = slopes_of_pairs(net, seed)
-            steepest_slope = max(steepest(net, steps=STEPS, seed=seed), float(pairs.max()))
+            steepest_slope = max(steepest_jacobian(net, steps=STEPS, seed=seed), float(pairs.max()))
             checked[name] += len(pairs) + 1
             if wrong:
                 print(f"VIOLATED: {name}, seed {seed}: {wrong}")
@@ -120,4 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(slope_campaign())

@@ -16,11 +16,11 @@ import torch
 
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs, orphans
-from certcli.checkpoint.shards import INDEX, named
+from certcli.checkpoint.shards import INDEX, shards_of_index
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.forks import ended, fork
+from tests.helpers.forks import exit_of_fork, fork
 from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
 
 
@@ -199,7 +199,7 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     killed = fork(
         lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull)
     )
-    assert ended(killed) == -signal.SIGKILL
+    assert exit_of_fork(killed) == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
@@ -207,8 +207,8 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     foreign.write_bytes(raw)
     assert read_tensors(index)[0]["t2"][0] == 2
     write_shards(index, tensors, {}, True, 32)
-    assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in named(index))}
-    assert len(named(index)) == 3
+    assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in shards_of_index(index))}
+    assert len(shards_of_index(index)) == 3
 
 
 def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
         index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32
     )
     assert seen[-1] == ([], False, 4), "two whole files, a torn one, and the index's"
-    assert left(tmp_path) == {INDEX, *(path.name for path in named(index))}
+    assert left(tmp_path) == {INDEX, *(path.name for path in shards_of_index(index))}
 
 
 def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:

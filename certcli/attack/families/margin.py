@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched, count_shared_targets, count_targets, craft_with
-from certcli.evaluation.perturbation import Region, along
+from certcli.evaluation.perturbation import Region, beside_pixels
 
 MARGIN_STEPS = 40
 AIMED = 5
@@ -97,15 +97,13 @@ def ascend(
     *,
     samples: int = 1,
     random_start: bool = True,
-    weights: Tensor | None = None,
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
     alpha_t is `settings.step`. In linf, where steps fall, the steepest direction is that of m_t =
     m_{t-1} / 2 + gradient / mean |gradient| (Dong et al. 2018). `samples` gradients are averaged a
-    step. `weights` (b, 1, h, w) multiply the gradient before its steepest step is taken. Each row
-    returns the point of its largest loss in all stretches, or, with `stop_early` and one sample,
-    the first judged success.
+    step. Each row returns the point of its largest loss in all stretches, or, with `stop_early` and
+    one sample, the first judged success.
     """
     generator = torch.Generator().manual_seed(settings.draw)
     has_momentum = region.norm == "linf" and not settings.classical
@@ -132,13 +130,11 @@ def ascend(
                     value = value + values.detach() / samples
                     if turn < stretch.steps:
                         gradient = gradient + torch.autograd.grad(raised.sum(), point)[0]
-                if weights is not None:
-                    gradient = gradient * weights
                 if has_momentum:
                     gradient = momentum = MOMENTUM * momentum + _unit_mean(gradient)
                 point = point.detach()
                 higher = value > height
-                peak = torch.where(along(higher, images), point, peak)
+                peak = torch.where(beside_pixels(higher, images), point, peak)
                 height = torch.where(higher, value, height)
                 # a pixel at the edge of the box cannot follow: without it the step keeps its length
                 # in l2
@@ -159,7 +155,9 @@ def _unit_mean(gradient: Tensor) -> Tensor:
     """
     largest = gradient.abs().flatten(1).amax(dim=1)
     usable = (largest > 0) & largest.isfinite()
-    scaled = gradient / along(torch.where(usable, largest, torch.ones_like(largest)), gradient)
-    scaled = torch.where(along(largest.isinf(), gradient), gradient.sign(), scaled)
+    scaled = gradient / beside_pixels(
+        torch.where(usable, largest, torch.ones_like(largest)), gradient
+    )
+    scaled = torch.where(beside_pixels(largest.isinf(), gradient), gradient.sign(), scaled)
     size = scaled.abs().flatten(1).mean(dim=1)
-    return scaled / along(torch.where(size > 0, size, torch.ones_like(size)), gradient)
+    return scaled / beside_pixels(torch.where(size > 0, size, torch.ones_like(size)), gradient)

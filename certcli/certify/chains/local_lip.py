@@ -22,7 +22,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import DataError
@@ -59,7 +59,7 @@ class LocalLipCertifier(ProvingCertifier):
     ) -> None:
         self.network = SequentialNetwork(model, size)
         super().__init__(model, size, arithmetic)
-        bound = prove(model, classes)
+        bound = prove_network(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
         self.statement = f"certificates: proven image by image; {self.spoken_of}, [0, 1] images"
         self.title = f"{self.method}: layer by layer around each image (global bound {bound.upper})"
@@ -113,7 +113,11 @@ class LocalLipCertifier(ProvingCertifier):
         """Return the global bound's radii."""
         if self._pairs is None:
             return values.centre[-1].new_zeros(len(top))
-        return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
+        errors = values.error[-1].expand_as(values.centre[-1])
+        rounding = errors.gather(1, values.centre[-1].argmax(1, keepdim=True)) + errors
+        return certified_radii(
+            values.centre[-1], rounding if nearby is None else rounding + nearby, self._pairs
+        )
 
     @torch.no_grad()
     def confirm(
@@ -220,9 +224,31 @@ class LocalLipCertifier(ProvingCertifier):
         return (margins > (0.0 if nearby is None else nearby)).all(dim=1)  # False with NaN
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
-    """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
+class BcpCertifier(LocalLipCertifier):
+    """The same without dropping constant units: every norm is the layer's own.
+
+    Source: Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound: the ball
+    grows by each layer's spectral norm, the box by interval arithmetic and by the ball, and the worst
+    logits are sought in the intersection. There the norms are power iterations, here they are proven.
+    """
+
+    method = "bcp"
+    drop = False
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    options: Proof,
+    kind: type[LocalLipCertifier] = LocalLipCertifier,
+) -> LocalLipCertifier:
+    """The certifier made ready for the checkpoint. NoBoundError where its network is no chain."""
     record = checkpoint.record
-    return LocalLipCertifier(
+    return kind(
         load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic
     )
+
+
+def prepare_bcp(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
+    """BCP, the same way."""
+    return prepare(checkpoint, device, options, BcpCertifier)

@@ -1,25 +1,68 @@
 """What `certify` shows: its document, its table, its figure."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation import record_lines, records
 from certcli.evaluation.intervals import number_of, share_text
-from certcli.evaluation.radii import attacked_percent, percent_ends, proven_radius
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from certcli.cli.certify.run import Result
-    from certcli.evaluation.threat import Threat
-    from certcli.images.labelled import Images
+from certcli.evaluation.radii import (
+    Norm,
+    attacked_percent,
+    percent_ends,
+    proven_percent,
+    proven_radius,
+)
+from certcli.evaluation.resumed import Resumed
+from certcli.evaluation.threat import Threat
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
 
 EVIDENCE = (
     "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
 )  # fmt: skip
 """Keys that a checkpoint keeps, of each method."""
+
+NOT_DRAWN_FOR = "not drawn for"
+"""In place of a share at a radius beyond --enough: images reach it by chance only."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The certificates of a method. seconds: an image; None where all was read from --records."""
+
+    certifier: Certifier
+    rows: Sequence[Certificate]
+    accuracy: CertifiedAccuracy
+    seconds: float | None
+    resumed: Resumed | None = None
+
+    def share(self, threat: Threat) -> str:
+        return (
+            proven_percent(self.accuracy.against(threat))
+            if self.certifier.searches(threat)
+            else NOT_DRAWN_FOR
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        certifier = self.certifier
+        left_out = [
+            threat.key for threat in self.accuracy.threats if not certifier.searches(threat)
+        ]
+        return {
+            **self.accuracy.to_json(),
+            **({"not_drawn_for": left_out} if left_out else {}),
+            **{
+                name: getattr(certifier, name)
+                for name in ("promise", "norm", "arithmetic", "domain")
+            },
+            **certifier.about,
+            "parameters": dict(certifier.parameters),
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
+        }
 
 
 def document(
@@ -30,11 +73,9 @@ def document(
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why
     auto took it.
     """
-    from certcli.evaluation.records import describe
-
     fields: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "dataset": describe(images),
+        "dataset": record_lines.describe_images(images),
         **results[0].to_json(),
     }
     if reason is not None:
@@ -46,9 +87,7 @@ def document(
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
     """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
-    from certcli.evaluation.records import describe
-
-    fields = {**result.to_json(), "dataset": describe(images)}
+    fields = {**result.to_json(), "dataset": record_lines.describe_images(images)}
     drawn = {
         key: share
         for key, share in fields["certified"].items()
@@ -58,16 +97,16 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     return {name: fields[name] for name in EVIDENCE if name in fields}
 
 
-def table(
+def show_certificates(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
     """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
     where = f"{images.name} ({images.split}), {number_of(len(images))}"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
-        _table(results[0], where, shares, sink)
+        _show_method(results[0], where, shares, sink)
     else:
-        _side_by_side(results, where, shares, sink)
+        _show_methods(results, where, shares, sink)
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
@@ -84,7 +123,7 @@ def table(
         )
 
 
-def _side_by_side(
+def _show_methods(
     results: Sequence[Result], where: str, attacked: Mapping[Threat, float], sink: Sink
 ) -> None:
     threats = results[0].accuracy.threats
@@ -122,7 +161,7 @@ def _side_by_side(
         )
 
 
-def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
+def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
     accuracy = result.accuracy
 
     def row(
@@ -165,7 +204,7 @@ def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: S
     sink.text(result.certifier.statement)
 
 
-def plot(
+def draw_shares(
     results: Sequence[Result],
     attacked: dict[Threat, dict[int, bool]],
     network: str,
@@ -175,7 +214,7 @@ def plot(
     sink: Sink,
 ) -> None:
     """Certified and attacked shares over the images that all know."""
-    from certcli.report.curve import draw_certified
+    from certcli.report.figures import draw_certified
 
     common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
     if len(common) < len(images):
@@ -204,6 +243,47 @@ def plot(
         threat.radius: sum(withstood.values()) / len(withstood)
         for threat, withstood in attacked.items()
     }
-    title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
-    draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
+    draw_certified(
+        curves,
+        shares,
+        path,
+        farthest,
+        f"{network} on {images.name} ({images.split}), n = {len(common)}",
+        results[0].certifier.norm,
+    )
     sink.note(f"wrote {path}")
+
+
+def attacked_shares(
+    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
+) -> dict[Threat, dict[int, bool]]:
+    """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
+
+    DataError when they are of another network, other images or other norms, or when no image was
+    attacked at all radii.
+    """
+    if path is None:
+        return {}
+    run, rows = records.read_records(path, "attack")
+    records.require_same_network(run, checkpoint, path)
+    records.require_same_images(rows, images, path)
+    outcomes: dict[Threat, dict[int, bool]] = {}
+    clean: dict[int, bool] = {}
+    for row in rows:
+        if row["kind"] == norm and row["index"] in images.digests:
+            at = outcomes.setdefault(Threat(norm, row["epsilon"]), {})
+            at[row["index"]] = at.get(row["index"], True) and all(
+                withstood is True for withstood in row["robust"].values()
+            )
+            clean[row["index"]] = row["prediction"] == row["label"]
+    common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
+    if not common:
+        raise DataError(
+            f"none of these images has records in {norm} at every radius of {path}",
+            "certvit attack this checkpoint on these images, with --epsilon and --records",
+        )
+    outcomes.setdefault(Threat(norm, 0.0), clean)
+    return {
+        threat: {index: withstood for index, withstood in sorted(at.items()) if index in common}
+        for threat, at in outcomes.items()
+    }

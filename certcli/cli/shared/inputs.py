@@ -1,4 +1,4 @@
-"""Hints and paths from a command line's words, doubts about images. Imports are in functions."""
+"""Arguments and paths from a command line's words, doubts about images. Imports are in functions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
-    from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
 FILES = (".safetensors", ".onnx", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
-ANSWERED_AT_ONCE = 32
+ANSWERED_AT_ONCE = 4
 """Images without labels that are classified together."""
 
 
@@ -64,8 +63,11 @@ def _require_file(source: str) -> None:
     )
     if not looks or not is_absent(path) or shipped_path(source):
         return
-    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise missing_file(source, hint, ".safetensors")
+    raise missing_file(
+        source,
+        "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME",
+        ".safetensors",
+    )
 
 
 def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
@@ -83,23 +85,6 @@ def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
     return CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
-def hints(
-    arch: str | None,
-    arch_args: list[str],
-    mean: str | None,
-    std: str | None,
-    norm_eps: float | None = None,
-    as_stated: bool = False,
-    weights: str | None = None,
-    image_size: int | None = None,
-) -> Hints:
-    from certcli.models.overrides import Hints
-
-    arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
-    statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, weights, image_size=image_size)
-
-
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     """Return KEY=VALUE texts as a dict; a value that is JSON is decoded."""
     arguments: dict[str, Any] = {}
@@ -114,14 +99,16 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError as failure:
-        hint = f"{option} 0.5 or {option} 0.48,0.45,0.41"
-        raise UsageError(f"{option} '{text}' is not a list of numbers", hint) from failure
+        raise UsageError(
+            f"{option} '{text}' is not a list of numbers",
+            f"{option} 0.5 or {option} 0.48,0.45,0.41",
+        ) from failure
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
@@ -130,14 +117,34 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem
+    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = Path() if is_absent(path) else path.parent
-    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    return (
+        parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    )
+
+
+def path_beside(path: Path, word: str) -> Path:
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
+    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
+
+    return path.with_name(
+        f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+    )
+
+
+def require_nameable(source: str) -> None:
+    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
+    if source.endswith(".onnx"):
+        raise UsageError(
+            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
+            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
+        )
 
 
 def size_in_bytes(option: str, text: str) -> int:
@@ -182,8 +189,9 @@ def answered(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
         "about the network's own predictions, and accuracy is not measured"
     )
-    names = checkpoint.record.class_names
-    class_names = names or tuple(str(number) for number in range(checkpoint.record.classes))
+    class_names = checkpoint.record.class_names or tuple(
+        str(number) for number in range(checkpoint.record.classes)
+    )
     return images.answered(classes, tuple(class_names))
 
 
@@ -202,12 +210,12 @@ def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str
     from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(checkpoint.record, images)
-    for doubt in [*lines, *differences(checkpoint, images)]:
+    for doubt in [*lines, *differing_answers(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
 
 
-def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+def differing_answers(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
     """Return where the program that runs a file answers otherwise than the network read from it."""
     return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 
@@ -253,5 +261,4 @@ def remember_dataset(record: Record, images: Images) -> Record:
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """
     named = len(images.classes) == record.classes and not images.classes[0].isdigit()
-    names = images.classes if named else None
-    return replace(record, dataset=images.name, class_names=names)
+    return replace(record, dataset=images.name, class_names=images.classes if named else None)

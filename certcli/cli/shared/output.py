@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, whole
-from certcli.system.errors import CertvitError, GateError, UndecidedError, plain
+from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, judge_all
+from certcli.system.errors import CertvitError, GateError, UndecidedError, plain_text
 
 WIDE = 160
 """Characters a line of a file or a pipe."""
@@ -56,7 +56,7 @@ class Gate:
             what: the share and its threat, "certified accuracy at 0.5".
             option: that demands it.
         """
-        look = whole(hits, images, Demand(demand))
+        look = judge_all(hits, images, Demand(demand))
         message = f"{what}, {look.counted(1)}, is below {option} {demand:g}"
         if look.verdict == UNDECIDED:
             message = f"{what}, {look.counted(1)}: {option} {demand:g} is not decided"
@@ -121,7 +121,7 @@ class Sink:
         self.quiet = quiet
         self._begun = False  # there is text on stdout, and a table stands apart from it
         self._out = Console(
-            file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent
+            file=sys.stdout, highlight=False, width=_line_width(), quiet=Sink.invocation.silent
         )
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
@@ -164,7 +164,7 @@ class Sink:
         if self.as_json:
             return
         # a cell may be broken anywhere: no piece of it may begin with "::"
-        cells = [[plain(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
+        cells = [[plain_text(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
         layout = Layout(columns, cells, self._out.width)
         if self._begun:
             self._out.print()
@@ -210,7 +210,7 @@ class Sink:
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
         """Print plainly, wrapped between words on a terminal; all words go through here."""
-        text = plain(line)
+        text = plain_text(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
         console.print(Text(text, style), soft_wrap=True)
@@ -232,71 +232,58 @@ class Sink:
             TextColumn("{task.fields[remark]}", markup=False),
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
-            lines = Lines(self, label, total, done) if bare and total else None
-            yield Bar(progress, progress.add_task(label, total=total, remark=""), lines)
-
-
-class Lines:
-    """A line of progress every minute."""
-
-    def __init__(self, sink: Sink, label: str, total: int, done: int) -> None:
-        self._sink = sink
-        self._label = label
-        self.total = total
-        self._known = done
-        self._begun = self._last = sink.clock()
-        self.done = 0.0
-
-    def show(self, part: float = 0.0) -> None:
-        """Print the share done, `part` of the next step included, once a minute."""
-        now = self._sink.clock()
-        done = self.done + part
-        if now < self._last + EVERY:
-            return
-        self._last = now
-        new = done - self._known
-        time_left = (
-            f", about {_minutes((now - self._begun) * (self.total - done) / new)} left"
-            if new > 0
-            else ""
-        )
-        shown = percent(done / self.total, 0)
-        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{time_left}")
+            yield Bar(self, progress, label, total, done, lines=bare and bool(total))
 
 
 class Bar:
-    """One running progress bar, or its lines."""
+    """One running progress bar; or a line of progress every minute.
 
-    def __init__(self, progress: Progress, task: Any, lines: Lines | None = None) -> None:
-        self._progress = progress
-        self._task = task
-        self._lines = lines
+    Args:
+        done: steps that take no time, because a file holds them.
+        lines: whether there is no terminal for a bar.
+    """
+
+    def __init__(
+        self, sink: Sink, progress: Progress, label: str, total: int | None, done: int, lines: bool
+    ) -> None:
+        self._sink, self._progress, self._label, self._lines = sink, progress, label, lines
+        self._task = progress.add_task(label, total=total, remark="")
+        self._total = total or 1
+        self._known = done
         self._completed = 0
+        self._begun = self._last = sink.clock()
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
-        self._completed += steps
-        self._progress.update(self._task, completed=self._completed, remark=plain(remark))
-        if self._lines is not None:
-            self._lines.done += steps
-            self._lines.show()
+        self.reach(self._completed + steps, remark)
 
     def aim(self, total: int) -> None:
         self._progress.update(self._task, total=total)
-        if self._lines is not None:
-            self._lines.total = total
+        self._total = total
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._completed = completed
-        self._progress.update(self._task, completed=completed, remark=plain(remark))
-        if self._lines is not None:
-            self._lines.done = completed
-            self._lines.show()
+        self._progress.update(self._task, completed=completed, remark=plain_text(remark))
+        self._say(completed)
 
     def within(self, part: float) -> None:
         """Tell how far the next steps have come: neither bar nor line waits for their end."""
         self._progress.update(self._task, completed=self._completed + part)
-        if self._lines is not None:
-            self._lines.show(part)
+        self._say(self._completed + part)
+
+    def _say(self, done: float) -> None:
+        """Print the share done in a line, once a minute."""
+        now = self._sink.clock()
+        if not self._lines or now < self._last + EVERY:
+            return
+        self._last = now
+        new = done - self._known
+        time_left = (
+            f", about {_minutes((now - self._begun) * (self._total - done) / new)} left"
+            if new > 0
+            else ""
+        )
+        shown = percent(done / self._total, 0)
+        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{time_left}")
 
 
 def as_line(data: Mapping[str, Any]) -> str:
@@ -319,7 +306,7 @@ def wrapped(line: str, room: int) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def _width() -> int | None:
+def _line_width() -> int | None:
     """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 

@@ -1,31 +1,31 @@
 """Records of `certify`: certificates on file, found again and attacked inside what they claim."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from certcli.cli.shared.output import Sink
+from torch import Tensor
+
+from certcli.attack.families.margin import margin_pgd
+from certcli.attack.judge import judge, tuck_in
+from certcli.attack.settings import AttackSettings
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.methods import options_of, prepare, run_of
+from certcli.certify.patch.certifier import PatchCertifier
+from certcli.certify.patch.climbed import TouchedPasses
+from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared import groups, output
+from certcli.cli.verify.options import VerifyOptions
 from certcli.cli.verify.view import CheckedFile
+from certcli.evaluation import evidence, perturbation, record_lines, records
 from certcli.evaluation.threat import Patch, Threat
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from certcli.certify.certificate import Certificate, Certifier
-    from certcli.certify.record_check import Attack
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.shared.groups import Evaluation
-    from certcli.cli.verify.options import VerifyOptions
-    from certcli.evaluation.records import Run
-    from certcli.images.labelled import Images
 
 STEPS = 40
 SMOOTH_STEPS = 10
@@ -35,20 +35,17 @@ masks up to 32.
 """
 
 
-def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
+def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     """Check every record, or a sample."""
-    from certcli.certify.record_check import FALSE_ALARM, recheck
-    from certcli.evaluation.evidence import method_of
-    from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     path = options.file
-    run, rows = read_records(path, "certify")
+    run, rows = records.read_records(path, "certify")
     checkpoint = options.open(sink)
-    require_same_network(run, checkpoint.digest, path)
-    method = method_of(run, path)
+    records.require_same_network(run, checkpoint.digest, path)
+    method = evidence.method_of(run, path)
     _require_few_draws(run, path, options.scope.draws)
-    images = _images(run, checkpoint, options.data, path, sink)
-    require_same_images(rows, images, path)
+    images = _recorded_images(run, checkpoint, options.data, path, sink)
+    records.require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
     if certifier.reading:
         sink.note(certifier.reading)
@@ -98,33 +95,37 @@ def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
 
 
 def _ready(
-    run: Run,
+    run: record_lines.Run,
     rows: Sequence[Mapping[str, Any]],
     checkpoint: Checkpoint,
     images: Images,
     options: VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
-    from certcli.certify.methods import options_of, prepare, run_of
-    from certcli.certify.record_check import read_claims, require_same_way
 
+    method = str(run.method)
     values = {
         **run.parameters,
         "batch_size": options.machine.batch_size,
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of(run.method, values)
-        device = options.machine.pick_for(getattr(settings, "arithmetic", None))
-        certifier = prepare(run.method, checkpoint, device, settings)
+        settings = options_of(method, values)
+        certifier = prepare(
+            method,
+            checkpoint,
+            options.machine.pick_for(getattr(settings, "arithmetic", None)),
+            settings,
+        )
     except UsageError as failure:
-        message = f"{options.file} states parameters that mean nothing: {failure.message}"
-        raise DataError(message) from failure
+        raise DataError(
+            f"{options.file} states parameters that mean nothing: {failure.message}"
+        ) from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(options.file))
     return certifier, read_claims(rows, images, certifier, str(options.file))
 
 
-def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
+def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > allowed:
         raise DataError(
@@ -133,18 +134,24 @@ def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
         )
 
 
-def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
+def _recorded_images(
+    run: record_lines.Run,
+    checkpoint: Checkpoint,
+    data: groups.Evaluation,
+    path: Path,
+    sink: output.Sink,
+) -> Images:
     """The records' images, by --dataset, of the header's split and number; else DataError."""
-    split = run.dataset["split"]
-    count = run.dataset["images"]
+    split = run.dataset.split
+    count = run.dataset.images
     named = data if data.split is not None else replace(data, split=split)
     images = named.images(checkpoint.record, sink)
     if count < len(images):
         images = images.limit(count, data.seed)
     here = (images.name, images.split)
-    recorded = (run.dataset["name"], split)
+    recorded = (run.dataset.name, split)
     other = here != recorded and images.ahead is None  # a folder has any name
-    if other or images.digest != run.dataset["digest"]:
+    if other or images.digest != run.dataset.digest:
         raise DataError(
             f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
             "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",
@@ -154,12 +161,6 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
 
 def margin_attack(steps: int) -> Attack:
     """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
-    from certcli.attack.families.margin import margin_pgd
-    from certcli.attack.judge import judge, tuck_in
-    from certcli.attack.settings import AttackSettings
-    from certcli.certify.patch.certifier import PatchCertifier
-    from certcli.certify.patch.climbed import TouchedPasses
-    from certcli.evaluation.perturbation import Region
 
     def in_patch(
         certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int
@@ -167,11 +168,15 @@ def margin_attack(steps: int) -> Attack:
         draw = random.Random(seed)
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
         top, left = (draw.randint(0, side - inner) for side, inner in sides)
-        region = Region.within(patch, [(top, left)], image)
+        region = perturbation.Region.within(patch, [(top, left)], image)
         # a random start
         settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
-        net = TouchedPasses(certifier, patch, (top, left))
-        return region.project(margin_pgd(net, image, classes, region, settings), image)
+        return region.project(
+            margin_pgd(
+                TouchedPasses(certifier, patch, (top, left)), image, classes, region, settings
+            ),
+            image,
+        )
 
     def attack(
         certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int
@@ -179,10 +184,16 @@ def margin_attack(steps: int) -> Attack:
         if isinstance(threat.size, Patch):
             assert isinstance(certifier, PatchCertifier)
             return in_patch(certifier, image, classes, threat.size, seed)
-        model, region, point = certifier.attacked.eval(), Region(threat.norm, threat.radius), image  # type: ignore[arg-type]
+        region = perturbation.Region(threat.norm, threat.radius)  # type: ignore[arg-type]
+        model, point = certifier.attacked.eval(), image
         for restart in range(2):
-            settings = AttackSettings(steps=steps, restart=restart)
-            point = tuck_in(margin_pgd(model, image, classes, region, settings), image, region)
+            point = tuck_in(
+                margin_pgd(
+                    model, image, classes, region, AttackSettings(steps=steps, restart=restart)
+                ),
+                image,
+                region,
+            )
             if bool(judge(model, image, classes, point, region, prediction=classes).success):
                 break
         return point

@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
+from certcli.lipschitz.numerics.convolution_estimate import (
+    COLD,
+    Geometry,
+    convolution_estimate,
+    estimated_block_norms,
+    leading,
+    warm_vectors,
+)
 
 
 class TrainableArithmetic(Arithmetic):
@@ -60,11 +66,11 @@ class TrainableArithmetic(Arithmetic):
         return Matrix(tensor.float() if tensor.dtype != torch.float64 else tensor, 0.0, id(tensor))
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
+        left, right = _in_one_precision(a.tensor, b.tensor)
         return Matrix(left @ right)
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
+        left, right = _in_one_precision(a.tensor, b.tensor)
         return Matrix(left + right)
 
     def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
@@ -75,7 +81,7 @@ class TrainableArithmetic(Arithmetic):
         steps = self._steps
         with torch.no_grad():
             fixed = w.detach()
-            u = warm(self.vectors.get(name), w.shape[:1], w)
+            u = warm_vectors(self.vectors.get(name), w.shape[:1], w)
             u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
             for _ in range(steps):
                 v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
@@ -86,20 +92,24 @@ class TrainableArithmetic(Arithmetic):
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Tensor]:
         tensors = [matrix.tensor for matrix in matrices]
         if len({tensor.shape for tensor in tensors}) > 1:
-            return super().sigmas(matrices, name)
-        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self._steps)
+            return [self.sigma(one, f"{name}.{number}") for number, one in enumerate(matrices)]
+        norms = estimated_block_norms(
+            torch.stack(tensors), self.vectors, self._own(name), self._steps
+        )
         return list(norms.double().unbind())
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
         left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
-        if (
-            len({tensor.shape for tensor in left}) > 1
-            or len({tensor.shape for tensor in right}) > 1
-        ):
-            return super().sigma_products(pairs, name)
+        if len({(a.shape, b.shape) for a, b in zip(left, right, strict=True)}) > 1:
+            names = [f"{name}.{number}" for number in range(len(pairs))]
+            return [
+                self.sigma_product(*pair, label) for pair, label in zip(pairs, names, strict=True)
+            ]
         products = torch.stack(left).mT @ torch.stack(right)
         return list(
-            block_norms(products, self.vectors, self._own(name), self._steps).double().unbind()
+            estimated_block_norms(products, self.vectors, self._own(name), self._steps)
+            .double()
+            .unbind()
         )
 
     def convolution(
@@ -107,8 +117,8 @@ class TrainableArithmetic(Arithmetic):
     ) -> Tensor:
         return convolution_estimate(weight, geometry, self.vectors, self._own(name), self._steps)
 
-    def length(self, vector: Matrix) -> Tensor:
-        return vector.tensor.norm().double()
+    def length(self, vector: Matrix | None) -> Tensor:
+        return self.const(0.0) if vector is None else vector.tensor.norm().double()
 
     def sqrt(self, value: Tensor) -> Tensor:
         return value.clamp_min(1e-30).sqrt()
@@ -131,17 +141,20 @@ class TrainableArithmetic(Arithmetic):
     def absolute(self, parameter: Tensor) -> Tensor:
         return parameter.double().abs()
 
-    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
-        return Matrix(tensor)
-
     def _norm(self, tensor: Tensor) -> float:
         return 0.0  # errors are not tracked: these numbers are never called bounds
+
+    def _largest(self, gains: Tensor) -> float:
+        return 0.0
+
+    def _error(self, products: int, *terms: tuple[float, ...]) -> float:
+        return 0.0
 
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Tensor:
         return self.sigma(self.matmul(self.transpose(a), b), name)
 
 
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _in_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return both tensors in one precision on one device: float64 constants meet float32."""
     b = b.to(a.device)
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())

@@ -1,8 +1,9 @@
 """Convolutions: they wait for their channels' scales, folded in. Proofs: docs/bounds.md, 2."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -14,17 +15,17 @@ from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
-from certcli.lipschitz.rules.linear import followed, size_after
-from certcli.lipschitz.size import Lazy, Size
+from certcli.lipschitz.rules.linear import followed_by_linear, size_after
+from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value, Windows
 
 
-def _pads_with_zeros(module: nn.Conv2d) -> bool:
-    return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
+def pads_with_zeros(module: nn.Conv2d) -> bool:
+    return module.padding_mode == "zeros" or not any(numbers(module.padding, 1))
 
 
-@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
+@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     return convolve(
@@ -77,13 +78,13 @@ def convolve(
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
     axis = -axes - 1
     kernel = tuple(weight.shape[2:])
-    steps = tuple(_numbers(stride, axes))
-    spread = tuple(_numbers(dilation, axes))
-    pads = _padding(padding, kernel, spread)
+    steps = tuple(numbers(stride, axes))
+    spread = tuple(numbers(dilation, axes))
+    pads = padding_of(padding, kernel, spread)
     # a linear layer on every pixel
     if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
-        x = followed(ctx, x, matrix, bias, axis)
+        x = followed_by_linear(ctx, x, matrix, bias, axis)
         return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
     pending = x.pending
     if pending is not None and (
@@ -92,7 +93,7 @@ def convolve(
         x = ctx.settle(x)
         pending = None
     x = x if pending is not None else ctx.settle(x)
-    offset = None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1))
+    offset = ctx.column(bias)
     folded = Windows(weight, 0.0, offset, x.size)
     windows: tuple[Windows, ...] = (folded,)
     if pending is not None:
@@ -154,7 +155,8 @@ def _with_inputs(
 
 
 def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's layout."""
+    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's
+    layout."""
     taps = math.prod(weight.shape[2:])
     out = len(weight) // groups
     kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
@@ -178,7 +180,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         sigma = arith.sigma(Matrix(matrix.tensor, perturbation, conv.key), conv.path)
         why = "patches are disjoint: spectral norm of the reshaped kernel"
     elif spatial > 2:
-        sigma = _by_windows(ctx, conv, perturbation)
+        sigma = _windows_norm(ctx, conv, perturbation)
         why = "spectral norm of the reshaped kernel, times the root of how many windows a voxel lies in"
     else:
         size = tuple(conv.input.shape[-spatial:])
@@ -197,40 +199,31 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
             return arith.sigma(flat, f"{conv.path}:plain")
         return arith.length(flat)
 
-    def lazy(windows: Windows) -> Lazy:
+    def lazy(windows: Windows) -> Callable[[], Scalar]:
         # in training it is rarely needed; a proof must not keep weights in float64 alive
         norm = flat_norm(windows) if arith.rigorous else None
-        return Lazy(partial(flat_norm, windows) if norm is None else lambda: norm)
+        return cache(partial(flat_norm, windows)) if norm is None else lambda: norm
 
-    # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the
-    # bias, size before)
-    facts = [
-        (
-            lazy(part),
-            part.kernel is weight,
-            None if part.bias is None else arith.length(part.bias),
-            part.entry,
-        )
-        for part in conv.windows
-    ]
+    # (norm of the kernel, whether sigma is its operator's, length of the bias, size before); a pixel
+    # lies in at most as many windows as the kernel has taps
+    repeats = arith.root(1.0 if patches else taps)
+    facts = []
+    for part in conv.windows:
+        facts.append((lazy(part), part.kernel is weight, arith.length(part.bias), part.entry))
 
     def fibre() -> Scalar:
         candidates = []
         for flat, _, bias, entry in facts:
-            window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat.value * arith.minimum(window, entry.total)
-            candidates.append(longest if bias is None else longest + bias)
+            window = entry.fibre_along(axis) * arith.root(taps)
+            candidates.append(flat() * arith.minimum(window, entry.total) + bias)
         return reduce(arith.minimum, candidates)
 
     def total() -> Scalar:
-        candidates = []
-        for flat, whole, bias, entry in facts:
-            # a pixel lies in at most as many windows as the kernel has taps
-            repeats = arith.const(1.0 if patches else float(taps))
-            largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
-            candidates.append(
-                largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
-            )
+        rows = arith.root(positions)
+        candidates = [
+            (sigma if whole else flat() * repeats) * entry.total + bias * rows
+            for flat, whole, bias, entry in facts
+        ]
         return reduce(arith.minimum, candidates)
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
@@ -244,7 +237,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     )
 
 
-def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
+def _windows_norm(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix (section 2.3)."""
     arith = ctx.arith
     kernel = conv.weight.shape[2:]
@@ -255,17 +248,17 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     largest = arith.largest(arith.sigmas(parts, conv.path))
     taps = zip(kernel, conv.stride, conv.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
-    return largest * arith.sqrt(arith.const(float(count)))
+    return largest * arith.root(count)
 
 
-def _numbers(value: Any, count: int) -> list[int]:
+def numbers(value: Any, count: int) -> list[int]:
     if isinstance(value, str):
         return [1]
     items = [value] if isinstance(value, int) else list(value)
     return [int(item) for item in (items * count if len(items) == 1 else items)]
 
 
-def _padding(
+def padding_of(
     padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Return (before, after) for each axis; 'same' puts the odd pixel after."""
@@ -276,18 +269,18 @@ def _padding(
         return tuple((size // 2, size - size // 2) for size in sizes)
     if isinstance(padding, str):
         raise NoRule(f"padding '{padding}'")
-    return tuple((p, p) for p in _numbers(padding, len(kernel)))
+    return tuple((p, p) for p in numbers(padding, len(kernel)))
 
 
 @rules.module(nn.ConvTranspose2d)
-def transposed_convolution(
+def transposed_convolution_bound(
     ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None
 ) -> Value:
     ctx.require(
         module.padding_mode == "zeros", "a transposed convolution with another padding than zeros"
     )
     x = ctx.settle(x)
-    padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
+    padding = padding_of(module.padding, tuple(module.kernel_size), tuple(module.dilation))
     stride = tuple(module.stride)
     dilation = tuple(module.dilation)
     geometry = Geometry(
@@ -295,14 +288,6 @@ def transposed_convolution(
     )
     sigma, shape = ctx.arith.convolution(module.weight, 0.0, geometry, ctx.path), tuple(ctx.shape)
     pixels = math.sqrt(math.prod(shape) / shape[-3]) * (1 + 1e-12)
-    bias = (
-        None
-        if module.bias is None
-        else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
-    )
-
-    def total() -> Scalar:
-        largest = sigma * x.size.total
-        return largest if bias is None else largest + bias * ctx.arith.const(pixels)
-
-    return ctx.chain(x, sigma, "transposed zero-padded convolution", total=total)
+    bias = ctx.arith.length(ctx.column(module.bias))
+    why = "transposed zero-padded convolution"
+    return ctx.chain(x, sigma, why, total=lambda: sigma * x.size.total + bias * pixels)

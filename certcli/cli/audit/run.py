@@ -1,0 +1,291 @@
+"""The work of `certvit audit`: plan, images, findings; then the answer in words, tables, details;
+reports by suffix; evidence.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from certcli.audit import document_builder, evidence
+from certcli.audit.clock import Clock
+from certcli.audit.findings import AuditFindings
+from certcli.audit.pictures import pictures_of
+from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.run import run
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
+from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
+from certcli.cli.shared import inputs
+from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
+from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation import radii, records, training_images, verdicts
+from certcli.images import datasets, labelled
+from certcli.images.names import names_of_classes
+from certcli.report import compare, formats
+from certcli.report.document import Audit, from_json, to_json
+from certcli.report.machine import as_annotations
+from certcli.report.shares import share_rows
+from certcli.system.errors import DataError, GateError, Refused, UndecidedError, UsageError
+from certcli.system.processes import team
+from certcli.system.reading import LARGEST_REPORT, read_bounded
+from certcli.system.registry import one_of
+
+FORMATS = (".html", ".json", ".sarif", ".xml")
+"""Suffixes of --report."""
+MORE = "more images decide it: a larger --time-budget where images were left over, else a larger --limit"
+LARGEST_SHOWN = 6
+"""Blocks of the bound that a terminal shows; a page shows all."""
+
+
+def report_audit(
+    source: Source,
+    options: AuditOptions,
+    data: Evaluation,
+    machine: BatchDevice,
+    reports: Reports,
+    output: Output,
+    talk: Talk,
+) -> None:
+    """Say in words how robust a network is: bound, slope, certificates and attacks within a time
+    budget."""
+    from certcli.models.open import open_checkpoint
+
+    plan = options.plan(data.seed, machine.batch_size, data.limit)
+    plan = replace(plan, anonymous=reports.anonymous)
+    clock = Clock(plan.budget, Sink.invocation.started, team())
+    output.claim(source, data, reports, options)
+    _require_formats(reports, talk.as_json)
+    earlier = None if reports.compare is None else _read_earlier(reports.compare)
+    sink, device = talk.sink(), machine.pick()
+    checkpoint = open_checkpoint(source.ckpt, source.hints())
+    data = _first_images(checkpoint.record, data, sink)
+    images = _audited_images(checkpoint.record, data, sink)
+    if images is not None:
+        answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
+        images = records.digested(answered, team())
+
+    def calibration() -> labelled.Images:
+        return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
+
+    with sink.progress("audit", total=round(clock.budget)) as bar:
+
+        def tell(stage: str) -> None:
+            bar.reach(round(clock.spent), stage)
+
+        findings = run(checkpoint, images, calibration, plan, device, clock, tell)
+    if not team().leads:
+        return
+    if images is not None:
+        findings.seen = training_images.doubts(checkpoint.record, images)[1]
+        findings.seen += inputs.differing_answers(checkpoint, images)
+    dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
+    folder = None if data.data_dir is None else str(data.data_dir)
+    typed = Typed(
+        unmistakable(source.ckpt),
+        source.words(),
+        dataset,
+        folder,
+        data.split,
+        checkpoint.record.dataset,
+    )
+    document = document_builder.compose(checkpoint, findings, plan, clock, typed, device)
+    if earlier is not None:
+        document.changes = compare.changes(earlier, document)
+    gate = _audit_gate(document)
+    _show_audit(document, checkpoint.reading.line(), sink)
+    record = checkpoint.record
+    _write_reports(
+        document,
+        findings,
+        checkpoint,
+        reports,
+        output,
+        names_of_classes(
+            record.classes, record.class_names, () if images is None else images.classes
+        ),
+        plan,
+        sink,
+    )
+    gate.enforce()
+
+
+def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
+    """Name the bundled photographs where no images are named and the network can see them."""
+    if (
+        data.dataset is not None
+        or record.dataset is not None
+        or not datasets.photographs_suit(record.input)
+    ):
+        return data
+    sink.note("no --dataset: twelve photographs that come with certvit give a first answer")
+    return replace(data, dataset=datasets.PHOTOGRAPHS)
+
+
+def _audited_images(record: Record, data: Evaluation, sink: Sink) -> labelled.Images | None:
+    """The images to judge by, in turn; None when none were named and none of its own are here."""
+    if data.dataset is None and record.dataset is None:
+        return None
+    try:
+        images = replace(data, limit=None).images(record, sink, unlabelled=True).in_turn(data.seed)
+    except DataError as failure:
+        if data.dataset is not None:
+            raise
+        sink.warn(
+            f"the images that it was trained on are not here ({failure.message}): the audit continues without images"
+        )
+        return None
+    return images.select(range(len(images.limit(data.limit))))
+
+
+def _require_formats(reports: Reports, as_json: bool) -> None:
+    """UsageError on a suffix or a name that no format has, and on two formats for stdout."""
+    if reports.written not in STDOUT:
+        raise UsageError(f"--format {reports.written}", one_of(reports.written, STDOUT))
+    if as_json and reports.written != TEXT:
+        raise UsageError(
+            f"--json and --format {reports.written} both write to stdout",
+            "certvit audit ... --report FILE.json writes the document to a file",
+        )
+    for path in reports.report:
+        if path.suffix.lower() not in FORMATS:
+            raise UsageError(
+                f"--report {path}: no format has the suffix '{path.suffix}'",
+                one_of(path.suffix, FORMATS),
+            )
+
+
+def _read_earlier(path: Path) -> Audit:
+    """Read the document of an earlier audit; DataError names its fault."""
+    hint = "certvit audit ... --report FILE.json writes one"
+    try:
+        return from_json(read_bounded(path, LARGEST_REPORT))
+    except OSError as failure:
+        raise DataError(f"--compare {path}: {failure.strerror or failure}", hint) from failure
+    except Refused as refusal:
+        raise DataError(
+            f"--compare {path} is no document of an audit: {refusal}", hint
+        ) from refusal
+
+
+def _audit_gate(document: Audit) -> Gate:
+    gate = Gate()
+    for row in document.gate.judged:
+        message = f"--fail-on {row.fail_on}: {row.reason}"
+        if row.verdict == verdicts.UNDECIDED:
+            gate.demand(False, UndecidedError(message, MORE))
+        else:
+            gate.demand(row.passed, GateError(message))
+    return gate
+
+
+def _show_audit(document: Audit, reading: str, sink: Sink) -> None:
+    """Print answer, next steps, details in sentences, tables; with --json the document."""
+    sink.document(to_json(document))
+    for line in filter(None, (document.headline, document.scale, document.reference)):
+        sink.text(line)
+    for line in document.doubts:
+        sink.warn(f"doubt: {line}")
+    for number, line in enumerate(document.next):
+        sink.text(f"{'Next:' if number == 0 else '  or:'} {line}")
+    for row in document.gate.judged:
+        sink.text(f"Gate {row.reason}")
+    sink.text("")
+    for line in document.verdict:
+        sink.text(line)
+    rows = [
+        (row.name, row.percent, str(row.share.images), row.between, row.holds)
+        for row in share_rows(document)
+    ]
+    sink.table(
+        _title(document),
+        ["what", "result", "n", "95 % interval", "holds"],
+        [*_constants(document), *rows],
+    )
+    if document.changes:
+        sink.table(
+            compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in document.changes]
+        )
+    _details(document, reading, sink)
+
+
+def _title(document: Audit) -> str:
+    network = document.network
+    size = "x".join(str(side) for side in network.input)
+    images = (
+        "no images"
+        if document.dataset is None
+        else f"{document.dataset.name} ({document.dataset.split})"
+    )
+    return f"{network.name}: {network.arch}, {network.parameters:,} parameters, {size}; {images}"
+
+
+def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
+    if document.bound is not None:
+        yield "Lipschitz bound", document.bound.upper_text, "", "", "proven"
+    if document.slope is not None:
+        yield (
+            "slope found",
+            radii.rounded_down(document.slope.lower, 4),
+            str(document.slope.images),
+            "",
+            "measured",
+        )
+    if document.attention_weight is not None:
+        yield (
+            "attention's weight",
+            radii.rounded_up(document.attention_weight, 2),
+            "",
+            "",
+            "measured",
+        )
+
+
+def _details(document: Audit, reading: str, sink: Sink) -> None:
+    sink.text("")
+    sink.text(reading)
+    sink.text(
+        "Radii are pixel l2, images in [0, 1]. Certified and attacked shares count correct images only."
+    )
+    for shares in document.certificates:
+        sink.text(f"{shares.method}: {shares.title}; about {shares.about}. {shares.seconds:.0f} s")
+    if document.patched is not None:
+        sink.text(
+            f"patch: {document.patched.title}; about the network behind masks. {document.patched.seconds:.0f} s"
+        )
+    if document.attack is not None:
+        sink.text(
+            f"attacks in turn: {', '.join(document.attack.attacks)}; {document.attack.seconds:.0f} s"
+        )
+    bound = document.bound
+    if bound is not None and bound.blocks:
+        largest = sorted(bound.blocks, key=lambda block: -block.log10)[:LARGEST_SHOWN]
+        sink.text(
+            f"largest parts of the bound: {', '.join(f'{block.path} {block.text}' for block in largest)}"
+        )
+    for item in document.skipped:
+        if item.stage == "images":  # the first line says it
+            continue
+        sink.text(f"skipped {item.stage}: {item.why}")
+    sink.text(f"{document.times}. Again: {document.reproduce}")
+
+
+def _write_reports(
+    document: Audit,
+    findings: AuditFindings,
+    checkpoint: Checkpoint,
+    reports: Reports,
+    output: Output,
+    names: Sequence[str],
+    plan: AuditPlan,
+    sink: Sink,
+) -> None:
+    """Write the reports, and the checkpoint with its evidence. names: of the classes."""
+    files = [(path, path.suffix.lower()) for path in reports.report]
+    files += [] if reports.html is None else [(reports.html, ".html")]
+    for path, suffix in files:
+        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.anonymous)
+        formats.save_text(path, formats.text_of(document, suffix, pictures))
+        sink.note(f"wrote {path}")
+    if reports.written != TEXT:
+        sink.commands(as_annotations(document))
+    output.write_evidence(evidence.with_evidence(checkpoint, document, plan.seed), sink)
