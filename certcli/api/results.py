@@ -17,8 +17,7 @@ from certcli.evaluation.radii import (
     percent_ends,
     proven_radius,
 )
-from certcli.lipschitz.bound import FEATURES
-from certcli.lipschitz.network import NetworkBound
+from certcli.lipschitz import bound, network
 from certcli.report.document import Audit
 
 V = TypeVar("V")
@@ -48,14 +47,14 @@ class Shown:
         return f"<p>{escape(self.headline)}</p>{table}"
 
 
-class ProvenBound(Shown, NetworkBound):
+class ProvenBound(Shown, network.NetworkBound):
     """The proven bound |f(x) - f(y)| <= upper |x - y| of a network, pixel l2, for images in [0, 1]."""
 
     @property
     def headline(self) -> str:
         if not self.upper.finite:
             return f"no finite bound: {self.bound.why}"
-        of = ", f(x) its features" if self.bound.kind == FEATURES else ""
+        of = ", f(x) its features" if self.bound.kind == bound.FEATURES else ""
         return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]{of}"
 
     @property
@@ -64,7 +63,7 @@ class ProvenBound(Shown, NetworkBound):
             (step.path, step.kind, str(step.constant), str(step.cumulative))
             for step in self.charges
         ]
-        return _table(("layer", "theorem for", "constant", "product so far"), steps)
+        return _first_rows(("layer", "theorem for", "constant", "product so far"), steps)
 
 
 class Certificates(Shown, list[Certificate]):
@@ -92,7 +91,7 @@ class Certificates(Shown, list[Certificate]):
                 ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
             )
             cells.append((str(one.index), str(one.label), str(one.prediction), certified))
-        return _table(("image", "label", "prediction", "certified"), cells)
+        return _first_rows(("image", "label", "prediction", "certified"), cells)
 
 
 class AsTyped(dict[str, V]):
@@ -166,7 +165,7 @@ class AuditReport(Audit, Shown):
         return [("", "answer"), *(("", text) for text in self.verdict), *doubts, *gates]
 
 
-def _table(
+def _first_rows(
     header: Sequence[str], rows: Sequence[Sequence[str]], limit: int = 12
 ) -> Sequence[Sequence[str]]:
     """Return the header and the first rows; () without rows."""

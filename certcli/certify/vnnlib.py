@@ -251,7 +251,7 @@ class _Reader:
         if operator == "and":
             cases: list[list[tuple[Terms, bool]]] = [[]]
             for each in rest:
-                cases = _both_hold(cases, self._cases(each))
+                cases = _cases_of_both(cases, self._cases(each))
             return cases
         if operator not in ("<=", ">=", "<", ">", "=="):
             raise Refused(f"'{one_line(operator)[:40]}' is no constraint that is read")
@@ -276,7 +276,9 @@ class _Reader:
                     raise Refused("a box without its edge: < or > of an input")
                 self._narrow(terms)
         elif kinds == {"Y"}:
-            self.cases = _both_hold(self.cases, [[_row(*each) for each in case] for case in cases])
+            self.cases = _cases_of_both(
+                self.cases, [[_row_of_terms(*each) for each in case] for case in cases]
+            )
         elif kinds == {"X"}:
             raise Refused("several boxes of inputs")
         else:
@@ -295,7 +297,7 @@ class _Reader:
         edges[side] = edge if earlier is None else nearer(earlier, edge)
 
 
-def _both_hold(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
+def _cases_of_both(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
     """Return the cases in which one of each holds; the first may change. Refused: too many."""
     if len(further) == 1:
         for case in cases:
@@ -316,12 +318,12 @@ def _sum_of_terms(first: Terms, second: Terms, factor: Fraction | int) -> Terms:
     return total
 
 
-def _row(terms: Terms, strict: bool) -> Row:
+def _row_of_terms(terms: Terms, strict: bool) -> Row:
     factors = {place: number for (kind, place), number in terms.items() if kind}
     return Row(factors, terms.get(_ONE, Fraction(0)), strict)
 
 
-def smallest_float_above(number: Fraction) -> float:
+def float64_above(number: Fraction) -> float:
     """Return the smallest float64 that is not below; Refused: it has none."""
     try:
         nearest = float(number)

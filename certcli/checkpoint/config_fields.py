@@ -22,11 +22,13 @@ from certcli.checkpoint.schema import (
     Name,
     PerChannel,
     Side,
-    convert,
-    decode,
+    convert_json,
+    decode_json,
 )
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
+LOGITS_ALONE = "; the bound of its logits holds, and nothing else is judged"
+"""The end of a doubt about such a network, where only its logits are asked for."""
 DEFAULT_CROP = 0.875
 """timm's share of an image where a config states none."""
 
@@ -98,11 +100,16 @@ class ConfigFields(Struct):
     doubts: list[str] = []
 
 
-def decode_config(text: str | bytes) -> ConfigFields:
-    """Decode timm's config.json, or raise Refused."""
-    raw = decode(text, Json)
-    if (judged_otherwise := other_problem(raw)) is not None:
-        raise Refused(judged_otherwise)
+def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
+    """Decode timm's config.json, or raise Refused.
+
+    Args:
+        decides: refuse a network that does not decide by its largest logit.
+    """
+    raw = decode_json(text, Json)
+    problem = other_problem(raw)
+    if problem is not None and decides:
+        raise Refused(problem)
     flat = not isinstance(raw.get(_NESTED), dict)
     if flat and raw.get(_NESTED) is not None:
         raise Refused(f"{_NESTED} is no dictionary")
@@ -114,23 +121,27 @@ def decode_config(text: str | bytes) -> ConfigFields:
         if key in _PIXELS and value is not None and not (flat and key in _TOP)
     }
     labels = _labels(raw) if flat else (_labels(raw) or _labels(about))
-    config = convert({key: value for key, value in top.items() if key not in _LABELS}, ConfigFields)
+    config = convert_json(
+        {key: value for key, value in top.items() if key not in _LABELS}, ConfigFields
+    )
     arch_arguments(config.model_args)
-    if config.pretrained_cfg.label_offset:
-        raise Refused(
-            f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier"
-        )
+    raise_if(
+        config.pretrained_cfg.label_offset,
+        Refused,
+        f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier",
+    )
     config.doubts = [
-        *_unknown(raw, _TOP | (_PIXELS if flat else frozenset())),
-        *([] if flat else _unknown(about, _PIXELS | set(_LABELS) | {"architecture"})),
-        *_contradictions(config, about),
+        *([] if problem is None else [problem + LOGITS_ALONE]),
+        *_unknown_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
+        *([] if flat else _unknown_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
+        *_architecture_contradictions(config, about),
     ]
     if labels is not None:
         _take_labels(config, labels)
     return config
 
 
-def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+def _unknown_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
     known_fields = {*used, *_HARMLESS}
     strange = sorted(
@@ -155,7 +166,7 @@ def other_problem(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
+def _architecture_contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
     """Return a sentence a field that is stated twice, differently; timm takes the outer one."""
     inner = about.get("architecture")
     doubts = []
@@ -172,7 +183,7 @@ def _labels(fields: Mapping[str, Any]) -> Any:
 
 def _take_labels(config: ConfigFields, labels: Any) -> None:
     """Set the names of the classes, or doubt what is stated of them."""
-    names = names_of(labels)
+    names = class_names_in(labels)
     class_counts = (config.num_classes, config.pretrained_cfg.num_classes)
     classes = next((count for count in class_counts if count is not None), None)
     if names is None or (classes is not None and len(names) != classes):
@@ -181,7 +192,7 @@ def _take_labels(config: ConfigFields, labels: Any) -> None:
         config.class_names = plain_names(names)
 
 
-def names_of(labels: Any) -> tuple[str, ...] | None:
+def class_names_in(labels: Any) -> tuple[str, ...] | None:
     """Return names by number: of a list, {name: number} or {number: name}; else None."""
     if isinstance(labels, list):
         names = labels

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.engine.table import NoRule, RuleTable, with_attributes
+from certcli.system.errors import raise_if
 
 Shape = tuple[int, ...]
 
@@ -34,6 +35,11 @@ class Separable:
             entries = (matrix.abs() if absolute else matrix).to(x)
             x = (x.movedim(axis, -1) @ entries.mT).movedim(-1, axis)
         return x
+
+    @property
+    def transposed(self) -> "Separable":
+        """Return the transpose."""
+        return Separable(tuple(matrix.T for matrix in self.matrices), self.why, averages=False)
 
     @property
     def terms(self) -> int:
@@ -91,7 +97,7 @@ def adaptive_windows(size: int, count: int) -> list[range]:
     return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
-def interpolation(
+def interpolation_matrices(
     shape: Shape,
     size: Any = None,
     scale_factor: Any = None,
@@ -103,8 +109,11 @@ def interpolation(
     dtype: torch.dtype,
 ) -> Separable:
     """Read off the identity, axis by axis. dtype: in which the nearest pixel is decided."""
-    if len(shape) != 4 or mode not in ("nearest", "bilinear", "bicubic"):
-        raise NoRule(f"interpolation mode {mode}")
+    raise_if(
+        len(shape) != 4 or mode not in ("nearest", "bilinear", "bicubic"),
+        NoRule,
+        f"interpolation mode {mode}",
+    )
     sizes, scales = (
         list(x) if isinstance(x, (tuple, list)) else [x] * 2 for x in (size, scale_factor)
     )
@@ -176,7 +185,9 @@ def register_interpolation(
 
     def resized(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
         dtype = getattr(ctx, "dtype", None) or torch.float64
-        return _of_one_tensor(values, transfer, interpolation, dtype=dtype)(ctx, x, *args, **named)
+        return _of_one_tensor(values, transfer, interpolation_matrices, dtype=dtype)(
+            ctx, x, *args, **named
+        )
 
     table.function(F.interpolate)(resized)
     table.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(
@@ -202,8 +213,11 @@ def window_places(
     """
     numbers = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).view(1, 1, *shape)
     pooled = F.max_pool2d(numbers, kernel, stride, padding, dilation, ceil_mode)
-    if not bool(pooled.isfinite().all()):
-        raise NoRule("a window of max pooling that lies in the padding")
+    raise_if(
+        not bool(pooled.isfinite().all()),
+        NoRule,
+        "a window of max pooling that lies in the padding",
+    )
     rows, columns = pooled.shape[-2:]
     beyond = [
         max(0, (count - 1) * s + d * (k - 1) + 1 - size - 2 * p)

@@ -15,12 +15,11 @@ from types import TracebackType
 from typing import IO, Any
 from unicodedata import normalize
 
-from certcli.evaluation.record_lines import Run, parse
+from certcli.evaluation.record_lines import Run, parse_records
 from certcli.images.labelled import DIGESTED, SPLITS, Images
+from certcli.system import processes, reading
 from certcli.system.errors import DataError, OutputError, Refused, UsageError
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
-from certcli.system.processes import Team
-from certcli.system.reading import read_bounded
 
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
@@ -30,7 +29,7 @@ FILE = "file"
 NETWORK = "network"
 
 
-def digested(images: Images, team: Team) -> Images:
+def digested(images: Images, team: processes.Team) -> Images:
     """The same images, digests computed by all processes: reading photographs takes long."""
     if not team.several:
         return images
@@ -123,7 +122,7 @@ class RecordFile:
     def _read(self, path: Path, data: bytes) -> None:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
-        header, rows, self._ends = parse(data, path)
+        header, rows, self._ends = parse_records(data, path)
         differences = list(self._run.differences(header))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -194,7 +193,7 @@ class RecordFile:
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
     """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
-        data = read_bounded(path, LARGEST_RECORDS)
+        data = reading.read_bounded(path, LARGEST_RECORDS)
     except Refused as refusal:
         raise DataError(f"cannot read {path}: {refusal}", "is it a file of records?") from refusal
     except OSError as failure:
@@ -202,7 +201,7 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
-    run, rows, _ = parse(data, path)
+    run, rows, _ = parse_records(data, path)
     if run.command != command:
         raise DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
@@ -233,14 +232,14 @@ def require_same_images(
                 f"{images.named(index)} is another one in {where}: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
-        elif not _same_file(row.get(FILE), images.file_of.get(index)):
+        elif not _same_file_name(row.get(FILE), images.file_of.get(index)):
             raise DataError(
                 f"{where} says that image {index} is {row[FILE]}; its pixels are those of {images.file_of[index]}",
                 "the records were edited, or the files were renamed: certify or attack again",
             )
 
 
-def _same_file(stated_name: str | None, current: str | None) -> bool:
+def _same_file_name(stated_name: str | None, current: str | None) -> bool:
     """Tell whether two names are one: alike, or one from further up, with the splits' folder."""
     if stated_name is None or current is None:
         return True

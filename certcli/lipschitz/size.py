@@ -103,7 +103,7 @@ class Size:
         """
         if axis is None:
             return Size(self.arith, shape, total=lambda: self.total, peak=self._peak)
-        fibre = self._fibre
+        fibre: Thunk = self._fibre
         if fibre is not None and factor != 1:
             longest = fibre
             fibre = lambda: longest() * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
@@ -121,7 +121,7 @@ class Size:
         )
 
     def _root(self, count: int) -> Scalar:
-        return self.arith.sqrt(self.arith.const(float(count)))
+        return self.arith.root(count)
 
     def _least(self, candidates: list[Scalar]) -> Scalar:
         if not candidates:

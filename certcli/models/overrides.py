@@ -23,6 +23,7 @@ class Hints:
         image_size: Side of the images, and of the pixels in which radii are measured, where it is
             not the network's own: its first layer resizes them. It goes with every file.
         adapter: To be merged into the file's weights, by the names that it has.
+        logits: Open a network that does not decide by its largest logit: only the logits count.
     """
 
     arch: str | None = None
@@ -34,6 +35,7 @@ class Hints:
     features: bool = False
     image_size: int | None = None
     adapter: Adapter | None = None
+    logits: bool = False
 
     def __post_init__(self) -> None:
         try:

@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
-from certcli.evaluation.intervals import part_of
-from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation import intervals, radii
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 from certcli.system.errors import plain_lines
@@ -59,7 +58,7 @@ def outcomes(audit: Audit) -> Iterator[AuditOutcome]:
     if audit.attack is not None:
         names = ", ".join(audit.attack.attacks)
         for radius, count in audit.attack.fooled.items():
-            fooled = part_of(count, audit.attack.clean.hits, "correct images")
+            fooled = intervals.part_of(count, audit.attack.clean.hits, "correct images")
             if count:
                 yield AuditOutcome(
                     "certvit/fooled", f"{names} fooled {fooled} at l2 {radius}", f"{names}@{radius}"
@@ -113,15 +112,15 @@ def as_sarif(audit: Audit) -> str:
         },
         "artifacts": [{"location": where, "hashes": {"certvit-function": audit.checkpoint}}],
         "results": [
-            {**_result(outcome), "locations": [{"physicalLocation": location}]}
+            {**_sarif_result(outcome), "locations": [{"physicalLocation": location}]}
             for outcome in outcomes(audit)
         ],
-        "properties": {"headline": audit.headline, **about(audit)},
+        "properties": {"headline": audit.headline, **machine_properties(audit)},
     }
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(outcome: AuditOutcome) -> dict[str, Any]:
+def _sarif_result(outcome: AuditOutcome) -> dict[str, Any]:
     subject = f"{outcome.rule}\n{outcome.subject}".encode()
     return {
         "ruleId": outcome.rule,
@@ -133,7 +132,7 @@ def _result(outcome: AuditOutcome) -> dict[str, Any]:
     }
 
 
-def about(audit: Audit) -> dict[str, str]:
+def machine_properties(audit: Audit) -> dict[str, str]:
     """Return date, machine and versions under flat names."""
     return {
         **({"date": audit.date} if audit.date else {}),
@@ -171,7 +170,7 @@ def as_junit(audit: Audit) -> str:
     }
     suite = element(root, "testsuite", counts)
     properties = element(suite, "properties")
-    for key, value in (figures(audit) | about(audit)).items():
+    for key, value in (figures(audit) | machine_properties(audit)).items():
         element(properties, "property", {"name": key, "value": xml_text(value)})
 
     def case(what: str, seconds: float = 0.0) -> ElementTree.Element:
@@ -201,9 +200,9 @@ def figures(audit: Audit) -> dict[str, str]:
     if audit.bound is not None:
         values["upper"] = audit.bound.upper_text
     if audit.slope is not None:
-        values["slope"] = rounded_down(audit.slope.lower, 6)
+        values["slope"] = radii.rounded_down(audit.slope.lower, 6)
     if audit.attention_weight is not None:
-        values["attention_weight"] = rounded_up(audit.attention_weight, 6)
+        values["attention_weight"] = radii.rounded_up(audit.attention_weight, 6)
     for row in share_rows(audit):
         values[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
     return values

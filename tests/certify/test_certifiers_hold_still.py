@@ -18,9 +18,9 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
-from certcli.rounding.running_error import RULES
+from certcli.rounding.operation_errors import rules
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError
 
 SIZE = (1, 4, 4)
@@ -34,8 +34,8 @@ def network() -> PixelModel:
 
 
 CERTIFIERS = {
-    "lipschitz": lambda model: LipschitzCertifier(model, prove(model, 3)),
-    "box": lambda model: BoxCertifier(model, prove(model, 3)),
+    "lipschitz": lambda model: LipschitzCertifier(model, prove_network(model, 3)),
+    "box": lambda model: BoxCertifier(model, prove_network(model, 3)),
     "zonotope": lambda model: LocalCertifier(model, SIZE, Local(effort="zonotope"), steps=1),
     "norms": lambda model: LocalCertifier(model, SIZE, Local(effort="norms"), steps=1),
     "local-lip": lambda model: LocalLipCertifier(model, 3, SIZE),
@@ -148,8 +148,8 @@ def test_statistics_are_checked_where_the_layer_is_made(std: float) -> None:
 
 
 def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(RULES, "relu")
-    with pytest.raises(NoBoundError, match="relu"):
+    monkeypatch.delitem(rules.modules, nn.ReLU)
+    with pytest.raises(NoBoundError, match="ReLU"):
         found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *SIZE))
 
 

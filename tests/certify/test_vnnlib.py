@@ -5,14 +5,16 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
-from certcli.system.errors import DataError
-from tests.helpers.commands import document
+from certcli.system.errors import DataError, GateError, UndecidedError
+from tests.helpers.commands import attempt, document
+from tests.helpers.onnx_graph import Node, graph_of
 
 FIRST = """; of two inputs
 (declare-const X_0 Real)
@@ -110,22 +112,14 @@ def test_what_is_no_such_query_is_refused_in_a_line(tmp_path: Path, text: str) -
     assert "\n" not in str(failure.value)
 
 
-def exported(folder: Path) -> Path:
-    """Write y = (x0 + x1, x0 - x1), which the box takes to [-0.2, 0.2] and [-0.4, 0]."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    weight = helper.make_tensor("w", kind, (2, 2), [1.0, 1.0, 1.0, -1.0])
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
-        "g",
-        [helper.make_tensor_value_info("x", kind, ("b", 2))],
-        [helper.make_tensor_value_info("y", kind, ("b", 2))],
-        [weight],
-    )
+def exported(folder: Path, *between: str) -> Path:
+    """Write y = (x0 + x1, x0 - x1), which the box takes to [-0.2, 0.2] and [-0.4, 0], then `between`."""
+    nodes: list[Node] = [("MatMul", ["x", "w"], ["0"])]
+    nodes += [(op, [str(at)], [str(at + 1)]) for at, op in enumerate(between)]
+    nodes.append(("Identity", [str(len(between))], ["y"]))
+    weight = np.array([[1, 1], [1, -1]], np.float32)
     path = folder / "net.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path.write_bytes(model.SerializeToString())
+    path.write_bytes(graph_of(nodes, sizes=("b", 2), w=weight))
     return path
 
 
@@ -197,3 +191,16 @@ def test_a_query_is_about_the_network_s_inputs_and_outputs(tmp_path: Path) -> No
     for net, size in ((nn.Linear(3, 2), (3,)), (nn.Linear(2, 3), (2,))):
         with pytest.raises(DataError, match="the query is about"):
             query_network(net, size, query)
+
+
+def test_a_network_without_a_proof_is_attacked_and_then_unknown(tmp_path: Path) -> None:
+    """A staircase has no theorem: what says so is shown, and a counterexample counts all the same."""
+    net = exported(tmp_path, "Ceil")
+    for unsafe, error, why in (
+        ("(>= Y_0 1.5)", UndecidedError, "ceil"),
+        ("(>= Y_0 -0.5)", GateError, ""),
+    ):
+        spec = written(tmp_path, f"{FIRST}(assert {unsafe})")
+        failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
+        assert isinstance(failure, error)
+        assert why in failure.hint

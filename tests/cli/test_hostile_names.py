@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from certcli.cli.main import COMMANDS
-from certcli.system.errors import CertvitError, plain, plain_lines
+from certcli.system.errors import CertvitError, plain_lines, plain_text
 from tests.helpers.commands import Done, console
 
 FORGED = "Proven 200 of 200"
@@ -27,6 +27,7 @@ NAMES = (
     "x\u202egnp.\u2066y.png",
     "x\u2028::error::y.png",
     "x\x85y\u200bz.png",
+    "[red]x[bold] :smile:.png",
 )
 HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
 
@@ -44,18 +45,30 @@ def require_text(done: Done) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_becomes_one_plain_line(name: str) -> None:
-    shown = plain(name)
+    shown = plain_text(name)
     assert shown.isprintable()
-    assert plain(shown) == shown, "escaped twice is escaped once"
+    assert plain_text(shown) == shown, "escaped twice is escaped once"
     assert plain_lines(f"{name}\nb").endswith("\nb")
     failure = CertvitError(f"no file {name}", f"give {name}")
-    assert failure.message == str(failure) == plain(f"no file {name}")
+    assert failure.message == str(failure) == plain_text(f"no file {name}")
     assert failure.hint.isprintable()
 
 
-@pytest.mark.parametrize("text", ["a photo.png", "torchvision::nms", "a, b: c", "# 12 [x]", "Zoë"])
+PLAIN = {
+    **{
+        text: text
+        for text in ("a photo.png", "torchvision::nms", "a, b: c", "# 12 [x]", "≥ 1, 中文, é")
+    },
+    "a\x1bb\x9bc\udcff": "a\\x1bb\\x9bc\\udcff",
+    "a\tc\x85": "a\\tc\\x85",
+}
+"""Text, and how it is shown."""
+
+
+@pytest.mark.parametrize("text", PLAIN)
 def test_plain_text_stays(text: str) -> None:
-    assert plain(text) == text
+    assert plain_text(text) == PLAIN[text]
+    assert plain_lines(f"{text}\nb") == f"{PLAIN[text]}\nb"
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"doctor"}))
@@ -116,6 +129,7 @@ def test_the_images_of_predict_have_a_row_each(hostile_folder: Path) -> None:
     found = json.loads(done.out)["predictions"]
     assert {Path(row["image"]).name for row in found} == set(NAMES)
     done = console("predict", f"{HOSTILE}.safetensors", "d", folder=hostile_folder)
+    assert "[red]x[bold] :smile:.png" in done.out
     assert sum("d/" in line for line in done.out.split("\n")) == len(found)
 
 

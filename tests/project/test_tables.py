@@ -183,7 +183,7 @@ def test_what_a_row_says_of_the_paper() -> None:
             runs |= dict.fromkeys(keys, worse)
         return render.status(tables[row.table], row, runs, published)
 
-    assert said("certvit-2/vit-t16", [], {"parameters": 5.7}) == "not run"
+    assert said("certvit-2/vit-t16", [], {"parameters": 5.7}) == "not run: needs a run"
     assert (
         said("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7})
         == "reproduced (parameters)"

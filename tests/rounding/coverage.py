@@ -10,7 +10,6 @@ from typing import Any
 from certcli.rounding import PRECISIONS
 from certcli.rounding.algorithms import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
-from certcli.rounding.running_error import PUT_TOGETHER, RULES
 from tests.helpers.layouts import FORMATS, KERNELS
 
 HEAD = """# Which executions a rounding bound covers
@@ -25,10 +24,9 @@ algorithms for which its bound holds, and tests execute every rule in all of the
 """
 RUNS = """**What is run.** `tests/rounding/test_every_rule.py` runs networks of the rules at neighbours, in
 {precisions} (tf32 with factors truncated in the test), in batches of one and of several (65 under `make soundness`), with
-sums in turn, backwards and in blocks, and with biases of 3,000 that cancel. `tests/rounding/test_every_operation.py` runs
-the rules that follow errors, on numbers about 0 and about 3,000, in float32 against the same formulas in float32's units,
-and in float64 against another execution. Both run in each of these memory formats of the input tensors: {formats}; and
-with these kernels: {kernels}. The default suite takes them in turn, `make soundness` takes every pair."""
+sums in turn, backwards and in blocks, and with biases of 3,000 that cancel, in each of these memory formats of the input
+tensors: {formats}; and with these kernels: {kernels}. The default suite takes them in turn, `make soundness` takes every
+pair."""
 REFUSED = """
 **What is refused.** An operation without a rule, and a convolution in float32 with oneDNN off and NNPACK on: torch then
 runs batches of 16 and more by Winograd's and Fourier's transforms, whose error was 1.4 times the bound of sums of
@@ -46,14 +44,14 @@ more than is proven. Ten are one row whose kernel does not run
 float32 at 3,000, which passed when it was run again. cuDNN may also take Winograd's transforms.
 """
 TABLE = """
-## {title}
+## Rules
 
 | rule | entries | algorithms | precisions run |
 |---|---|---|---|
 """
 
 
-def _entries_of_neighbours() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _entries() -> Iterator[tuple[str, Callable[..., Any]]]:
     for kind, module_rule in rules.modules.items():
         yield kind.__name__, module_rule.apply
     for function, rule in rules.functions.items():
@@ -62,18 +60,13 @@ def _entries_of_neighbours() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f".{method}", rule
 
 
-def _entries_of_followed() -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield from RULES.items()
-    yield from PUT_TOGETHER.items()
-
-
-def _rows(entries: Iterator[tuple[str, Callable[..., Any]]], precisions: str) -> Iterator[str]:
+def _rows(precisions: str) -> Iterator[str]:
     grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
-    for name, rule in entries:
+    for name, rule in _entries():
         function = inspect.unwrap(rule)
         file = Path(inspect.getfile(function)).stem
         title = function.__name__
-        if title in ("<lambda>", "rounding", "passed"):
+        if title in ("<lambda>", "rounding", "apply", "of_module", "of_call"):
             title = "curve" if "curve" in file else name
         grouped[file, title, covered(rule)].add(name)
     for (file, title, algorithms), names in sorted(grouped.items()):
@@ -93,10 +86,8 @@ def page() -> str:
         *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
         REFUSED,
     ]
-    lines.append(TABLE.format(title="At an image's neighbours").strip("\n"))
-    lines += _rows(_entries_of_neighbours(), every)
-    lines.append(TABLE.format(title="At the image itself").rstrip("\n"))
-    lines += _rows(_entries_of_followed(), "float64, float32")
+    lines.append(TABLE.strip("\n"))
+    lines += _rows(every)
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
@@ -31,9 +31,10 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.norms import FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
-from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
+from certcli.rounding.neighbours import _STEPS, _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.precisions import FLOAT64, Precision
+from certcli.rounding.stepwise import Stepwise
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest
 from tests.certify.test_local_lip import SIZE
 from tests.rounding.test_neighbours import CASES, judged, network
@@ -131,9 +132,9 @@ def test_what_has_no_theorem_is_refused(name: str) -> None:
 
 
 def test_an_operation_of_constants_is_refused() -> None:
-    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None))
+    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None, kind="add"))
     with pytest.raises(NoRule, match="without a tensor that depends on the image"):
-        _Stepwise(Operation(FP16, Moved([]))).followed(
+        Stepwise(Operation(FP16, Moved([]))).followed(
             rules.functions[torch.add], rules.functions[torch.add]
         )(context, 1.0)
 
@@ -162,7 +163,7 @@ def test_images_share_sizes_that_are_no_less_than_their_own(
 def test_a_graph_that_is_given_is_of_this_network_with_the_leaves_of_one_domain() -> None:
     model = network(CASES["linear"])
     other = network(CASES["linear"])
-    traced = prove(model, 5).traced
+    traced = prove_network(model, 5).traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (), traced)._traced is traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (zonotope_rules,), traced)._traced is not traced
     assert NeighbourErrors(other, SIZE, FLOAT32, (), traced)._traced is not traced

@@ -96,7 +96,7 @@ EDGES = {"float32": 2.0**-17, "bf16": 0.5 + 2.0**-9}
 """Half a unit of 128; in bf16 half of 1, and the pixel is rounded before."""
 
 
-def shifted(precision: str) -> Classifier:
+def shifted_classes(precision: str) -> Classifier:
     """Class 1 where fl(x + 128) > 128, as it is executed: from `EDGES` on."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.Linear(1, 2))
     for layer, weight, bias in (
@@ -108,7 +108,7 @@ def shifted(precision: str) -> Classifier:
     return Classifier(model, precision)
 
 
-def at(pixel: float, count: int) -> Images:
+def edge_image(pixel: float, count: int) -> Images:
     images = torch.full((count, 1, 1, 1), pixel)
     ones = torch.ones(count, dtype=torch.int64)
     return Images(
@@ -117,7 +117,7 @@ def at(pixel: float, count: int) -> Images:
 
 
 @contextmanager
-def watched() -> Iterator[list[Tensor]]:
+def watched_noise() -> Iterator[list[Tensor]]:
     """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are
     one sample.
     """
@@ -148,10 +148,10 @@ def arranged(
     """Certificates of one run, broken off, resumed by three processes: and what is wrong with the
     arrangement.
     """
-    classify = shifted(settings.precision)
+    classify = shifted_classes(settings.precision)
     edge = EDGES[settings.precision]
     images, paths = (
-        at(edge + true, count),
+        edge_image(edge + true, count),
         [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
     )
     for path in paths:
@@ -178,13 +178,13 @@ def arranged(
             if failure is not None:
                 raise failure
 
-    with watched() as dealt:
+    with watched_noise() as dealt:
         several(paths[0])
-    with watched() as before:
+    with watched_noise() as before:
         run(paths[1], ALONE, max(1, count // (2 * make().at_once)))  # half of the batches
     kept = paths[1].read_bytes()
     paths[1].write_bytes(kept[: -len(kept) // 5])  # and torn
-    with watched() as after:
+    with watched_noise() as after:
         several(paths[1])
     rows = [[{**row, "seconds": 0} for row in read_records(path, "certify")[1]] for path in paths]
     wrong = []
@@ -197,7 +197,7 @@ def arranged(
     return [Certificate.from_json(row) for row in rows[1]], "; ".join(wrong)
 
 
-def drawn(runs: int, seed: int) -> bool:
+def drawn_coverage(runs: int, seed: int) -> bool:
     """Coverage of certificates whose noise is drawn; tell whether all is well."""
     seeds = itertools.count(seed)
     well = True
@@ -229,14 +229,14 @@ def wrong_ones(found: Sequence[Certificate], true: float) -> int:
     return sum(row.radius > true or row.prediction == 0 for row in found)
 
 
-def main() -> int:
+def coverage_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", action="store_true")
     asked = parser.parse_args()
     if asked.drawn:
-        return 0 if drawn(asked.runs, asked.seed) else 1
+        return 0 if drawn_coverage(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
     pixels = torch.zeros(BATCH, 1, 1, 1)
     broken = 0
@@ -269,4 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(coverage_campaign())

@@ -24,13 +24,13 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import run as comparison
 from certcli.cli.log import view
-from certcli.evaluation.claim import statuses, verdict
-from certcli.evaluation.evidence import as_json, command_of
+from certcli.evaluation.claim import statuses, unverified_reasons
+from certcli.evaluation.evidence import command_of, evidence_document
 from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification
 from tests.helpers.workshop import Workshop
-from tests.soundness.edits import MARK, VALUES, Case, Raw, edit, main
+from tests.soundness.edits import MARK, VALUES, Case, Raw, edit, run_edits
 from tests.soundness.evidence_oracle import Laboratory, Screen, raw_of, unmarked, untrue
 
 LONGEST = 30_000
@@ -145,7 +145,7 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
         )
 
 
-def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
+def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
     """Return how an edited record ends, and every false figure that is shown."""
     try:
         record = Record.from_json(json.dumps(raw))
@@ -164,7 +164,7 @@ def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
     found = statuses(claims, len(record.evidence))
     measured = False
     for entry, about, status in zip(record.evidence, raw["evidence"], found, strict=True):
-        sentence = view.sentence(entry)
+        sentence = view.evidence_sentence(entry)
         if entry.digest != checkpoint.digest:
             continue
         if entry.command not in COMMANDS and (
@@ -172,7 +172,7 @@ def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
         ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
-            document = as_json(entry, checkpoint.digest)
+            document = evidence_document(entry, checkpoint.digest)
             wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
         elif (
@@ -182,7 +182,7 @@ def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
             lies += [f"{sentence}: not called measured"] * ("(measured" not in sentence)
     if any(claim.status == "refuted" for claim in claims):
         return "refuted", lies
-    if verdict(claims):
+    if unverified_reasons(claims):
         return "not verified", lies
     return ("true, or the author's word" if measured else "true"), lies
 
@@ -210,7 +210,7 @@ def edited_evidence(lab: Laboratory) -> Iterator[Case]:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 edit_record(raw, lab, rng)
         try:
-            return judge(lab, number, raw)
+            return judge_record(lab, number, raw)
         except CertvitError:  # only the door refuses
             return "bug", [traceback.format_exc(limit=-3)]
 
@@ -228,4 +228,4 @@ if __name__ == "__main__":
         laboratory = Laboratory(
             Path(name), made / "plain.safetensors", made / "certified.safetensors"
         )
-        sys.exit(main(__doc__, edited_evidence(laboratory)))
+        sys.exit(run_edits(__doc__, edited_evidence(laboratory)))

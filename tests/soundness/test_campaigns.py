@@ -19,7 +19,14 @@ from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming
 from tests.helpers.grids import EVERY
 from tests.soundness import attack_campaign, coverage_campaign
-from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built
+from tests.soundness.attack_campaign import (
+    COUNTED_ELSEWHERE,
+    ROWS,
+    Row,
+    Seen,
+    attack_row,
+    built_network,
+)
 
 BALLS = ("lipschitz", "box", "local", "local-lip", "bcp")
 
@@ -39,13 +46,13 @@ def test_no_attack_succeeds_inside_a_certificate(
     rows = [row for row in ROWS if row.method == method]
     seen = Seen()
     for seed, row in enumerate(rows[:: {"local": 11, "patch": 3}.get(method, 2)]):
-        attack(replace(row, starts=4), seed, seen)
+        attack_row(replace(row, starts=4), seed, seen)
     assert not seen.broken
     assert seen.of(method)
 
 
-def linear(seed: int) -> PixelModel:
-    return built(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), seed)
+def linear_row(seed: int) -> PixelModel:
+    return built_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), seed)
 
 
 def inflated(row: Row, factor: float) -> Row:
@@ -61,7 +68,7 @@ def inflated(row: Row, factor: float) -> Row:
         certifier.batch = batch  # type: ignore[method-assign]
         return certifier
 
-    return replace(row, make=make, network=linear, starts=8)
+    return replace(row, make=make, network=linear_row, starts=8)
 
 
 @pytest.mark.parametrize("method", BALLS)
@@ -74,10 +81,10 @@ def test_an_inflated_radius_is_found(method: str) -> None:
     ]
     for row in rows[:: 3 if method == "local" else 1]:
         seen = Seen()
-        attack(inflated(row, 1.0), 1, seen)
+        attack_row(inflated(row, 1.0), 1, seen)
         assert seen.attacks
         assert not seen.broken
-        attack(inflated(row, 1.5), 1, seen)
+        attack_row(inflated(row, 1.5), 1, seen)
         assert seen.broken, row.name
 
 
@@ -88,7 +95,7 @@ def test_a_method_that_claims_every_patch_is_found() -> None:
         honest: Any = row.make(model)
         return PatchClaiming(honest.procedure, honest.passes, honest.patches)
 
-    attack(replace(row, make=make, starts=4), 0, seen)
+    attack_row(replace(row, make=make, starts=4), 0, seen)
     assert seen.broken
 
 
@@ -103,7 +110,7 @@ def test_rounding_that_is_left_out_is_found(arithmetic: str) -> None:
         return certifier
 
     seen = Seen()
-    attack(replace(row, make=make, network=linear, starts=64), 1, seen)
+    attack_row(replace(row, make=make, network=linear_row, starts=64), 1, seen)
     assert seen.broken
 
 
@@ -162,7 +169,7 @@ def test_draws_that_serve_twice_are_found(
 def test_a_network_that_runs_in_another_precision_than_it_says_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    classify = coverage_campaign.shifted("float32")
-    monkeypatch.setattr(coverage_campaign, "shifted", lambda precision: classify)
+    classify = coverage_campaign.shifted_classes("float32")
+    monkeypatch.setattr(coverage_campaign, "shifted_classes", lambda precision: classify)
     found, _ = coverage_campaign.arranged(replace(SETTINGS, precision="bf16"), 0.2, 24, tmp_path)
     assert coverage_campaign.wrong_ones(found, 0.2) > 12

@@ -8,17 +8,9 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import methods
-from certcli.certify.certificate import (
-    Certificate,
-    Certifier,
-    certified_accuracy,
-)
-from certcli.certify.local_options import BRANCH, Effort
-from certcli.certify.method_choice import MethodChoice, choose_method
+from certcli.certify import certificate, local_options, method_choice, methods, record_check
 from certcli.certify.methods import certify_images, certify_run
 from certcli.certify.options import CertifierOptions as MethodOptions
-from certcli.certify.record_check import disagreements
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
 from certcli.cli.certify.demands import (
@@ -54,14 +46,16 @@ class CertifyTask:
     demand: CertifiedDemand
 
 
-def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoice:
+def choose_methods(
+    task: CertifyTask, options: CertifyOptions, sink: Sink
+) -> method_choice.MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
     if first != AUTO:
-        return MethodChoice(first, "", tuple(others), options.local.effort)
+        return method_choice.MethodChoice(first, "", tuple(others), options.local.effort)
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
-    choice = choose_method(
+    choice = method_choice.choose_method(
         task.checkpoint, machine.pick(), task.images, smallest, machine.batch_size
     )
     sink.text(f"--method {choice.method}: {choice.reason}")
@@ -69,13 +63,13 @@ def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoi
 
 
 def run_all(
-    choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    choice: method_choice.MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> list[Result]:
     """Certify by each method that says something. None where another process leads."""
     results: list[Result] = []
     for method in (choice.method, *choice.beside):
         try:
-            result = _run(method, choice, task, options, sink)
+            result = _certify_by(method, choice, task, options, sink)
         except NoBoundError as failure:
             # gate and document speak of the first: no other may stand in its place
             if method == choice.method:
@@ -86,8 +80,11 @@ def run_all(
     return results
 
 
-def _options_of(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions
+def _method_options(
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
 ) -> MethodOptions | None:
     if method == "local":
         return _local_options(choice.effort, task, options)
@@ -100,7 +97,9 @@ def _options_of(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
+def _local_options(
+    effort: local_options.Effort, task: CertifyTask, options: CertifyOptions
+) -> MethodOptions:
     """Return the options of `local`: the radii of -e are decided, others searched."""
     return replace(
         options.local,
@@ -108,7 +107,7 @@ def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -
         at=[threat.radius for threat in task.threats if threat.radius > 0]
         if _decides(options)
         else options.local.at,
-        seconds=options.local.seconds if effort == BRANCH else None,
+        seconds=options.local.seconds if effort == local_options.BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
 
@@ -118,8 +117,12 @@ def _decides(options: CertifyOptions) -> bool:
     return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
-def _run(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+def _certify_by(
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
+    sink: Sink,
 ) -> Result | None:
     """Certify all images by a method, records written at once; None where another leads.
 
@@ -130,7 +133,7 @@ def _run(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _options_of(method, choice, task, options)
+        chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare_method(
             method,
             task.checkpoint,
@@ -144,7 +147,7 @@ def _run(
     if not team().leads:
         list(certify_images(certifier, images, batch_size, team=team()))
         return None
-    rows: list[Certificate] = []
+    rows: list[certificate.Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
     with RecordFile(
@@ -175,11 +178,13 @@ def _run(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(disagreements, certifier, claims, images, batch_size, str(records)),
+            partial(
+                record_check.disagreements, certifier, claims, images, batch_size, str(records)
+            ),
             gate=demand.share > 0,
             every=demand.every,
         )
-    accuracy = certified_accuracy(rows, task.threats)
+    accuracy = certificate.certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
     if accuracy.abstained == 1:
@@ -191,7 +196,7 @@ def _run(
 
 
 def _require_reach(
-    certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
+    certifier: certificate.Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
     """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
@@ -225,7 +230,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     if target.vnnlib is not None:
         query.require_read(typed)
         output.claim(options.source, target)
-        query.answer(options, sink)
+        query.answer_query(options, sink)
         return
     if target.result is not None:
         raise UsageError(
@@ -252,15 +257,21 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         target.attack_records, checkpoint.digest, images, options.local.norm
     )
     task = CertifyTask(checkpoint, images, threats, demand)
-    choice = choose(task, options, sink)
+    choice = choose_methods(task, options, sink)
     results = run_all(choice, task, options, sink)
     if not results:  # a process that leads no others
         return
     first = results[0]
     demand.check(first.accuracy, gate)
-    document = view.document(results, choice.reason or None, checkpoint.digest, images)
-    sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    view.table(results, images, attacked, sink)
+    sink.document(
+        {
+            **view.document(results, choice.reason or None, checkpoint.digest, images),
+            "seen": shares_seen,
+            "doubts": sink.doubts,
+        },
+        gate,
+    )
+    view.show_certificates(results, images, attacked, sink)
     if choice.method not in (
         "smoothing",
         "patch",
@@ -269,35 +280,31 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
             first.accuracy.clean, images, checkpoint, sink, [row.prediction for row in first.rows]
         )
     if target.plot is not None:
-        view.plot(
+        view.draw_shares(
             results,
             attacked,
-            _name(options.source.ckpt),
+            _network_name(options.source.ckpt),
             images,
             target.plot,
             threats[-1].radius,
             sink,
         )
-    if output.output is not None:
-        about = {
-            "dataset": images.name,
-            "split": images.split,
-            "limit": data.limit,
-            "seed": data.seed,
-        }
-        written: Checkpoint = checkpoint
-        for result in reversed(results):  # the first named comes last, where `log` looks for it
-            written = written.with_evidence(
-                "certify",
-                {**about, "method": result.certifier.method},
-                view.evidence(result, images),
-            )
-        output.write(written, output.output)
-        sink.note(f"wrote {output.output}")
+    about = {
+        "dataset": images.name,
+        "split": images.split,
+        "limit": data.limit,
+        "seed": data.seed,
+    }
+    written: Checkpoint = checkpoint
+    for result in reversed(results):  # the first named comes last, where `log` looks for it
+        written = written.with_evidence(
+            "certify", {**about, "method": result.certifier.method}, view.evidence(result, images)
+        )
+    output.write_evidence(written, sink)
     gate.enforce()
 
 
-def _name(ckpt: str) -> str:
+def _network_name(ckpt: str) -> str:
     """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
     path = Path(ckpt)
     return path.parent.name if path.stem == "model" and path.parent.name else path.stem

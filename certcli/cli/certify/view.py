@@ -7,6 +7,7 @@ from typing import Any
 
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation import record_lines, records
 from certcli.evaluation.intervals import number_of, share_text
 from certcli.evaluation.radii import (
     Norm,
@@ -15,8 +16,6 @@ from certcli.evaluation.radii import (
     proven_percent,
     proven_radius,
 )
-from certcli.evaluation.record_lines import describe
-from certcli.evaluation.records import read_records, require_same_images, require_same_network
 from certcli.evaluation.resumed import Resumed
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
@@ -76,7 +75,7 @@ def document(
     """
     fields: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "dataset": describe(images),
+        "dataset": record_lines.describe_images(images),
         **results[0].to_json(),
     }
     if reason is not None:
@@ -88,7 +87,7 @@ def document(
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
     """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
-    fields = {**result.to_json(), "dataset": describe(images)}
+    fields = {**result.to_json(), "dataset": record_lines.describe_images(images)}
     drawn = {
         key: share
         for key, share in fields["certified"].items()
@@ -98,16 +97,16 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     return {name: fields[name] for name in EVIDENCE if name in fields}
 
 
-def table(
+def show_certificates(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
     """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
     where = f"{images.name} ({images.split}), {number_of(len(images))}"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
-        _table(results[0], where, shares, sink)
+        _show_method(results[0], where, shares, sink)
     else:
-        _side_by_side(results, where, shares, sink)
+        _show_methods(results, where, shares, sink)
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
@@ -124,7 +123,7 @@ def table(
         )
 
 
-def _side_by_side(
+def _show_methods(
     results: Sequence[Result], where: str, attacked: Mapping[Threat, float], sink: Sink
 ) -> None:
     threats = results[0].accuracy.threats
@@ -162,7 +161,7 @@ def _side_by_side(
         )
 
 
-def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
+def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
     accuracy = result.accuracy
 
     def row(
@@ -205,7 +204,7 @@ def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: S
     sink.text(result.certifier.statement)
 
 
-def plot(
+def draw_shares(
     results: Sequence[Result],
     attacked: dict[Threat, dict[int, bool]],
     network: str,
@@ -265,9 +264,9 @@ def attacked_shares(
     """
     if path is None:
         return {}
-    run, rows = read_records(path, "attack")
-    require_same_network(run, checkpoint, path)
-    require_same_images(rows, images, path)
+    run, rows = records.read_records(path, "attack")
+    records.require_same_network(run, checkpoint, path)
+    records.require_same_images(rows, images, path)
     outcomes: dict[Threat, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
     for row in rows:

@@ -9,9 +9,7 @@ from torch import nn
 
 from certcli.checkpoint.record import SEEN
 from certcli.cli.constrain.options import Aim, preset_settings
-from certcli.cli.shared import fidelity
-from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
-from certcli.cli.shared.inputs import say_wider
+from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.constrain import network
 from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
@@ -38,13 +36,13 @@ FIELDS = (
 
 
 def write_constrained(
-    source: Source,
+    source: groups.Source,
     settings: ConstrainSettings,
     aim: Aim,
-    data: Calibration,
-    machine: BatchDevice,
-    output: Output,
-    talk: Talk,
+    data: groups.Calibration,
+    machine: groups.BatchDevice,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Constrain the chosen layers, write the network, and report norms, bound and agreement."""
     sink = talk.sink()
@@ -81,7 +79,7 @@ def write_constrained(
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     shape = (record.input.size, record.classes)
-    before = network.network_upper(model, *shape) if team().leads else None
+    before: Any = network.network_upper(model, *shape) if team().leads else None
     if aim.eta is not None or aim.preset is not None:
         results, judged = _constrain_to_error(calibration, settings, sink), None
     else:
@@ -105,7 +103,7 @@ def write_constrained(
     derived = checkpoint.derive(
         build.tensors_of(model, copy=False), "constrain", parameters, data.seed
     )
-    say_wider(checkpoint, derived, sink)
+    inputs.say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     sink.document(
         {
@@ -116,12 +114,12 @@ def write_constrained(
             "clean_before": end_to_end["accuracy_before"],
             "clean_after": end_to_end["accuracy_after"],
             "layers": [
-                {"path": _short(r.path), **{name: getattr(r, name) for name in FIELDS}}
+                {"path": _layer_name(r.path), **{name: getattr(r, name) for name in FIELDS}}
                 for r in results
             ],
         }
     )
-    fidelity.show(end_to_end, sink)
+    fidelity.show_fidelity(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {bounds[1]}")
     _show_norms(
         f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, "
@@ -197,7 +195,7 @@ def _show_norms(title: str, results: Sequence[Any], sink: Sink) -> None:
         ["layer", "before", "after", "error", "on others", "iterations", "gap"],
         [
             (
-                _short(r.path),
+                _layer_name(r.path),
                 f"{r.before:.4g}",
                 f"{r.after:.4g}",
                 percent(r.error) + ("" if r.feasible else " infeasible"),
@@ -215,9 +213,11 @@ def _remark_on_layers(
 ) -> None:
     """Name layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
-        sink.warn(f"never called as a module, hence unchanged: {', '.join(map(_short, absent))}")
+        sink.warn(
+            f"never called as a module, hence unchanged: {', '.join(map(_layer_name, absent))}"
+        )
     for path, reason in refused.items():
-        sink.warn(f"left as it is: {_short(path)}: {reason}")
+        sink.warn(f"left as it is: {_layer_name(path)}: {reason}")
     remarks: dict[str, list[Any]] = {
         "fewer independent inputs than width in {}: more, or more varied, images help": [
             r for r in results if r.rank < r.inputs
@@ -231,9 +231,9 @@ def _remark_on_layers(
     for remark, layers in remarks.items():
         several = len(layers) > 1
         if layers:
-            first = f"{_short(layers[0].path)}{', ...' * several}"
+            first = f"{_layer_name(layers[0].path)}{', ...' * several}"
             sink.note(remark.format(f"{len(layers)} layer{'s' * several} ({first})"))
 
 
-def _short(path: str) -> str:
+def _layer_name(path: str) -> str:
     return path.removeprefix("net.")

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from certcli.attack.torchattacks_spec import INSTALL, PREFIX
+from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Talk
-from certcli.cli.shared.output import Gate
 from certcli.system.errors import GateError
 from certcli.system.interpreter import run_isolated
 
@@ -34,17 +33,17 @@ class Finding:
 
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
-def doctor(talk: Talk = Talk()) -> None:
+def doctor(talk: groups.Talk = groups.Talk()) -> None:
     """Check that the installed packages fit together, and describe this machine; exit 7 if
     something is broken."""
     sink = talk.sink()
-    gate = Gate()
+    gate = output.Gate()
     findings = [
-        Finding("certvit", _version("certvit")),
+        Finding("certvit", _installed_version("certvit")),
         Finding("Python", platform.python_version()),
-        Finding("torch", _version("torch")),
-        _torchvision(),
-        Finding("timm", _version("timm")),
+        Finding("torch", _installed_version("torch")),
+        _torchvision_finding(),
+        Finding("timm", _installed_version("timm")),
         *_torchattacks(),
         *_machine(),
     ]
@@ -64,16 +63,16 @@ def doctor(talk: Talk = Talk()) -> None:
     gate.enforce()
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "missing"
 
 
-def _torchvision() -> Finding:
+def _torchvision_finding() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
-    installed = _version("torchvision")
+    installed = _installed_version("torchvision")
     done = run_isolated("import timm")
     if done.returncode == 0:
         return Finding("torchvision", installed)
@@ -90,8 +89,8 @@ def _torchvision() -> Finding:
 
 
 def _torchattacks() -> list[Finding]:
-    version_here = _version("torchattacks")
-    requests = _version("requests")
+    version_here = _installed_version("torchattacks")
+    requests = _installed_version("requests")
     if version_here == "missing":
         remark = f"attacks named {PREFIX}NAME are refused, all others work: {INSTALL}"
         return [Finding("torchattacks", version_here, remark)]

@@ -14,19 +14,18 @@ from certcli.evaluation.fidelity import (
     worth_of_judges,
 )
 from certcli.evaluation.radii import percent_ends
-from certcli.images.calibration import PHOTOGRAPHS
-from certcli.images.labelled import Images
+from certcli.images import calibration, labelled
 from certcli.models.pixels import PixelModel
 
 
 def measure_reference(
-    model: "PixelModel",
-    images: "Images",
-    held_out: "Images",
-    record: "Record",
+    model: PixelModel,
+    images: labelled.Images,
+    held_out: labelled.Images,
+    record: Record,
     batch_size: int,
     sink: Sink,
-) -> "ReferenceLogits":
+) -> ReferenceLogits:
     """Return the original logits of the held-out images; of all images where none is held out."""
 
     judges = held_out if len(held_out) else images
@@ -45,11 +44,11 @@ def measure_reference(
 
 
 def fidelity_document(
-    reference: "ReferenceLogits",
-    model: "PixelModel",
-    record: "Record",
+    reference: ReferenceLogits,
+    model: PixelModel,
+    record: Record,
     took_part: bool,
-    fidelity: "Fidelity | None" = None,
+    fidelity: Fidelity | None = None,
     refitted: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON form of the comparison with `model`, or of `found`.
@@ -69,18 +68,18 @@ def fidelity_document(
     }
     fidelity = reference.compare(reference.logits(model)) if fidelity is None else fidelity
     document = {**fidelity.to_json(), **about}
-    if images.name == PHOTOGRAPHS:
+    if images.name == calibration.PHOTOGRAPHS:
         document.pop("agreement_at_least")
         document |= {} if refitted else expected_on_real(fidelity, record.input.size[0])
     return document
 
 
-def show(record: Mapping[str, Any], sink: Sink) -> None:
+def show_fidelity(record: Mapping[str, Any], sink: Sink) -> None:
     images = "calibration images" if record["took_part"] else "held-out images"
     uses = ["used to choose eta"] if record.get("chose") else []
     uses += ["seen in training"] if record["trained_on"] else []
     where = f"{images} of {record['dataset']} ({', '.join([record['split'], *uses])})"
-    share = between(record["agreement"], record["agreement_interval"])
+    share = share_between(record["agreement"], record["agreement_interval"])
     sink.text(
         f"agreement with the original on {record['images']} {where}: same top-1 {share}, "
         f"relative logit error {100 * record['logits_error']:.1f} %"
@@ -110,7 +109,7 @@ def show(record: Mapping[str, Any], sink: Sink) -> None:
             )
     if record["accuracy_after"] is not None:
         names = ("accuracy_before", "accuracy_after")
-        before, after = (between(record[name], record[f"{name}_interval"]) for name in names)
+        before, after = (share_between(record[name], record[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
 
 
@@ -125,6 +124,6 @@ def _say_few_judges(images: int, sink: Sink) -> None:
         )
 
 
-def between(share: float, interval: list[float]) -> str:
+def share_between(share: float, interval: list[float]) -> str:
     """Format a share with its 95 % interval: \"79.0 % (70 to 86)\"."""
     return f"{100 * share:.1f} % ({percent_ends((interval[0], interval[1]), 0)})"

@@ -36,7 +36,6 @@ class Reading:
     arch_arg: list[str] = option(list, "Argument of --arch.", metavar="KEY=VALUE")
     mean: str | None = option(None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")
     std: str | None = option(None, "Pixel standard deviation of a foreign file.")
-    norm_eps: float | None = option(None, "eps of every norm of a foreign file, if not timm's own.")
     as_stated: bool = option(
         False, "Trust --arch-arg and config.json even if the tensors also fit another network."
     )
@@ -55,39 +54,45 @@ class Reading:
     )
 
     def hints(self) -> Hints:
-        return inputs.hints(
+        from certcli.models.overrides import Hints
+
+        return Hints(
             self.arch,
-            self.arch_arg,
-            self.mean,
-            self.std,
-            self.norm_eps,
+            inputs.parse_arguments(self.arch_arg),
+            inputs.typed_numbers("--mean", self.mean),
+            inputs.typed_numbers("--std", self.std),
             self.as_stated,
             self.weights,
-            self.image_size,
+            image_size=self.image_size,
         )
 
     def words(self) -> list[str]:
-        named = {
+        """Return the options as they are typed."""
+        typed = {
             "--arch": self.arch,
             "--mean": self.mean,
             "--std": self.std,
-            "--norm-eps": self.norm_eps,
+            "--weights": self.weights,
+            "--image-size": self.image_size,
         }
-        option_values = named | {"--weights": self.weights, "--image-size": self.image_size}
-        pairs = [(name, str(value)) for name, value in option_values.items() if value is not None]
+        pairs = [(name, str(value)) for name, value in typed.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
-    def read_file(self, ckpt: str, sink: Sink, *, features: bool = False) -> OpenCheckpoint:
+    def read_file(
+        self, ckpt: str, sink: Sink, *, features: bool = False, logits: bool = False
+    ) -> OpenCheckpoint:
         """Return the checkpoint with its assumptions, which the caller prints after other lines.
 
         Args:
             features: the network may end in features.
+            logits: it need not decide by its largest logit.
         """
         from certcli.models.open import open_checkpoint
 
         hints = self.hints()
-        checkpoint = open_checkpoint(ckpt, replace(hints, features=features or hints.features))
+        hints = replace(hints, features=features or hints.features, logits=logits or hints.logits)
+        checkpoint = open_checkpoint(ckpt, hints)
         for doubt in checkpoint.reading.doubts:
             sink.warn(doubt)
         return checkpoint
@@ -154,7 +159,7 @@ class Evaluation(Data):
             )
 
         def load(split: str | None) -> Images:
-            loaded = datasets.load(name, record.input, split, self.data_dir)
+            loaded = datasets.load_dataset(name, record.input, split, self.data_dir)
             if loaded.unlabelled and unlabelled:
                 return loaded
             return datasets.require_classes(loaded, record.classes, record.class_names)
@@ -256,15 +261,6 @@ class BatchDevice(Device):
     )
 
 
-def _require_nameable(source: str) -> None:
-    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
-    if source.endswith(".onnx"):
-        raise UsageError(
-            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
-            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
-        )
-
-
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
@@ -283,7 +279,7 @@ class Output:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
         if self.output is not None:
             for group in groups:
-                _require_nameable(str(getattr(group, "ckpt", "")))
+                inputs.require_nameable(str(getattr(group, "ckpt", "")))
         self.shard_bytes()
         self._check(self._outputs(groups))
 
@@ -301,7 +297,7 @@ class Output:
             last: the last epoch's file is written beside it.
             state: a state file is written beside it, and its metadata has this key.
         """
-        _require_nameable(source)
+        inputs.require_nameable(source)
         self.shard_bytes()
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None
@@ -310,7 +306,9 @@ class Output:
         from certcli.checkpoint.outputs import is_unfinished
 
         def unfinished(file: Path) -> bool:
-            return resumes(groups) and is_unfinished(file, beside(path, "state"), command)
+            return resumes(groups) and is_unfinished(
+                file, inputs.path_beside(path, "state"), command
+            )
 
         outputs = self._outputs(groups, unfinished if state is not None else lambda file: False)
         if (last or state is not None) and is_stream(path):
@@ -320,10 +318,10 @@ class Output:
         if self.output is None:
             outputs.writes("-o", path, continued=state is not None and unfinished(path))
         if last:
-            file = beside(path, "last")
+            file = inputs.path_beside(path, "last")
             outputs.writes("-o, the last epoch's file", file, continued=unfinished(file))
         if state is not None:
-            outputs.keeps_state(beside(path, "state"), state)
+            outputs.keeps_state(inputs.path_beside(path, "state"), state)
         self._check(outputs)
         return path
 
@@ -340,6 +338,12 @@ class Output:
             step = checkpoint.record.lineage[-1]
             replaces |= last_step(path) == (step.command, str(step.parent))
         checkpoint.write(path, replaces, self.shard_bytes())
+
+    def write_evidence(self, checkpoint: Checkpoint, sink: Sink) -> None:
+        """Write a checkpoint that has got evidence, where -o names a file for it."""
+        if self.output is not None:
+            self.write(checkpoint, self.output)
+            sink.note(f"wrote {self.output}")
 
     def shard_bytes(self) -> int:
         """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
@@ -383,15 +387,6 @@ class Output:
 def resumes(groups: Sequence[object]) -> bool:
     """Tell whether one of the groups has --resume."""
     return any(getattr(part, "resume", False) for part in groups)
-
-
-def beside(path: Path, word: str) -> Path:
-    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
-    from certcli.checkpoint.shards import ENDING, is_index, stem
-
-    return path.with_name(
-        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
-    )
 
 
 @group("Output")

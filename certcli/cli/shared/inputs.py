@@ -1,4 +1,4 @@
-"""Hints and paths from a command line's words, doubts about images. Imports are in functions."""
+"""Arguments and paths from a command line's words, doubts about images. Imports are in functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
-    from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
@@ -86,23 +85,6 @@ def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
     return CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
-def hints(
-    arch: str | None,
-    arch_args: list[str],
-    mean: str | None,
-    std: str | None,
-    norm_eps: float | None = None,
-    as_stated: bool = False,
-    weights: str | None = None,
-    image_size: int | None = None,
-) -> Hints:
-    from certcli.models.overrides import Hints
-
-    arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
-    statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, weights, image_size=image_size)
-
-
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     """Return KEY=VALUE texts as a dict; a value that is JSON is decoded."""
     arguments: dict[str, Any] = {}
@@ -117,7 +99,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
@@ -135,14 +117,34 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem
+    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = Path() if is_absent(path) else path.parent
-    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    return (
+        parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    )
+
+
+def path_beside(path: Path, word: str) -> Path:
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
+    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
+
+    return path.with_name(
+        f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+    )
+
+
+def require_nameable(source: str) -> None:
+    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
+    if source.endswith(".onnx"):
+        raise UsageError(
+            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
+            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
+        )
 
 
 def size_in_bytes(option: str, text: str) -> int:
@@ -208,12 +210,12 @@ def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str
     from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(checkpoint.record, images)
-    for doubt in [*lines, *differences(checkpoint, images)]:
+    for doubt in [*lines, *differing_answers(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
 
 
-def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+def differing_answers(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
     """Return where the program that runs a file answers otherwise than the network read from it."""
     return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 

@@ -1,5 +1,7 @@
 """Order reduction: fewer symbols for one form. Proof: docs/local.md, section 1."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     root,
 )
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.symbols import Block, lengths, runs
+from certcli.enclosure.zonotopes.symbols import Block, alike, lengths
 
 
 def reduced(x: Form) -> Form:
@@ -32,7 +34,7 @@ def reduced(x: Form) -> Form:
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
     reduced = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
-    return grouped(reduced, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
+    return replace(grouped(reduced, root(dropped, fibres(x.slack[None])[0])), node=x.node)
 
 
 def by_fibres(x: Form) -> Form:
@@ -41,7 +43,7 @@ def by_fibres(x: Form) -> Form:
         return x
     ellipsoids = factor(rest_gram(x))
     bare = Form(x.space, x.centre, x.gens[: x.fixed], torch.zeros_like(x.slack))
-    return grouped(bare, ellipsoids).known_as(x.node)
+    return replace(grouped(bare, ellipsoids), node=x.node)
 
 
 def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:
@@ -50,9 +52,7 @@ def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor]
     What is kept has new names: a column that another form still holds is treated as independent of
     it, which only widens.
     """
-    places = [
-        (part.unflatten(0, (-1, block.width)), block.width) for block, part in runs(x.box, x.blocks)
-    ]
+    places = [(part.unflatten(0, (-1, width)), width) for width, part in alike(x.box, x.blocks)]
     losses = [_loss(groups.flatten(0, 1), width) / width for groups, width in places]
     widths = torch.cat([torch.full((len(groups),), width) for groups, width in places])
     order = torch.argsort(torch.cat(losses), descending=True, stable=True).cpu()

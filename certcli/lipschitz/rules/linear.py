@@ -18,12 +18,12 @@ from certcli.models.pixels import PixelNormalize
 
 
 @rules.module(nn.Linear)
-def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
+def linear_bound(ctx: Context, module: nn.Linear, x: Value) -> Value:
     """x -> W x + b on the last axis, pending: neighbours are multiplied before the norm."""
-    return followed(ctx, x, module.weight, module.bias)
+    return followed_by_linear(ctx, x, module.weight, module.bias)
 
 
-def followed(
+def followed_by_linear(
     ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1
 ) -> Value:
     """Return `x` after a linear layer on an axis, multiplied into what waits there."""
@@ -37,9 +37,9 @@ def followed(
 
 
 @rules.function(functional.linear)
-def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
+def linear_function_bound(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
     ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
-    return followed(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
+    return followed_by_linear(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
 
 
 @rules.module(PixelNormalize)
@@ -88,7 +88,7 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
         effective = effective if whole else Matrix(effective.tensor[chosen], effective.error)
         bias = bias if bias is None or whole else Matrix(bias.tensor[chosen], bias.error)
         sigma = arith.sigma(effective, f"{path}:{pending.axis}:{int(chosen[0])}:{chosen.numel()}")
-    size = _size(ctx, x, pending, sigma, bias)
+    size = _size_after_map(ctx, x, pending, sigma, bias)
     if effective is None:
         if pending.gain is None:
             return replace(before, size=size)
@@ -108,10 +108,12 @@ def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
     else:  # |diag(g) P| <= max |g|
         sigma = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
         sigma = sigma * ctx.arith.const(pending.factor)
-    return _size(ctx, x, pending, sigma, pending.bias)
+    return _size_after_map(ctx, x, pending, sigma, pending.bias)
 
 
-def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
+def _size_after_map(
+    ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None
+) -> Size:
     """Return the size of a tensor after a map of norm `sigma` and this bias."""
     size = pending.result
     if size is not None and math.prod(size.shape) == math.prod(x.shape):
@@ -120,25 +122,8 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
     # size bounds live while the proof is built: they must not keep matrices alive
     arith = ctx.arith
     old = x.size
-
-    def fibre() -> Scalar:
-        longest = sigma * old.fibre
-        return longest if bias is None else longest + arith.length(bias)
-
-    def total() -> Scalar:
-        largest = sigma * old.total
-        if bias is None:
-            return largest
-        return largest + arith.length(bias) * arith.sqrt(arith.const(float(tokens)))
-
-    def peak() -> Scalar:
-        largest = sigma * old.peak
-        return (
-            largest
-            if bias is None
-            else largest + ctx.largest_entry(bias.tensor) + arith.const(bias.error)
-        )
-
+    fibre = lambda: sigma * old.fibre + arith.length(bias)  # noqa: E731
+    total = lambda: sigma * old.total + arith.length(bias) * arith.root(tokens)  # noqa: E731
     axis = pending.axis
     if pending.index is not None:
         # a fibre along one of the axes that hold features is a part of the token's feature vector
@@ -146,5 +131,11 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
         if not places:  # a single feature: the bound is one on entries
             return Size(arith, x.shape, total=total, peak=fibre)
         axis = places[-1]
-    entrywise = pending.matrix is None and not pending.centered
-    return Size(arith, x.shape, fibre, axis, total, peak if entrywise else None)
+    if pending.matrix is not None or pending.centered:
+        return Size(arith, x.shape, fibre, axis, total)
+
+    def peak() -> Scalar:
+        largest = sigma * old.peak
+        return largest if bias is None else largest + ctx.largest_entry(bias.tensor) + bias.error
+
+    return Size(arith, x.shape, fibre, axis, total, peak)

@@ -36,7 +36,7 @@ def _centred_convolution(module: ConvAttention) -> bool:
 
 
 @rules.module(ConvAttention, when=_centred_convolution)
-def token_convolution(
+def token_convolution_bound(
     ctx: Context, module: ConvAttention, x: Value, attn_mask: object = None, is_causal: bool = False
 ) -> Value:
     """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
@@ -65,23 +65,19 @@ def token_convolution(
         kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution"
     )
     plain = replace(x, waiting=None) if pending is not None else x
-    pieces = [
-        None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1))
-        for layer in (conv, proj)
-    ]
+    of_values, of_result = (ctx.column(layer.bias) for layer in (conv, proj))
 
     def fibre() -> Scalar:
         # a token of the result is [W_O K_t]_t times a window of tokens M u + b, plus W_O b_K + b_O
-        radius = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
-        token = radius if before is None else arith.sigma(before, f"{ctx.path}.before") * radius
-        if pending is not None and pending.bias is not None:
+        token = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
+        if before is not None:
+            token = arith.sigma(before, f"{ctx.path}.before") * token
+        if pending is not None:
             token = token + arith.length(pending.bias)
-        longest = (
-            arith.sigma(flat, f"{ctx.path}.window") * token * arith.sqrt(arith.const(float(taps)))
-        )
-        if pieces[0] is not None:
-            longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), pieces[0]))
-        return longest if pieces[1] is None else longest + arith.length(pieces[1])
+        longest = arith.sigma(flat, f"{ctx.path}.window") * token * arith.root(taps)
+        if of_values is not None:
+            longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), of_values))
+        return longest + arith.length(of_result)
 
     why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
     return ctx.chain(plain, sigma, why, fibre)
@@ -102,7 +98,7 @@ def _plain_maps(module: OrthogonalMixing) -> bool:
 
 
 @rules.module(OrthogonalMixing, when=_plain_maps)
-def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
+def orthogonal_mixing_bound(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
     """[M_h x_h]_h + p: heads are disjoint, so max_h |M_h|, taken from the matrices as they are."""
     arith = ctx.arith
     norms = [
@@ -110,7 +106,7 @@ def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value
         for h, part in enumerate(module.maps)
     ]
     why = f"{len(norms)} heads mix their tokens by matrices: the largest of their spectral norms"
-    return _mixed(ctx, x, arith.largest(norms), module.shift, why, before=False)
+    return _mixed_tokens(ctx, x, arith.largest(norms), module.shift, why, before=False)
 
 
 def _known_pairs(module: TokenMaxMin) -> bool:
@@ -119,7 +115,7 @@ def _known_pairs(module: TokenMaxMin) -> bool:
 
 
 @rules.module(TokenMaxMin, when=_known_pairs)
-def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
+def token_max_min_bound(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     """Disjoint pairs of entries of x + p, each mapped with slope 1, without growth: 1."""
     how = "pairs of tokens sorted in each channel: a permutation at every point"
     if isinstance(module.pair, SoftMaxMin):
@@ -128,12 +124,12 @@ def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
             "a temperature that is 0 or infinite",
         )
         how = "softmax averages of pairs of tokens in each channel, their distance divided by the largest slope"
-    return _mixed(
+    return _mixed_tokens(
         ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == x.shape[-1]
     )
 
 
-def _mixed(
+def _mixed_tokens(
     ctx: Context,
     x: Value,
     constant: Scalar,
@@ -167,5 +163,5 @@ def _mixed(
         why,
         lambda: constant * (old.fibre_along(-2) if columns else old.total) + shift_norm(),
         axis=-2,
-        total=lambda: constant * old.total + shift_norm() * arith.sqrt(arith.const(float(windows))),
+        total=lambda: constant * old.total + shift_norm() * arith.root(windows),
     )
