@@ -18,7 +18,7 @@ import certvit
 from certcli.api.data import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
-from certcli.certify.methods import METHODS, certify_images, options_of_method
+from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing

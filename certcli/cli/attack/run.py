@@ -138,12 +138,12 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = examples.choose(records_of[0], name) if results.gallery is not None else []
+        shown = examples.choose_exhibits(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = examples.beside(
+            second = examples.beside_network(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,
