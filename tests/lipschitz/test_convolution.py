@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from certcli.lipschitz.numerics import convolution, eigenvalues
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.lipschitz.rules.convolution import _pads_with_zeros
+from certcli.lipschitz.rules.convolution import pads_with_zeros
 from certcli.system.errors import CheckpointError, UsageError
 from tests.helpers.grids import crossed
 
@@ -400,7 +400,7 @@ def test_half_of_the_frequencies_and_their_mirrors_are_all(sizes: tuple[int, int
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_only_a_padding_of_zeros_is_one_of_zeros(mode: str) -> None:
-    assert not _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1, padding_mode=mode))
-    assert not _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=(0, 1), padding_mode=mode))
-    assert _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=0, padding_mode=mode))
-    assert _pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1))
+    assert not pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1, padding_mode=mode))
+    assert not pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=(0, 1), padding_mode=mode))
+    assert pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=0, padding_mode=mode))
+    assert pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1))
