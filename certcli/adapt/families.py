@@ -128,7 +128,7 @@ def adapted_family(net: nn.Module) -> Family:
     if family is None:
         kind = type(net).__name__
         names = ", ".join(each.__name__ for each in FAMILIES)
-        paths = attentions(net)
+        paths = attention_paths(net)
         if not paths:
             raise ArchitectureError(
                 f"this is a {kind}, which has no attention: there is none to replace", KEEP
@@ -146,7 +146,7 @@ def adapted_family(net: nn.Module) -> Family:
     return family
 
 
-def attentions(net: nn.Module) -> list[str]:
+def attention_paths(net: nn.Module) -> list[str]:
     """Return the paths of the modules whose class name says attention, from first to last."""
     words = ("attention", "attn", "gpsa", "mhsa", "xca")
     return [

@@ -147,9 +147,9 @@ class Keeper(Adaptation):
                 self.teacher(as_pixels(part))
         everyone = self.team.everyone(smallest)
         for path, norm in self.norms.items():
-            least = min(each[path] for each in everyone)
+            lowest = min(each[path] for each in everyone)
             # a norm that is never called
-            floor = max(ROOM * least, 1e-6) if math.isfinite(least) else 1.0
+            floor = max(ROOM * lowest, 1e-6) if math.isfinite(lowest) else 1.0
             norm.floor.fill_(floor)
             about = f"FloorNorm, floor {floor:.3g}"
             error = old[path].eps / (2 * floor * floor)
