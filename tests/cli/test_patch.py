@@ -141,9 +141,9 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
-    images = datasets.load("digits", file.Checkpoint.read(network).record.input, "test").select(
-        range(6)
-    )
+    images = datasets.load_dataset(
+        "digits", file.Checkpoint.read(network).record.input, "test"
+    ).select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
     rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)[

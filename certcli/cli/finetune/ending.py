@@ -176,7 +176,7 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
     started = time.perf_counter()
     certifier = _certifier(checkpoint)
     proven = time.perf_counter()
-    if isinstance(certifier, str) or _why_hopeless(certifier, epsilon) is not None:
+    if isinstance(certifier, str) or _hopeless_reason(certifier, epsilon) is not None:
         _clean_accuracy(checkpoint, few)
     else:
         _certified_shares(certifier, few, epsilon)
@@ -195,7 +195,7 @@ def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, si
         return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
     sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
     about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
-    why = _why_hopeless(certifier, epsilon)
+    why = _hopeless_reason(certifier, epsilon)
     if why is not None:
         sink.note(f"skipped the certificates: {why}")
         return Final(
@@ -217,7 +217,7 @@ def _certifier(checkpoint: Checkpoint) -> Any:
         return failure.message
 
 
-def _why_hopeless(certifier: Any, epsilon: float) -> str | None:
+def _hopeless_reason(certifier: Any, epsilon: float) -> str | None:
 
     return why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
