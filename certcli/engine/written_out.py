@@ -214,9 +214,7 @@ def _labelled(equation: Any, axes: list[int]) -> list[str] | None:
 _WRITTEN: dict[Any, Callable[..., fx.Node | None]] = {
     torch.einsum: _einsum,
     torch.addcmul: _sum_with_product,
-    **dict.fromkeys(
-        (operator.matmul, torch.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm"), _matrix_product
-    ),
+    **dict.fromkeys((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matrix_product),
     **dict.fromkeys(
         (torch.addmm, torch.baddbmm, "addmm", "addmm_", "baddbmm", "baddbmm_"), _sum_of_products
     ),

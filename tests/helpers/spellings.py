@@ -325,6 +325,9 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.clamp_min(-0.5),
         lambda m, x: x.maximum(x.flip(1)),
         lambda m, x: torch.rms_norm(x, (8,), eps=0.1),
+        lambda m, x: torch.layer_norm(x, (8,), eps=0.1),
+        lambda m, x: torch.bmm(x, x.mT),
+        lambda m, x: x.bmm(x.mT),
         parts=(LayerNorm(8, eps=0.1),),
     ),
     "spelled-rounded-enclosed": lambda: calls_on_tokens(
