@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge_points
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.summary import RobustAccuracy, robust_accuracy
-from certcli.attack.torchattacks_spec import library
+from certcli.attack.torchattacks_spec import torchattacks_library
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch
@@ -64,11 +64,13 @@ def train(seed: int) -> PixelModel:
 
 
 def pgd(net: nn.Module, region: Region) -> Callable[[Tensor, Tensor], Tensor]:
-    return library().PGDL2(net, eps=region.radius, alpha=2.5 * region.radius / 20, steps=20)
+    return torchattacks_library().PGDL2(
+        net, eps=region.radius, alpha=2.5 * region.radius / 20, steps=20
+    )
 
 
 def apgd(net: nn.Module, region: Region) -> Callable[[Tensor, Tensor], Tensor]:
-    return library().APGD(net, norm="L2", eps=region.radius, steps=20)
+    return torchattacks_library().APGD(net, norm="L2", eps=region.radius, steps=20)
 
 
 WORKLOADS: dict[str, tuple[list[str], int, Plain]] = {
@@ -101,7 +103,7 @@ def plainly(
 
 def ensemble(net: nn.Module, region: Region, batches: list[Batch]) -> set[int]:
     """Standard AutoAttack from torchattacks' parts: indices of the images that withstand."""
-    lib = library()
+    lib = torchattacks_library()
     common = {"norm": "L2", "eps": region.radius}
     robust: set[int] = set()
     for indices, images, labels in batches:
@@ -116,7 +118,7 @@ def ensemble(net: nn.Module, region: Region, batches: list[Batch]) -> set[int]:
             if len(standing):
                 adversarial = attack(images[standing], labels[standing])
                 # FAB's points may lie beyond the radius: the verdict is ours on both sides
-                verdict = judge(net, images[standing], labels[standing], adversarial, region)
+                verdict = judge_points(net, images[standing], labels[standing], adversarial, region)
                 standing = standing[~verdict.success]
         robust |= set(indices[standing.cpu()].tolist())
     return robust

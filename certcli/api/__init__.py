@@ -49,7 +49,7 @@ from certcli.attack.examples import collect
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import curve
+from certcli.attack.summary import robust_curve
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
@@ -57,7 +57,7 @@ from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
-from certcli.certify.methods import Method, options_of, prepare
+from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
@@ -168,7 +168,7 @@ def certify(
         options: Of the method.
     """
     checkpoint = open_classifier(source)
-    kind = type(options_of(method, {}))
+    kind = type(options_of_method(method, {}))
     chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
@@ -177,8 +177,8 @@ def certify(
             raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
-    batches = methods.certify(
-        prepare(method, checkpoint, torch.device(device), chosen),
+    batches = methods.certify_images(
+        prepare_method(method, checkpoint, torch.device(device), chosen),
         judged_images(checkpoint, images, labels),
         batch_size,
     )
@@ -279,7 +279,8 @@ def attack(
         return collect(fallen, size) if return_examples else None
 
     return AttackCurve(
-        AttackedAccuracy(**vars(one), examples=examples(one.epsilon)) for one in curve(records)
+        AttackedAccuracy(**vars(one), examples=examples(one.epsilon))
+        for one in robust_curve(records)
     )
 
 
@@ -305,7 +306,7 @@ def audit(
     """
     checkpoint = open_classifier(source)
     plan = AuditPlan(
-        gates=tuple(gates.parse(text) for text in fail_on),
+        gates=tuple(gates.parse_gate(text) for text in fail_on),
         budget=seconds,
         **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
     )

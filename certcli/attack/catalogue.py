@@ -110,7 +110,7 @@ ATTACKS = AttackRegistry(
     ),
     Attack(
         "square",
-        "certcli.attack.families.square:square",
+        "certcli.attack.families.square:square_attack",
         "random search over squares; needs no gradient, so it sees through masked ones",
         "Andriushchenko et al. 2020, Square attack",
         weak="a random search without gradients",

@@ -60,7 +60,9 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
     return norm, certified
 
 
-def select(images: Images, certificates: Mapping[int, CertifiedImage], radius: float) -> Images:
+def select_certified(
+    images: Images, certificates: Mapping[int, CertifiedImage], radius: float
+) -> Images:
     """Return the images certified beyond `radius`; DataError when pixels or label disagree."""
     require_same_images(
         (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.families.gradient import log_odds
-from certcli.attack.judge import judge, nearest_within, rounded
+from certcli.attack.judge import judge_points, nearest_within, rounded_to_8bit
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
 from certcli.attack.watched_model import undisturbed
@@ -264,10 +264,10 @@ def _weak(model: nn.Module, attacked: Attacked, first: First, settings: AttackSe
     slope = torch.zeros_like(images) if first.slope is None else first.slope
     point = images + per_image(region.radii(images), images) * region.steepest(slope)
     if exactly:
-        images = rounded(images)
+        images = rounded_to_8bit(images)
         point = nearest_within(point, images, region)
     prediction = first.logits.argmax(dim=1)
-    verdict = judge(
+    verdict = judge_points(
         model, images, attacked.labels, point, region, prediction=prediction, exactly=exactly
     )
     after = sum(record.withstood for record in attacked.records)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.judge import rounded
+from certcli.attack.judge import rounded_to_8bit
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Stage
@@ -89,7 +89,9 @@ class Exhibit:
     as_8bit: bool = False
 
 
-def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> list[Exhibit]:
+def choose_exhibits(
+    records: Sequence[AttackRecord], network: str, count: int = ROWS
+) -> list[Exhibit]:
     """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
     chosen: dict[int, Exhibit] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
@@ -114,7 +116,7 @@ def choose(records: Sequence[AttackRecord], network: str, count: int = ROWS) -> 
     return list(chosen.values())
 
 
-def beside(
+def beside_network(
     exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int
 ) -> list[Exhibit]:
     """The same images before `other`, attacked anew at the same radius: one exhibit for each.
@@ -131,14 +133,14 @@ def beside(
         region = Region(shown.kind, shown.epsilon)
         settings = AttackSettings(seed=seed)
         (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
-        own_exhibits = choose([record], network)
+        own_exhibits = choose_exhibits([record], network)
         if own_exhibits:
             pictures += own_exhibits
             continue
         with torch.no_grad():
             before = int(other(pixels).argmax())
             after = int(other(point).argmax())
-            filed = int(other(rounded(point)).argmax())
+            filed = int(other(rounded_to_8bit(point)).argmax())
         norm = float(image_norms(point.double() - pixels.double(), shown.kind))
         other_net = replace(
             shown, network=network, prediction=before, adversarial_prediction=after, norm=norm

@@ -12,7 +12,7 @@ from certcli.attack.certified_radii import CertifiedImage
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
-from certcli.attack.summary import RobustAccuracy, curve, robust_accuracy
+from certcli.attack.summary import RobustAccuracy, robust_accuracy, robust_curve
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
@@ -105,7 +105,7 @@ class TaskSummary:
 def summary_of(task: StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
-        return TaskSummary(task.stage, curve(records))
+        return TaskSummary(task.stage, robust_curve(records))
     radii = sorted(task.own.values())
     summary = robust_accuracy([replace(record, epsilon=radii[0]) for record in records])
     return TaskSummary(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))

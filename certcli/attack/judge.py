@@ -38,7 +38,7 @@ class Judgement:
 
 
 @torch.no_grad()
-def predict(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
+def predict_classes(model: nn.Module, images: Tensor, samples: int = 1) -> Tensor:
     """argmax_j of the logits, averaged over `samples` forward passes: (b, c, h, w) -> (b,).
 
     Raises ArchitectureError when the model does not return (b, k >= 2) logits or returns NaN: no
@@ -81,7 +81,7 @@ def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
 
 
 @torch.no_grad()
-def judge(
+def judge_points(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -109,14 +109,14 @@ def judge(
         )
     labels = labels.to(images.device)
     if prediction is None:
-        prediction = predict(model, images, samples)
+        prediction = predict_classes(model, images, samples)
     correct = prediction == labels
     point = adversarial.detach().to(images.device)
     if not exactly:
         point = tuck_in(point, images, region)
     success = correct & region.contains(point, images)
     adversarial_prediction = prediction.clone()
-    adversarial_prediction[success] = predict(model, point[success], samples)
+    adversarial_prediction[success] = predict_classes(model, point[success], samples)
     success = success & (adversarial_prediction != labels)
     point = torch.where(beside_pixels(success, images), point, images)
     norm = torch.where(
@@ -138,7 +138,7 @@ LONGEST = 256.0
 """Factor of a change, at most, before it is rounded: an even change far below one level becomes a change of some values."""
 
 
-def rounded(images: Tensor) -> Tensor:
+def rounded_to_8bit(images: Tensor) -> Tensor:
     """Return the nearest 8-bit images: (b, c, h, w) in [0, 1] -> multiples of 1 / 255."""
     return (images * LEVELS).round() / LEVELS
 

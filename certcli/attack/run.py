@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.judge import Judgement, judge, nearest_within, predict, rounded
+from certcli.attack.judge import (
+    Judgement,
+    judge_points,
+    nearest_within,
+    predict_classes,
+    rounded_to_8bit,
+)
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watched_model import seeded
 from certcli.evaluation.perturbation import Norm, Region, image_norms
@@ -153,12 +159,12 @@ class _Standing:
         self.model = model
         self.labels = labels
         self.among_8bit = settings.pixels == "8bit"
-        self.images = images = rounded(images) if self.among_8bit else images
+        self.images = images = rounded_to_8bit(images) if self.among_8bit else images
         self.as_8bit: list[bool | None] = [None] * len(images)
         self.samples = settings.samples
         self.seed = settings.seed
         with seeded(images, self.seed):
-            self.prediction = predict(model, images, self.samples)
+            self.prediction = predict_classes(model, images, self.samples)
         self.correct = self.prediction == labels
         self.adversarial, self.adversarial_predictions = images.clone(), self.prediction.clone()
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
@@ -198,7 +204,7 @@ class _Standing:
         if self.among_8bit:
             candidates = nearest_within(candidates, images, limit)
         with seeded(images, self.seed):  # a random net draws in the verdict too
-            return judge(
+            return judge_points(
                 self.model,
                 images,
                 labels,
@@ -257,7 +263,9 @@ class _Standing:
         if not len(rows):
             return
         with seeded(self.images[rows], self.seed):
-            classes = predict(self.model, rounded(self.adversarial[rows]), self.samples)
+            classes = predict_classes(
+                self.model, rounded_to_8bit(self.adversarial[rows]), self.samples
+            )
         for row, fooled in zip(rows.tolist(), (classes != self.labels[rows]).tolist(), strict=True):
             self.as_8bit[row] = fooled
 

@@ -127,7 +127,9 @@ def planned_attacks(
     names: Sequence[str | Planned], settings: AttackSettings
 ) -> tuple[Planned, ...]:
     """("fgsm", "pgd-20") -> a plan, 20 a step count. UsageError: an unknown or repeated name."""
-    planned = [name if isinstance(name, Planned) else _parse(name, settings) for name in names]
+    planned = [
+        name if isinstance(name, Planned) else _parse_attack(name, settings) for name in names
+    ]
     labels = [entry.label for entry in planned]
     if not planned:
         raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
@@ -138,7 +140,7 @@ def planned_attacks(
     return tuple(planned)
 
 
-def _parse(name: str, settings: AttackSettings) -> Planned:
+def _parse_attack(name: str, settings: AttackSettings) -> Planned:
     counted = re.fullmatch(r"(.+)-(\d+)", name)
     if name in ATTACKS or counted is None:
         label = ATTACKS[name].name
@@ -173,7 +175,7 @@ MADRY = 2.5
 """Radii over all steps, each as long as the others: the choice of Madry et al. 2018."""
 
 
-def _part(
+def _preset_part(
     norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None
 ) -> PresetPart:
     settings = AttackSettings(step_size=step_size, relative_step=MADRY)
@@ -192,20 +194,20 @@ PRESETS = {
         Preset(
             "certvit",
             "CertViT: Certified Robustness of Pre-Trained Vision Transformers, experiments",
-            (_part("l2", 36 / 255, "pgd-50"),),
+            (_preset_part("l2", 36 / 255, "pgd-50"),),
             "The paper names neither steps nor step size: 50 steps of 2.5 radius / 50.",
         ),
         Preset(
             "specformer-standard",
             "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
-            (_part("linf", 2 / 255, "fgsm", "pgd-2"),),
+            (_preset_part("linf", 2 / 255, "fgsm", "pgd-2"),),
             "The paper names no step size: 2.5 radius / steps.",
         ),
         Preset(
             "specformer-adversarial",
             "SpecFormer: Guarding Vision Transformer Robustness via Maximum Singular Value Penalization, experiments",
             (
-                _part(
+                _preset_part(
                     "linf",
                     8 / 255,
                     Planned("cw-20", "margin-pgd", AttackSettings(steps=20, relative_step=MADRY)),
@@ -220,9 +222,9 @@ PRESETS = {
             "cauchy",
             "Understanding Adversarial Robustness of Vision Transformers via Cauchy Problem, section 5",
             (
-                _part("linf", 2 / 255, "fgsm", "pgd-7", step_size=2 / 255),
-                _part("l2", 2.0, "pgd-7", "pgd-20", step_size=0.2),
-                _part("l2", 260.0, _CAUCHY_CW),
+                _preset_part("linf", 2 / 255, "fgsm", "pgd-7", step_size=2 / 255),
+                _preset_part("l2", 2.0, "pgd-7", "pgd-20", step_size=0.2),
+                _preset_part("l2", 260.0, _CAUCHY_CW),
             ),
             "The paper prints 2/225 once for 2/255. CW: c = 1, kappa = 0, Adam at 0.01, 100 steps, no search over c; a "
             "success counts up to norm 260, as printed. Ours holds the box by projection, not by tanh.",

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified_radii import CertifiedImage, require_correct, select
+from certcli.attack.certified_radii import CertifiedImage, require_correct, select_certified
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
 from certcli.evaluation.choices import Precision
@@ -168,7 +168,7 @@ def tasks_of(
     tasks: list[StageTask] = []
     for stage in stages:
         if not stage.radii:
-            chosen = select(images, certificates, 0.0)
+            chosen = select_certified(images, certificates, 0.0)
             # the whole box lies within its diagonal, so an unbounded radius asks for no more than
             # that
             entries = float(chosen.fetch([0])[0].numel()) if len(chosen) else 0.0
@@ -183,7 +183,7 @@ def tasks_of(
             tasks.append(
                 StageTask(
                     replace(stage, radii=(radius,)),
-                    select(images, certificates, radius),
+                    select_certified(images, certificates, radius),
                     certified=True,
                 )
             )
@@ -203,10 +203,10 @@ def parameters_of(
     """Return, for evidence, all that decides the numbers, as plain values; `more` joins them."""
     images = tasks[0].images
     about = {"dataset": images.name, "split": images.split, "images": len(images)}
-    return {**about, **_stages(tasks), "settings": asdict(settings), **more}
+    return {**about, **_named_stages(tasks), "settings": asdict(settings), **more}
 
 
-def _stages(tasks: Sequence[StageTask]) -> dict[str, list[Any]]:
+def _named_stages(tasks: Sequence[StageTask]) -> dict[str, list[Any]]:
     return {
         "attacks": [[entry.label for entry in task.stage.plan] for task in tasks],
         "radii": [list(task.stage.radii) for task in tasks],
@@ -215,7 +215,7 @@ def _stages(tasks: Sequence[StageTask]) -> dict[str, list[Any]]:
     }
 
 
-def run_of(
+def attack_run(
     tasks: Sequence[StageTask],
     settings: AttackSettings,
     batch_size: int,
@@ -231,13 +231,13 @@ def run_of(
     }
     chosen = {
         f"task {number} images": {
-            "attacked": _digest(task.images.indices.tolist()),
-            "at": _digest(sorted(radii.items())),
+            "attacked": _digest_of_plan(task.images.indices.tolist()),
+            "at": _digest_of_plan(sorted(radii.items())),
         }
         for number, task in enumerate(tasks)
         if (radii := task.own or {}) or task.certified
     }
-    stages = _stages(tasks)
+    stages = _named_stages(tasks)
     method = stages.pop("attacks")
     independent = stages.pop("independent")
     decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
@@ -246,7 +246,7 @@ def run_of(
     )
 
 
-def _digest(values: Sequence[Any]) -> str:
+def _digest_of_plan(values: Sequence[Any]) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 

@@ -68,7 +68,7 @@ def robust_accuracy(records: Iterable[AttackRecord]) -> RobustAccuracy:
     )
 
 
-def curve(records: Iterable[AttackRecord]) -> tuple[RobustAccuracy, ...]:
+def robust_curve(records: Iterable[AttackRecord]) -> tuple[RobustAccuracy, ...]:
     """One summary a radius, ascending, from the records of `attack_images`."""
     groups: dict[float, list[AttackRecord]] = {}
     for record in records:

@@ -21,7 +21,7 @@ BUDGET = ("steps", "num_iter_set", "nb_iter", "max_iterations")
 """What --steps is called there."""
 
 
-def library() -> ModuleType:
+def torchattacks_library() -> ModuleType:
     """Return torchattacks, behind the shim for its torchvision import; UsageError without it."""
     import_module("certcli.system.compat")
     try:
@@ -107,21 +107,21 @@ class Signature:
         return ", ".join(
             f"alpha={argument.default / self.radius:g}*radius"
             if name == "alpha" and self.radius is not None
-            else f"{name}={_spelled(argument.default)}"
+            else f"{name}={_spelled_argument(argument.default)}"
             for name, argument in self.arguments.items()
         )
 
 
-def names() -> list[str]:
-    return list(library().__all__)
+def torchattacks_names() -> list[str]:
+    return list(torchattacks_library().__all__)
 
 
 @cache
 def signature(name: str) -> Signature:
     """Read an attack's signature, norms and types of arguments; UsageError: no attack."""
-    if name not in names():
-        raise UsageError(f"torchattacks has no attack '{name}'", one_of(name, names()))
-    kind = getattr(library(), name)
+    if name not in torchattacks_names():
+        raise UsageError(f"torchattacks has no attack '{name}'", one_of(name, torchattacks_names()))
+    kind = getattr(torchattacks_library(), name)
     page = inspect.getdoc(kind) or ""
     arguments: dict[str, Argument] = {}
     parameters = inspect.signature(kind).parameters
@@ -166,13 +166,13 @@ class Spec:
 
     def __str__(self) -> str:
         return PREFIX + ",".join(
-            [self.name, *(f"{key}={_spelled(value)}" for key, value in self.values)]
+            [self.name, *(f"{key}={_spelled_argument(value)}" for key, value in self.values)]
         )
 
     @staticmethod
     def read(text: str) -> "Spec":
         """Read "torchattacks:PGD,steps=5"; UsageError: unknown names, arguments, wrong types."""
-        library()  # refuses where signatures are known from before
+        torchattacks_library()  # refuses where signatures are known from before
         name, *pairs = text.removeprefix(PREFIX).split(",")
         signature_of_attack = signature(name)
         if signature_of_attack.missing:
@@ -203,9 +203,9 @@ class Spec:
         )
 
 
-def _spelled(value: Any) -> str:
+def _spelled_argument(value: Any) -> str:
     if isinstance(value, tuple):
-        return ":".join(map(_spelled, value))
+        return ":".join(map(_spelled_argument, value))
     if isinstance(value, bool):
         return str(value).lower()
     return radius_key(value) if isinstance(value, float) else str(value)

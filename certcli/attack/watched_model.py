@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge_points
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region, beside_pixels
 from certcli.system.errors import UsageError
@@ -48,7 +48,7 @@ class Successes:
         at = owner[rows]
         labels = self._labels[at]
         images = self._images[at]
-        verdict = judge(
+        verdict = judge_points(
             self._model, images, labels, points[rows], self._threat.of(at), prediction=labels
         )
         won = verdict.success.nonzero().flatten()

@@ -11,9 +11,9 @@ from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import curve
+from certcli.attack.summary import robust_curve
 from certcli.audit.findings import ROBUST, AuditFindings, Key
-from certcli.audit.judging import dataset_of, first
+from certcli.audit.judging import dataset_of, first_in_turn
 from certcli.audit.schedule import Stage
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
@@ -191,7 +191,7 @@ class Attacking(Stage):
     @property
     def shares(self) -> AttackShares:
         """The shares so far."""
-        summaries = curve(self.records)
+        summaries = robust_curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
             radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
@@ -200,7 +200,7 @@ class Attacking(Stage):
         return AttackShares(
             attacks=[entry.label for entry in self.stage.plan],
             norm="l2",
-            dataset=dataset_of(first(self.images, self.count)),
+            dataset=dataset_of(first_in_turn(self.images, self.count)),
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in withstood.items()},
             fooled={name: clean - hits for name, hits in withstood.items()},
@@ -266,7 +266,7 @@ class PatchAttacking(Stage):
         findings.patched_pair = self.pair
         findings.patch_attack = PatchAttack(
             patch=str(self.patch),
-            dataset=dataset_of(first(self.images, self.count)),
+            dataset=dataset_of(first_in_turn(self.images, self.count)),
             clean=Share.of(right, self.count),
             robust=Share.of(withstood, self.count),
             seconds=round(self.seconds, 2),

@@ -70,13 +70,13 @@ def compose(
         headline=headline.headline(findings, plan, size),
         points=headline.points(findings, plan, size),
         scale=headline.scale(findings, plan, size),
-        reference=headline.reference(findings, size),
-        verdict=summary_text.verdict(findings, plan),
+        reference=headline.published_reference(findings, size),
+        verdict=summary_text.verdict_sentences(findings, plan),
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
         next=summary_text.next_steps(findings, plan, shown),
-        gate=gates.judge(plan.gates, findings, size[1:]),
+        gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
             LineageStep(
                 command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent

@@ -28,26 +28,26 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
     shares: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
     shares += [] if audit.patched is None else [audit.patched]
     for shares_of in shares:
-        result = _certified(shares_of)
-        about = _images(shares_of.dataset) | {
+        result = _certify_entry(shares_of)
+        about = _images_entry(shares_of.dataset) | {
             "limit": shares_of.dataset.images,
             "seed": seed,
             "method": result["method"],
         }
         checkpoint = checkpoint.with_evidence("certify", about, result)
     if audit.attack is not None:
-        about = _images(audit.attack.dataset) | {
+        about = _images_entry(audit.attack.dataset) | {
             "images": audit.attack.dataset.images,
             "attacks": [audit.attack.attacks],
             "radii": [[float(radius) for radius in audit.attack.robust]],
             "norm": [audit.attack.norm],
             "settings": audit.attack.settings,
         }
-        checkpoint = checkpoint.with_evidence("attack", about, _attacked(audit.attack))
+        checkpoint = checkpoint.with_evidence("attack", about, _attack_entry(audit.attack))
     return checkpoint
 
 
-def _images(dataset: Dataset) -> dict[str, Any]:
+def _images_entry(dataset: Dataset) -> dict[str, Any]:
     return {"dataset": dataset.name, "split": dataset.split}
 
 
@@ -57,7 +57,7 @@ def _worth(shares: CertifiedShares) -> tuple[bool, float]:
     return shares.failure == 0 and best > 0, best
 
 
-def _certified(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
+def _certify_entry(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
     if isinstance(shares, PatchShares):
         special: dict[str, Any] = {"method": "patch", "failure": 0.0, "promise": "proof"}
     else:
@@ -75,7 +75,7 @@ def _certified(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
     }
 
 
-def _attacked(shares: AttackShares) -> dict[str, Any]:
+def _attack_entry(shares: AttackShares) -> dict[str, Any]:
     first = next(iter(shares.robust))
     return {
         "dataset": to_json(shares.dataset),

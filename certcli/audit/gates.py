@@ -89,7 +89,7 @@ class FailOn:
         return f"{about[self.quantity]}: required {words[self.sign]} {value}"
 
 
-def parse(text: str) -> FailOn:
+def parse_gate(text: str) -> FailOn:
     """Return the gate of an expression; UsageError names the mistake and the likely correction."""
     match = _FORM.fullmatch(text)
     if match is None:
@@ -115,7 +115,7 @@ def parse(text: str) -> FailOn:
         raise UsageError(
             f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?"
         )
-    value = _number(match["value"], text)
+    value = _gate_number(match["value"], text)
     if quantity != "upper" and value > 1:
         raise UsageError(
             f"--fail-on '{text}': {value:g} is no share of the images", "0.4 means 40 %"
@@ -123,11 +123,11 @@ def parse(text: str) -> FailOn:
     name = " ".join(text.split())
     if quantity == AGAINST:
         return FailOn(name, quantity, None, sign, value, size)
-    radius = None if match["radius"] is None else _number(match["radius"], text)
+    radius = None if match["radius"] is None else _gate_number(match["radius"], text)
     return FailOn(name, quantity, radius, sign, value)
 
 
-def _number(text: str, gate: str) -> float:
+def _gate_number(text: str, gate: str) -> float:
     above, _, below = text.partition("/")
     divisor = float(below) if below else 1.0
     number = float(above) / divisor if divisor else math.inf
@@ -136,9 +136,11 @@ def _number(text: str, gate: str) -> float:
     return number
 
 
-def judge(gates: Sequence[FailOn], findings: AuditFindings, image: tuple[int, int]) -> GateReport:
+def judge_gates(
+    gates: Sequence[FailOn], findings: AuditFindings, image: tuple[int, int]
+) -> GateReport:
     """Compare each gate with the figures. image: (height, width), for patches given as a share."""
-    rows = [_judged(gate, findings, image) for gate in gates]
+    rows = [_judge_gate(gate, findings, image) for gate in gates]
     verdicts = [row.verdict for row in rows]
     verdict = next((v for v in (FAILED, UNDECIDED) if v in verdicts), PASSED)
     reasons = [row.reason for row in rows if not row.passed]
@@ -176,24 +178,26 @@ def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     return gate.quantity, "" if gate.radius is None else radius_key(gate.radius)
 
 
-def _judged(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
+def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
     if gate.quantity == "upper":
         return _judged_bound(gate, findings)
-    looks = _looks(gate, findings, image)
-    missing = [item for item in findings.skipped if item.stage in _stages(gate)]
+    looks = _looks_of_gate(gate, findings, image)
+    missing = [item for item in findings.skipped if item.stage in _stages_of_gate(gate)]
     waiting = any(item.for_time for item in missing)
     if not looks:
         why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
         return _unmeasured(gate, why or "nothing was found at this radius", waiting)
     order = (PASSED, UNDECIDED, FAILED)  # the best of several methods speaks for the network
-    look, by, images = min(looks, key=lambda row: (order.index(row[0].verdict), -_share(row[0])))
+    look, by, images = min(
+        looks, key=lambda row: (order.index(row[0].verdict), -_share_of_look(row[0]))
+    )
     verdict = UNDECIDED if look.verdict == FAILED and waiting else look.verdict
     return GateResult(
         fail_on=gate.text,
         passed=verdict == PASSED,
         verdict=verdict,
-        measured=_share(look),
-        reason=f"{gate.requirement}, found {_told(look, images)}{by}: {verdict}",
+        measured=_share_of_look(look),
+        reason=f"{gate.requirement}, found {_measured_text(look, images)}{by}: {verdict}",
     )
 
 
@@ -223,23 +227,23 @@ def _unmeasured(gate: FailOn, why: str, for_time: bool) -> GateResult:
     )
 
 
-def _share(look: Look) -> float:
+def _share_of_look(look: Look) -> float:
     return look.hits / look.images if look.images else 0.0
 
 
-def _told(look: Look, images: int) -> str:
+def _measured_text(look: Look, images: int) -> str:
     """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images no share.
 
     Args:
         images: of the table beside the gate; a look that decided earlier says "of the first 50".
     """
     first = "the first " if look.images < images else ""
-    percent = "" if look.images < FEW else f"{proven_percent(_share(look))}, "
+    percent = "" if look.images < FEW else f"{proven_percent(_share_of_look(look))}, "
     between = f"({interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {first}{look.images} images {between}"
 
 
-def _looks(
+def _looks_of_gate(
     gate: FailOn, findings: AuditFindings, image: tuple[int, int]
 ) -> list[tuple[Look, str, int]]:
     """Return what the images say of the shares that a gate speaks of, how each share was found, and
@@ -268,13 +272,13 @@ def _looks(
             if gate.quantity == "certified" or certification.failure == 0
         ]
     return [
-        (_look(findings, key, share, gate.demand), by, share.images)
+        (_deciding_look(findings, key, share, gate.demand), by, share.images)
         for key, share, by in shares
         if share is not None
     ]
 
 
-def _look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Look:
+def _deciding_look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Look:
     """Return the look that decides; the only one at a share whose images have no order."""
     sample = findings.samples.get(key)
     return (
@@ -284,7 +288,7 @@ def _look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Lo
     )
 
 
-def _stages(gate: FailOn) -> tuple[str, ...]:
+def _stages_of_gate(gate: FailOn) -> tuple[str, ...]:
     """Return the stages that would have found what a gate speaks of."""
     of_each = {
         "clean": ("clean",),

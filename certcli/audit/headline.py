@@ -20,11 +20,11 @@ def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> s
     """Return the answer, after what training saw of the images. size: (c, height, width)."""
     return " ".join(
         text if text[-1] in ".?" else f"{text}."
-        for text in (*findings.seen, _answer(findings, plan, size))
+        for text in (*findings.seen, _answer_sentence(findings, plan, size))
     )
 
 
-def _answer(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+def _answer_sentence(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     if findings.failing is not None:
         return f"Nothing can be said about robustness yet: {findings.failing}"
     if findings.dataset is None:
@@ -33,7 +33,7 @@ def _answer(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> st
         return "The time was too short to judge one image"
     proof = best_proof(findings, plan)
     smallest = radius_key(plan.least)
-    parts = [_attacked(findings, size), *_others(findings)]
+    parts = [_attack_clause(findings, size), *_other_classifiers(findings)]
     if proof is not None:
         share = proof.certified[smallest]
         parts.insert(
@@ -52,10 +52,10 @@ def _answer(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> st
         )
     text = "; ".join(filter(None, parts))
     text = f"{text[:1].upper()}{text[1:]}"
-    return f"{_first(findings)}{text}"
+    return f"{_basis_clause(findings)}{text}"
 
 
-def _first(findings: AuditFindings) -> str:
+def _basis_clause(findings: AuditFindings) -> str:
     """Return what the answer rests on, where the images have no labels or come with certvit."""
     if not findings.own or findings.dataset is None or findings.clean is None:
         return ""
@@ -70,8 +70,11 @@ def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> lis
     """Return three lines: what attacks did, what is proven, what else holds. None: stopped."""
     if findings.failing is not None or findings.dataset is None or findings.clean is None:
         return []
-    lines = [f"Attacked: {_told(findings, size)}.", f"Proven: {_proven(findings, plan)}."]
-    others = _others(findings)
+    lines = [
+        f"Attacked: {_bare_attack_clause(findings, size)}.",
+        f"Proven: {_proof_clause(findings, plan)}.",
+    ]
+    others = _other_classifiers(findings)
     if others:
         lines.append(f"{others[0][:1].upper()}{others[0][1:]}.")
     elif not findings.own:
@@ -80,13 +83,13 @@ def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> lis
     return lines
 
 
-def _told(findings: AuditFindings, size: Sequence[int]) -> str:
+def _bare_attack_clause(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found, without the words around it."""
-    text = _attacked(findings, size)
+    text = _attack_clause(findings, size)
     return text.replace("this network can be fooled by", "fooled by", 1)
 
 
-def _proven(findings: AuditFindings, plan: AuditPlan) -> str:
+def _proof_clause(findings: AuditFindings, plan: AuditPlan) -> str:
     proof = best_proof(findings, plan)
     smallest = radius_key(plan.least)
     if proof is None:
@@ -98,7 +101,7 @@ def _proven(findings: AuditFindings, plan: AuditPlan) -> str:
     return f"{part_of(share.hits, share.images)} keep their class whatever the change, up to l2 {proven_radius(smallest)}"
 
 
-def _attacked(findings: AuditFindings, size: Sequence[int]) -> str:
+def _attack_clause(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found at one radius (`FAINT`): its norm, and what of it a pixel takes."""
     attack = findings.attack
     noun = "images" if findings.own else CORRECT
@@ -129,7 +132,7 @@ def _how_many(some: int, of: int) -> str:
     return str(some) if some else "none"
 
 
-def _others(findings: AuditFindings) -> list[str]:
+def _other_classifiers(findings: AuditFindings) -> list[str]:
     """Return what holds about other classifiers: with noise, and behind masks."""
     parts = []
     if findings.patched is not None:
@@ -169,7 +172,7 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     )
 
 
-def reference(findings: AuditFindings, size: Sequence[int]) -> str:
+def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return the figures of a published network; nothing where none sees such images."""
     published = None if findings.stopped else nearest_published(size)
     return "" if published is None else f"For comparison, {published.sentence}"

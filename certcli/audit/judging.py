@@ -29,7 +29,7 @@ def dataset_of(images: Images) -> Dataset:
     return Dataset(**describe_images(images))
 
 
-def first(images: Images, count: int) -> Images:
+def first_in_turn(images: Images, count: int) -> Images:
     """The first `count` images in turn, in the order of the split: what `--limit count` gives."""
     return images.select(sorted(range(count), key=lambda position: int(images.indices[position])))
 
@@ -152,7 +152,7 @@ class Certifying(Stage):
             "arithmetic": certifier.arithmetic,
             "title": certifier.title,
             "statement": certifier.statement,
-            "dataset": dataset_of(first(self.images, self.count)),
+            "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),
             "certified": certified,
             "parameters": dict(certifier.parameters),

@@ -37,13 +37,13 @@ def pictures_of(
         galleries["patch"] = Gallery("What such a patch looks like", "", examples)
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
-        galleries["first"] = Gallery("", "", [_first(shown, names)])
+        galleries["first"] = Gallery("", "", [_first_figure(shown, names)])
         fooled = [_fooled(row, names, images) for row in findings.exhibits]
         galleries["fooled"] = Gallery("Images that were fooled", EACH, fooled)
     return galleries
 
 
-def _first(row: Any, names: Sequence[str]) -> Figure:
+def _first_figure(row: Any, names: Sequence[str]) -> Figure:
     """Return one image and its changed copy, with both answers."""
     before = names[row.prediction]
     after = names[row.adversarial_prediction]

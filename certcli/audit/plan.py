@@ -135,13 +135,13 @@ class Typed:
     def anonymous(self) -> "Typed":
         """Return the words for a page that others read: files and folders without those above."""
         dataset, folder = (
-            None if name is None else _name_of(name) for name in (self.dataset, self.data_dir)
+            None if name is None else _last_part(name) for name in (self.dataset, self.data_dir)
         )
-        source = _name_of(self.source)
+        source = _last_part(self.source)
         return replace(self, source=source, dataset=dataset, data_dir=folder)
 
 
-def _name_of(typed: str) -> str:
+def _last_part(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
     return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
 
@@ -156,7 +156,7 @@ def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
     denoiser = None if plan.denoiser is None else str(plan.denoiser)
     if denoiser is not None and plan.anonymous:
-        denoiser = _name_of(denoiser)
+        denoiser = _last_part(denoiser)
     words = ["certvit", "audit", *typed.network, *typed.images()]
     options = [
         ("-e", [radius_key(radius) for radius in plan.radii]),

@@ -38,7 +38,7 @@ def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
-        blocks=list(_blocks(proven)) if finite else [],
+        blocks=list(_bound_blocks(proven)) if finite else [],
         seconds=round(seconds, 2),
     )
 
@@ -76,7 +76,7 @@ def _round(log10: float) -> str:
     return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 
-def _blocks(proven: NetworkBound) -> Iterator[Block]:
+def _bound_blocks(proven: NetworkBound) -> Iterator[Block]:
     """The outermost parts of the network, and what stands outside them, in order."""
     rows: list[Block] = []
     inside = [path for path, *_ in proven.blocks if path]

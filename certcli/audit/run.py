@@ -92,7 +92,7 @@ def run(
     clean = None
     if images is not None:
         tell(Classifying.doing)
-        clean = _opened(checkpoint, model, images, plan, clock, findings)
+        clean = _classify_first(checkpoint, model, images, plan, clock, findings)
     proving = Proving(model, checkpoint.record.classes, forward, team)
     measured = calibration() if images is None else images
     stages: list[Stage] = [proving, Measuring(model, measured, plan.seed, forward, team)]
@@ -118,7 +118,7 @@ def run(
             denoiser,
         )
         stages += [clean, *judged.all()]
-    schedule.run(stages, clock, partial(awaited, plan, model.input_size), tell)
+    schedule.run_stages(stages, clock, partial(awaited, plan, model.input_size), tell)
     for stage in stages:
         if isinstance(stage, Attacking):
             findings.exhibits = stage.exhibits()  # of all processes
@@ -162,7 +162,7 @@ def _precision(plan: AuditPlan, model: PixelModel, clock: Clock) -> tuple[Precis
     return ("bf16", seconds) if finite else ("float32", 0.0)
 
 
-def _opened(
+def _classify_first(
     checkpoint: Checkpoint,
     model: PixelModel,
     images: Images,

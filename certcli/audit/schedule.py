@@ -29,7 +29,7 @@ REFUSALS = {
 """Failures after which an audit continues without the stage, in all processes."""
 
 
-def together(
+def run_by_team(
     team: Team,
     seconds: float,
     work: Callable[[], Piece],
@@ -148,7 +148,7 @@ class Stage:
         images there are, or the intervals would not hold.
         """
         after = self.count + min(self.size * self.team.size, self.rest)
-        return _width(self.count) - _width(after)
+        return _interval_width(self.count) - _interval_width(after)
 
     @property
     def samples(self) -> dict[Key, Sample]:
@@ -187,7 +187,7 @@ class Stage:
         began = clock.now
         before = self.count
         try:
-            pieces, self.broken = together(self.team, seconds, self.find, self.pack, self.unpack)
+            pieces, self.broken = run_by_team(self.team, seconds, self.find, self.pack, self.unpack)
         except tuple(REFUSALS.values()) as failure:
             if not self.optional:
                 raise
@@ -217,25 +217,25 @@ class Stage:
 
     def unfinished(self) -> str:
         if not self.tries:
-            return f"not begun: it takes {_about(self.price)}, which were not left"
+            return f"not begun: it takes {_seconds_text(self.price)}, which were not left"
         if not self.count:
-            return f"not finished in {_about(self.each)}"
-        done = f"{self.count} of {self.count + self.rest} images fitted into {_about(self.seconds)}"
+            return f"not finished in {_seconds_text(self.each)}"
+        done = f"{self.count} of {self.count + self.rest} images fitted into {_seconds_text(self.seconds)}"
         hard = "; one more was broken off and is not counted: such images tend to be hard"
         return done + hard * self.broken
 
 
-def _width(images: int) -> float:
+def _interval_width(images: int) -> float:
     """Return the width of the 95 % interval of a share of one half."""
     low, high = share_interval(images // 2, images) if images else (0.0, 1.0)
     return high - low
 
 
-def _about(seconds: float) -> str:
+def _seconds_text(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
 
 
-def run(
+def run_stages(
     stages: Sequence[Stage],
     clock: Clock,
     awaited: Callable[[Stage], bool],
@@ -243,7 +243,7 @@ def run(
 ) -> None:
     """Do units of the stages until none fits. awaited: whether a gate waits for more of a stage."""
     while True:
-        barred, place, seconds = clock.team.agree(lambda: _decided(stages, clock, awaited))
+        barred, place, seconds = clock.team.agree(lambda: _next_unit(stages, clock, awaited))
         for number, why in barred:
             stages[number].refusal = why
         if place is not None:
@@ -253,7 +253,7 @@ def run(
             return
 
 
-def _decided(
+def _next_unit(
     stages: Sequence[Stage], clock: Clock, awaited: Callable[[Stage], bool]
 ) -> tuple[list[tuple[int, str]], int | None, float]:
     """Return stages that are not worth their time and why, the next one, and its seconds at most."""

@@ -14,11 +14,11 @@ from certcli.audit.plan import AuditPlan
 from certcli.audit.proving import Proving
 from certcli.audit.schedule import FIRST, Stage
 from certcli.certify.certificate import Certifier
-from certcli.certify.hopeless import hopeless, is_useful
+from certcli.certify.hopeless import is_useful, why_hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.functions import Classifier, require_alone
+from certcli.certify.smoothing.functions import Classifier, require_rows_alone
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
@@ -133,7 +133,7 @@ class Stages:
         if "lipschitz" in self.plan.methods:
             return None
         log10 = proven.upper.log10() if proven.upper > 0.0 else None
-        return hopeless(log10, self.plan.least)
+        return why_hopeless(log10, self.plan.least)
 
     def _shared(self) -> tuple[PixelModel, NetworkBound]:
         """Return the float64 network and the leader's proof, in every process."""
@@ -204,7 +204,7 @@ class Stages:
             return []
 
         def make() -> Certifier:
-            require_alone(self.model)
+            require_rows_alone(self.model)
             classify = Classifier(self.model, precision, before)
             return SmoothingCertifier(
                 classify, self.checkpoint.record.classes, options, self.device

@@ -35,9 +35,9 @@ LITTLE_ATTENTION = 0.01
 """Largest weight of an attention branch below which the answer says that attention hardly takes part."""
 
 
-def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
+def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
     """Return proofs, certificates by noise, attacks and gaps, a sentence or two each."""
-    sentences = [_proof(findings, plan), *_patched(findings)]
+    sentences = [_proof(findings, plan), *_patch_sentences(findings)]
     sentences += [_smoothed(shares) for shares in findings.certificates if shares.failure > 0]
     if (attack := findings.attack) is not None:
         names = ", then ".join(attack.attacks)
@@ -58,7 +58,7 @@ def verdict(findings: AuditFindings, plan: AuditPlan) -> list[str]:
         noun = "images" if findings.own else CORRECT
         fooled = part_of(tried.clean.hits - tried.robust.hits, tried.clean.hits, noun)
         sentences.append(
-            f"Without masks, a patch of {_size_of(tried.patch)} pixels fooled {fooled}."
+            f"Without masks, a patch of {_patch_sides(tried.patch)} pixels fooled {fooled}."
         )
     weight = findings.attention_weight
     if weight is not None and weight < LITTLE_ATTENTION:
@@ -93,11 +93,11 @@ def _wants_denoiser(findings: AuditFindings, plan: AuditPlan) -> bool:
     return best_proof(findings, plan) is None
 
 
-def _size_of(patch: str) -> str:
+def _patch_sides(patch: str) -> str:
     return patch.replace("x", " x ")
 
 
-def _patched(findings: AuditFindings) -> list[str]:
+def _patch_sentences(findings: AuditFindings) -> list[str]:
     """Return what no patch of each size changes: about the classifier behind masks."""
     patched = findings.patched
     if patched is None:
@@ -106,8 +106,8 @@ def _patched(findings: AuditFindings) -> list[str]:
     right = part_of(patched.clean.hits, patched.clean.images)
     gives = "it gives the network's own answer" if findings.own else "it is right"
     return [
-        f"Proven: with {name} no {_size_of(size)} patch changes the answer for {counted(part.hits, part.images)}; without a "
-        f"patch {gives} on {right}."
+        f"Proven: with {name} no {_patch_sides(size)} patch changes the answer for "
+        f"{counted(part.hits, part.images)}; without a patch {gives} on {right}."
         for size, part in patched.certified.items()
     ]
 
@@ -148,7 +148,7 @@ def _proof(findings: AuditFindings, plan: AuditPlan) -> str:
         return f"No usable proof: the global bound is {large}. {_none(proofs[-1], plan.least)}"
     if findings.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
-        margin = _margin(bound.log10_upper, plan.least)
+        margin = _margin_needed(bound.log10_upper, plan.least)
         return f"{usable} certificate at l2 {proven_radius(radius)} needs logits {margin} apart: the global bound is {large}."
     return f"No usable proof: the global bound is {large}."
 
@@ -177,7 +177,7 @@ def magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else power_of_ten(log10)
 
 
-def _margin(log10: float, radius: float) -> str:
+def _margin_needed(log10: float, radius: float) -> str:
     need = log10 + math.log10(radius)
     return rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
 

@@ -201,12 +201,12 @@ class Certifier(ABC):
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         confirmed = [
-            _compare(claim, certificate)
+            _compare_radius(claim, certificate)
             for claim, certificate in zip(claims, certificates, strict=True)
         ]
         for row, claim in enumerate(claims):
             if confirmed[row].status == "refuted":
-                confirmed[row] = _compare(
+                confirmed[row] = _compare_radius(
                     claim, *self.certificates([claim.index], pixels[row : row + 1], [claim.label])
                 )
         return confirmed
@@ -276,7 +276,7 @@ class PinnedWeights:
         return [(x.data_ptr(), tuple(x.shape), int(as_integers.sum())) for x, as_integers in bits]
 
 
-def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
+def _compare_radius(claim: Certificate, recomputed: Certificate) -> Claim:
     if claim.prediction != recomputed.prediction:
         return claim.checked(
             "refuted",

@@ -132,7 +132,9 @@ class ProvingCertifier(Certifier):
         predictions = logits.argmax(1)
         executed = rounding if self._neighbours is None else self._neighbours.on_box[predictions]
         allowed = (rounding + executed) * (1 + _NOTHING)
-        differences = (_margins(run, predictions) - _margins(logits, predictions)).abs()
+        differences = (
+            _margins_of_classes(run, predictions) - _margins_of_classes(logits, predictions)
+        ).abs()
         # a subtraction in each margin, of its own two logits: a large third one says nothing
         slack = (logits.gather(1, predictions[:, None]).abs() + logits.abs()) * 2.0**-50
         if not bool((differences <= allowed + slack).all()):
@@ -195,7 +197,7 @@ class ProvingCertifier(Certifier):
         return [holds and top == claim.prediction for holds, top, claim in rows]
 
 
-def _margins(logits: Tensor, classes: Tensor) -> Tensor:
+def _margins_of_classes(logits: Tensor, classes: Tensor) -> Tensor:
     """Return z_i - z_j for the class i of each image: (b, k), (b,) -> (b, k)."""
     return logits.gather(1, classes[:, None]) - logits
 

@@ -13,7 +13,7 @@ USEFUL = 0.1
 """Share of the correctly classified images that a proof must certify to be worth more than a statement of chance."""
 
 
-def hopeless(log10_bound: float | None, radius: float) -> str | None:
+def why_hopeless(log10_bound: float | None, radius: float) -> str | None:
     """Return why no certificate of this bound is tried at this radius; None where one may hold.
 
     Args:

@@ -159,7 +159,9 @@ def lipschitz_certifier(
     return LipschitzCertifier(model, prove_network(model, classes), arithmetic)
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LipschitzCertifier:
+def prepare_lipschitz(
+    checkpoint: Checkpoint, device: torch.device, options: Proof
+) -> LipschitzCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     return lipschitz_certifier(
         load_double(checkpoint, device), checkpoint.record.classes, options.arithmetic

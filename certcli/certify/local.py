@@ -439,6 +439,6 @@ class LocalCertifier(ProvingCertifier):
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
+def prepare_local(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:
     """Return the network traced for local certificates. NoBoundError: no theorem for a part."""
     return LocalCertifier(load_double(checkpoint, device), checkpoint.record.input.size, options)

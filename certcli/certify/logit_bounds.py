@@ -155,10 +155,10 @@ def _by_global_bound(
     radius = near.l2_radius(images[0].numel())
     pairs = certifier.bound.pairs
     assert pairs is not None
-    moves = _reach(float(certifier.bound.upper), radius, errors, logits)
+    moves = _slope_reach(float(certifier.bound.upper), radius, errors, logits)
     margins = logits.gather(1, classes[:, None]) - logits
     slopes = pairs.to(logits)[classes]
-    spread = _reach(slopes, radius, rounding, margins)
+    spread = _slope_reach(slopes, radius, rounding, margins)
     at_class = torch.nn.functional.one_hot(classes, logits.shape[1]).bool()
     low = (margins - spread).masked_fill(at_class, 0.0)
     high = (margins + spread).masked_fill(at_class, 0.0)
@@ -172,7 +172,7 @@ def _by_global_bound(
     )
 
 
-def _reach(slope: Tensor | float, radius: float, errors: Tensor, values: Tensor) -> Tensor:
+def _slope_reach(slope: Tensor | float, radius: float, errors: Tensor, values: Tensor) -> Tensor:
     """Return slope radius + errors + the rounding of their sum with the values; rounded up."""
     change = torch.as_tensor(slope, dtype=torch.float64, device=values.device) * radius
     change = change if radius else torch.zeros_like(change)  # an infinite slope of no change
@@ -192,7 +192,7 @@ def _by_zonotopes(
     if not local.encloses:
         return _unbounded(logits, classes, f"{LOCAL}: {local.title}")
     rows = [
-        _around(local, image[None], label, logits[number : number + 1], near.radius)
+        _bounds_around(local, image[None], label, logits[number : number + 1], near.radius)
         for number, (image, label) in enumerate(zip(images, classes, strict=True))
     ]
     return LogitBounds(
@@ -206,7 +206,7 @@ def _by_zonotopes(
     )
 
 
-def _around(
+def _bounds_around(
     local: LocalCertifier, image: Tensor, label: Tensor, logits: Tensor, radius: float
 ) -> LogitBounds:
     """Return the bounds of one image (1, c, h, w); infinite where its neighbourhood is too large."""
@@ -222,13 +222,13 @@ def _around(
     others = torch.arange(logits.shape[1]) != int(label)
     margin_lower = torch.zeros(1, logits.shape[1], dtype=torch.float64)
     margin_upper = margin_lower.clone()
-    margin_lower[0, others] = _number(below, -math.inf)
-    margin_upper[0, others] = _number(above, math.inf)
-    lower = _number(low, -math.inf)[None]
-    upper = _number(high, math.inf)[None]
+    margin_lower[0, others] = _known_values(below, -math.inf)
+    margin_upper[0, others] = _known_values(above, math.inf)
+    lower = _known_values(low, -math.inf)[None]
+    upper = _known_values(high, math.inf)[None]
     return LogitBounds(lower, upper, label[None].cpu(), margin_lower, margin_upper, (LOCAL,))
 
 
-def _number(values: Tensor, unknown: float) -> Tensor:
+def _known_values(values: Tensor, unknown: float) -> Tensor:
     """Return the values on the CPU, with `unknown` in place of NaN."""
     return values.cpu().nan_to_num(nan=unknown, posinf=math.inf, neginf=-math.inf)

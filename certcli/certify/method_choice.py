@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.hopeless import certified_at, hopeless, is_useful
+from certcli.certify.hopeless import certified_at, is_useful, why_hopeless
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Effort, Local
-from certcli.certify.methods import certify
+from certcli.certify.methods import certify_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
 from certcli.evaluation.intervals import counted
@@ -76,7 +76,7 @@ def choose_method(
 
 def local_effort(model: PixelModel) -> Effort:
     """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes minutes an image."""
-    return "auto" if _largest(model) <= ENCLOSED else "norms"
+    return "auto" if _largest_tensor(model) <= ENCLOSED else "norms"
 
 
 def _try_bound(
@@ -92,12 +92,12 @@ def _try_bound(
         certifier = lipschitz_certifier(model, checkpoint.record.classes)
     except NoBoundError as failure:
         return f"the global bound gives {failure.message}", False
-    why = hopeless(certifier.bound.upper.log10(), radius)
+    why = why_hopeless(certifier.bound.upper.log10(), radius)
     if why is not None:
         return why, False
     ready["lipschitz"] = certifier
     sample = images.limit(TRIED)
-    rows = [row for batch in certify(certifier, sample, batch_size) for row in batch]
+    rows = [row for batch in certify_images(certifier, sample, batch_size) for row in batch]
     name = certifier.title.partition(",")[0]
     certified = counted(certified_at(rows, radius), len(rows), digits=1)
     words = f"the {name} certifies {certified} at {proven_radius(radius)}"
@@ -126,12 +126,12 @@ def _try_local(
     certified = certified_at(rows, radius)
     words = (
         f"local certificates hold at {proven_radius(radius)} for {certified} of {len(right)} images tried"
-        f" ({_radii(right)})"
+        f" ({_radii_text(right)})"
     )
     return words, is_useful(rows, radius), seconds
 
 
-def _radii(rows: Sequence[Certificate]) -> str:
+def _radii_text(rows: Sequence[Certificate]) -> str:
     middle = sorted(row.radius for row in rows)[len(rows) // 2] if rows else 0.0
     rungs = sorted({row.rung for row in rows if row.rung})
     return (
@@ -139,7 +139,7 @@ def _radii(rows: Sequence[Certificate]) -> str:
     )
 
 
-def _largest(model: PixelModel) -> int:
+def _largest_tensor(model: PixelModel) -> int:
     """Return the number of entries of the largest tensor that a module makes of one image."""
     sizes = [0]
 

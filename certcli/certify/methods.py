@@ -24,25 +24,25 @@ METHODS = Registry(
     "method",
     Entry(
         "lipschitz",
-        "certcli.certify.lipschitz:prepare",
+        "certcli.certify.lipschitz:prepare_lipschitz",
         "one proven bound of the whole network, margins pair by pair",
         "Tsuzuku et al. 2018, Lipschitz-margin training",
     ),
     Entry(
         "box",
-        "certcli.certify.box.certifier:prepare",
+        "certcli.certify.box.certifier:prepare_box",
         "the same bound from a second image for each pair of classes, for pixels that end at 0 and 1, proven",
         "ours",
     ),
     Entry(
         "local",
-        "certcli.certify.local:prepare",
+        "certcli.certify.local:prepare_local",
         "small networks as they are: an enclosure of each image's neighbourhood, proven, seconds to minutes an image",
         "Bonaert et al. 2021, Fast and precise certification of transformers (zonotopes); second order: ours",
     ),
     Entry(
         "local-lip",
-        "certcli.certify.chains.local_lip:prepare",
+        "certcli.certify.chains.local_lip:prepare_local_lip",
         "chains of layers (ReLU, MaxMin): local norms without constant units, proven, a second an image",
         "Huang et al. 2021, Training certifiably robust neural networks with efficient local Lipschitz bounds",
     ),
@@ -54,13 +54,13 @@ METHODS = Registry(
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing.preparation:prepare",
+        "certcli.certify.smoothing.preparation:prepare_smoothing",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),
     Entry(
         "patch",
-        "certcli.certify.patch.certifier:prepare",
+        "certcli.certify.patch.certifier:prepare_patch",
         "any network behind masks, against every patch of a size at every place: proven, as it is executed",
         "Xiang et al. 2022, PatchCleanser (double masking); Levine & Feizi 2020 (voting over ablations)",
     ),
@@ -70,7 +70,7 @@ Method = Literal["lipschitz", "box", "local", "local-lip", "bcp", "smoothing", "
 """The names of METHODS, for types."""
 
 
-def prepare(
+def prepare_method(
     method: str,
     checkpoint: Checkpoint,
     device: torch.device,
@@ -83,18 +83,18 @@ def prepare(
         NoBoundError: the method can say nothing about this network.
     """
     made_ready: Callable[..., Certifier] = METHODS.load(method)
-    chosen = options_of(method, {}) if options is None else options
+    chosen = options_of_method(method, {}) if options is None else options
     with as_stated():
         return made_ready(checkpoint, device, chosen)
 
 
-def options_of(method: str, values: Mapping[str, Any]) -> CertifierOptions:
-    """Return the method's options from plain values: its `prepare` names their class."""
+def options_of_method(method: str, values: Mapping[str, Any]) -> CertifierOptions:
+    """Return the method's options from plain values: its `prepare_method` names their class."""
     kind: type[CertifierOptions] = get_type_hints(METHODS.load(method))["options"]
     return kind.of(values)
 
 
-def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
+def certify_run(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
     """Return the facts that decide the certificates: network, images, method and its parameters."""
     parameters = {
         "promise": certifier.promise,
@@ -111,7 +111,7 @@ def run_of(certifier: Certifier, checkpoint: Checkpoint, images: Images) -> Run:
     )
 
 
-def certify(
+def certify_images(
     certifier: Certifier,
     images: Images,
     batch_size: int,

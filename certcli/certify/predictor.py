@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertificate, PatchCertifier
-from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.certifier import prepare_patch as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.choices import Defence

@@ -107,7 +107,7 @@ def recheck(
             assert claim is not None
             if claim.status == "verified" and certificate.held:
                 image = pixels[row : row + 1]
-                attacked = _attacked(certifier, certificate, image, claim.why, doubt, attack)
+                attacked = _attack_claim(certifier, certificate, image, claim.why, doubt, attack)
                 yield CheckedRecord(certificate, attacked, True)
             else:
                 yield CheckedRecord(certificate, claim)
@@ -163,7 +163,7 @@ def disagreements(
                 yield f"the record of image {record.index} in {where} does not agree: {claim.why}"
 
 
-def _attacked(
+def _attack_claim(
     certifier: Certifier,
     certificate: Certificate,
     image: Tensor,
@@ -180,8 +180,8 @@ def _attacked(
     for threat in claimed_threats(certificate, certifier, image.numel()):
         adversarial = attack(certifier, pixels, classes, threat, doubt.seed + certificate.index)
         for share in (1.0, _INSIDE):
-            moved = adversarial if share == 1 else pixels + share * (adversarial - pixels)
-            near = certifier.representable(moved)
+            candidate = adversarial if share == 1 else pixels + share * (adversarial - pixels)
+            near = certifier.representable(candidate)
             allowed = threat.allows(near[0], pixels[0])
             if allowed and not certifier.stands([certificate], near, doubt)[0]:
                 ball = f"{threat.norm} {threat.attacked()}"

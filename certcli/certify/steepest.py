@@ -60,15 +60,17 @@ def _ascent(margins: Margins, image: Tensor, radius: float, norm: Norm) -> Tenso
     places = image.repeat(count, 1, 1, 1)
     for start in range(_STARTS):
         move = torch.randn(places.shape, generator=generator, dtype=image.dtype).to(image)
-        x = _inside(image, image + move * (start > 0), radius, norm)
+        x = _into_ball(image, image + move * (start > 0), radius, norm)
         for step in range(_STEPS):
             gradients, rising = _gradients(margins, x, second=True)
-            length = _length(gradients, norm)
+            length = _norm_of_images(gradients, norm)
             better = length > longest
             longest = torch.where(better, length, longest)
             places = torch.where(better[:, None, None, None], x, places)
             share = 0.5 if step < _STEPS // 2 else 0.15
-            x = _inside(image, x + share * radius * _direction(rising, norm), radius, norm)
+            x = _into_ball(
+                image, x + share * radius * _steepest_direction(rising, norm), radius, norm
+            )
     return places
 
 
@@ -84,17 +86,17 @@ def _gradients(margins: Margins, x: Tensor, second: bool = False) -> tuple[Tenso
     return gradients.detach(), torch.zeros_like(x).detach() if rising is None else rising
 
 
-def _length(gradients: Tensor, norm: Norm) -> Tensor:
+def _norm_of_images(gradients: Tensor, norm: Norm) -> Tensor:
     return gradients.flatten(1).norm(p=1 if norm == "linf" else 2, dim=1)
 
 
-def _direction(rising: Tensor, norm: Norm) -> Tensor:
+def _steepest_direction(rising: Tensor, norm: Norm) -> Tensor:
     if norm == "linf":
         return rising.sign()
     return rising / rising.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None, None]
 
 
-def _inside(image: Tensor, x: Tensor, radius: float, norm: Norm) -> Tensor:
+def _into_ball(image: Tensor, x: Tensor, radius: float, norm: Norm) -> Tensor:
     """Return images of [0, 1] within the radius: of the box first, which is convex."""
     move = x.clamp(0, 1) - image
     if norm == "linf":

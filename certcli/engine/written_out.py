@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.nn import functional as F
 
 Constants = MutableMapping[str, Any]
 
@@ -77,6 +78,20 @@ def write_out_graph(
     return written, places
 
 
+def _matrix_product(write: _Writer, input: Any, other: Any) -> fx.Node | None:
+    """x W for a matrix W that depends on no image, as a linear map of rows."""
+    if write.constant(input) or not write.constant(other):
+        return None
+    shape = write.shape(other)
+    if not 2 <= len(shape) <= len(write.shape(input)) or math.prod(shape[:-2]) != 1:
+        return None
+    return write(F.linear, input, write(torch.transpose, write("reshape", other, shape[-2:]), 0, 1))
+
+
+def _product(write: _Writer, one: fx.Node, other: fx.Node) -> fx.Node:
+    return _matrix_product(write, one, other) or write(torch.matmul, one, other)
+
+
 def _sum_of_products(
     write: _Writer, input: Any, *matrices: Any, beta: Any = 1, alpha: Any = 1, **named: Any
 ) -> fx.Node | None:
@@ -85,7 +100,7 @@ def _sum_of_products(
     numbers = all(isinstance(x, (int, float)) and math.isfinite(x) for x in (beta, alpha))
     if not numbers or (write.constant(one) and write.constant(other)):
         return None
-    product = write(torch.matmul, one, other)
+    product = _product(write, one, other)
     product = product if alpha == 1 else write(operator.mul, product, alpha)
     if beta == 0:  # torch does not read x then
         return product
@@ -158,7 +173,7 @@ def _product_of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str
     else:
         order = shared + of_rows
         rows = (*shape(shared), math.prod(shape(of_rows)), terms)
-    product = write(torch.matmul, write.arranged(a, of_a, order + inner, rows), b)
+    product = _product(write, write.arranged(a, of_a, order + inner, rows), b)
     unfolded = write.arranged(product, "", "", shape(order + of_columns))
     return write.arranged(unfolded, order + of_columns, out, shape(out))
 
@@ -199,6 +214,9 @@ def _labelled(equation: Any, axes: list[int]) -> list[str] | None:
 _WRITTEN: dict[Any, Callable[..., fx.Node | None]] = {
     torch.einsum: _einsum,
     torch.addcmul: _sum_with_product,
+    **dict.fromkeys(
+        (operator.matmul, torch.matmul, torch.bmm, torch.mm, "matmul", "bmm", "mm"), _matrix_product
+    ),
     **dict.fromkeys(
         (torch.addmm, torch.baddbmm, "addmm", "addmm_", "baddbmm", "baddbmm_"), _sum_of_products
     ),

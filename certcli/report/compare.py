@@ -19,8 +19,8 @@ def _bound_changes(before: Audit, after: Audit) -> Iterator[Change]:
     why = "" if same else "inputs of other sizes"
     bounds = ["not measured" if a.bound is None else a.bound.upper_text for a in (before, after)]
     weights = [
-        "not measured" if a.attention_weight is None else f"{a.attention_weight:.2g}"
-        for a in (before, after)
+        "not measured" if weight is None else f"{weight:.2g}"
+        for weight in (before.attention_weight, after.attention_weight)
     ]
     yield Change(figure="Lipschitz bound", before=bounds[0], after=bounds[1], alike=same, why=why)
     if set(weights) != {"not measured"}:

@@ -58,7 +58,7 @@ def unread_of(document: Mapping[str, Any]) -> str:
     return unread_fields({*document, *words} - checked)
 
 
-def contradictions(document: Mapping[str, Any]) -> Iterator[str]:
+def document_contradictions(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield what a report of certify says twice, and differently.
 
     Its fields at the top are those of the first of several methods; an interval follows from its
@@ -99,7 +99,7 @@ def method_fields(document: Mapping[str, Any], entries: Sequence[Evidence]) -> d
     }
 
 
-def entries_of(document: Mapping[str, Any], seed: int) -> list[Evidence]:
+def evidence_of_document(document: Mapping[str, Any], seed: int) -> list[Evidence]:
     """Return the evidence that a report of certify or attack states. seed: of the choice of its
     images.
 
@@ -125,7 +125,7 @@ def entries_of(document: Mapping[str, Any], seed: int) -> list[Evidence]:
     }
     return bounds + [
         Evidence("certify", {**about, "method": result.get("method")}, result, digest)
-        for result in _certified(document)
+        for result in _method_results(document)
     ]
 
 
@@ -139,7 +139,7 @@ def _methods(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     return methods
 
 
-def _certified(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _method_results(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the result of each method, with the shares at radii for which the method was drawn."""
     for part in _methods(document):
         result = _kept({**part, "dataset": document["dataset"]}, CertifyResult.__struct_fields__)

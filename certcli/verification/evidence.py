@@ -30,7 +30,7 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
 from certcli.verification.lineage import check_lineage
-from certcli.verification.report import SLACK, below, below_log10, below_text
+from certcli.verification.report import SLACK, below_log10, below_text, states_less
 
 SAMPLE_ALPHA = 1e-3
 """Two-sided: an honest share is refuted by a sample once in 1,000 times at most."""
@@ -79,7 +79,7 @@ method).
 """
 
 
-def check(
+def check_record_evidence(
     checkpoint: Checkpoint,
     certify: Certify,
     device: torch.device | str = "cpu",
@@ -117,7 +117,7 @@ def check_entries(
                 if decoded.command in ("lipschitz", "finetune") and proven is None:
                     proven = prove_checkpoint(checkpoint, device).upper
                 also = further.get(number, {})
-                about = list(_check(checkpoint, decoded, proven, certify, measured, also))
+                about = list(_entry_claims(checkpoint, decoded, proven, certify, measured, also))
         except Refused as refusal:
             about = [_not_understood(entry, refusal)]
         where = f"evidence {number + 1}: {command}"
@@ -141,7 +141,7 @@ def _stale(checkpoint: Checkpoint, entry: Evidence) -> Claim:
     return Claim("a result", "refuted", f"about network {entry.digest[:16]}: {other}")
 
 
-def _check(
+def _entry_claims(
     checkpoint: Checkpoint,
     entry: Decoded,
     proven: Real | None,
@@ -153,12 +153,12 @@ def _check(
         if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
             statement = f"a bound of the {entry.result.bound_of}"
             yield Claim(statement, "refuted", "this network ends in other outputs")
-        yield from _bound(entry.result, proven)
+        yield from _bound_claims(entry.result, proven)
     elif entry.command == "finetune" and proven is not None:
-        yield from _bound(entry.result, proven)
+        yield from _bound_claims(entry.result, proven)
         yield from _training(checkpoint, entry, certify)
     elif isinstance(entry.result, CertifyResult):
-        yield from _certified(entry.parameters, entry.result, certify, also)
+        yield from _certified_claims(entry.parameters, entry.result, certify, also)
     elif isinstance(entry.result, AttackResult):
         statement = f"robust {rounded_up(entry.result.robust, 4)} of clean {entry.result.clean:.4f}"
         why = f"{MEASURED}: run `certvit attack` again"
@@ -168,7 +168,7 @@ def _check(
         yield Claim("what was kept", "unverified", why, asked=measured)
 
 
-def _bound(result: Any, proven: Real) -> Iterator[Claim]:
+def _bound_claims(result: Any, proven: Real) -> Iterator[Claim]:
     """Yield the bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
         why = f"nothing is stated; proven is {proven}"
@@ -180,7 +180,7 @@ def _bound(result: Any, proven: Real) -> Iterator[Claim]:
         statement = f"bound {rounded_up(result.upper, 9)}"
     wrong = below_log10(result.log10_upper, proven)
     if isinstance(result.upper, float):
-        wrong = wrong or below(Real(result.upper), proven)
+        wrong = wrong or states_less(Real(result.upper), proven)
     text = getattr(result, "upper_text", None)
     if isinstance(text, str):
         statement = f"{statement} ({text})"
@@ -207,10 +207,10 @@ def _training(checkpoint: Checkpoint, entry: Decoded, certify: Certify) -> Itera
     recorded = {"arithmetic": result.arithmetic}
     request = Request("val", entry.parameters.images, seed, "lipschitz", recorded, digest)
     shares = [(Threat("l2", entry.parameters.epsilon), result.certified)]
-    yield from _again(result.clean, shares, None, images, recorded, request, certify)
+    yield from _compare_counts(result.clean, shares, None, images, recorded, request, certify)
 
 
-def _certified(
+def _certified_claims(
     about: Any, result: CertifyResult, certify: Certify, also: Mapping[str, Any]
 ) -> Iterator[Claim]:
     options = result.options
@@ -234,10 +234,12 @@ def _certified(
         about.split, about.limit, about.seed, result.method, options_of_run, images.digest
     )
     mean_radius = None if isinstance(mean, msgspec.UnsetType) else mean
-    yield from _again(result.clean, result.shares, mean_radius, images, recorded, request, certify)
+    yield from _compare_counts(
+        result.clean, result.shares, mean_radius, images, recorded, request, certify
+    )
 
 
-def _again(
+def _compare_counts(
     clean: float,
     shares: Sequence[tuple[Threat, float]],
     mean_radius: float | None,
@@ -256,21 +258,23 @@ def _again(
     if total != recomputed.total:
         yield Claim(f"{total} images", "refuted", f"they are {recomputed.total}")
         return
-    yield _named(images, recomputed, request)
+    yield _names_images(images, recomputed, request)
     different = [
         name
         for name, value in recorded.items()
-        if recomputed.stated and not _same(value, recomputed.stated.get(name))
+        if recomputed.stated and not _states_the_same(value, recomputed.stated.get(name))
     ]
     if different:
         why = f"{request.method} states another {' and '.join(different)}"
         yield Claim("how it was certified", "refuted", why)
         return
-    yield Claim(f"clean {count_of(clean, total)} of {total}", *_judge(None, clean, recomputed))
+    yield Claim(
+        f"clean {count_of(clean, total)} of {total}", *_share_claim(None, clean, recomputed)
+    )
     for threat, share in shares:
         count = f"certified {count_of(share, total)} of {total}"
         yield Claim(
-            f"{count} at {threat.norm} {threat.proven()}", *_judge(threat, share, recomputed)
+            f"{count} at {threat.norm} {threat.proven()}", *_share_claim(threat, share, recomputed)
         )
     if len(recomputed.rows) < recomputed.total:
         # who asks for a sample does not ask for what none can tell
@@ -281,14 +285,14 @@ def _again(
         yield Claim(statement, *_judge_mean(mean_radius, recomputed))
 
 
-def _same(claimed: Any, recomputed: Any) -> bool:
+def _states_the_same(claimed: Any, recomputed: Any) -> bool:
     """Tell whether a method states the same now; a float may differ in its last digits."""
     if isinstance(claimed, float) and isinstance(recomputed, float):
         return math.isclose(claimed, recomputed, rel_tol=1e-9)
     return bool(claimed == recomputed) and type(claimed) is type(recomputed)
 
 
-def _named(images: JudgedImages | None, recomputed: Recertified, request: Request) -> Claim:
+def _names_images(images: JudgedImages | None, recomputed: Recertified, request: Request) -> Claim:
     """Tell whether the images are those of the dataset and the split that the evidence names."""
     here = f"{recomputed.name} ({recomputed.split})"
     if images is None or (images.name, images.split) == (recomputed.name, recomputed.split):
@@ -303,7 +307,9 @@ def _named(images: JudgedImages | None, recomputed: Recertified, request: Reques
     return Claim(statement, "unverified", why)
 
 
-def _judge(threat: Threat | None, share: float, recomputed: Recertified) -> tuple[Status, str]:
+def _share_claim(
+    threat: Threat | None, share: float, recomputed: Recertified
+) -> tuple[Status, str]:
     """Judge a share of the images. threat: None for those that are classified correctly."""
     hits = _hits(threat, recomputed.rows)
     count = len(recomputed.rows)

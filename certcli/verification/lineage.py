@@ -59,13 +59,13 @@ def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[st
             if parent == name:
                 continue
             lineage = checkpoints[parent].record.lineage
-            same = _agree(steps, lineage, number, joined)
+            same = _steps_agree(steps, lineage, number, joined)
             contradiction = f"its parent is {parent}, whose own lineage is another"
             why = f"{parent} tells the same steps" if same else contradiction
             yield name, _step(number, "what came before", same, why)
 
 
-def _agree(
+def _steps_agree(
     steps: Sequence[LineageStep], lineage: Sequence[LineageStep], number: int, joined: int
 ) -> bool:
     """Tell whether a parent's steps are these before `number`. joined: of the first mean."""

@@ -26,7 +26,7 @@ SHAPES = "layers' shapes"
 """Fields of the layers of a report that nothing recomputes."""
 
 
-def verify(
+def verify_report(
     report: ReportFields, checkpoint: Checkpoint, unread: str, device: torch.device | str = "cpu"
 ) -> list[Claim]:
     """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven
@@ -74,7 +74,7 @@ def check_weights(
         )
         if different is not None:
             yield f"{where}: {different} is {getattr(claimed, different)!a}, of these weights {proven[different]!a}"
-        elif below(Real.from_json(list(claimed.value)), Real.from_json(proven["value"])):
+        elif states_less(Real.from_json(list(claimed.value)), Real.from_json(proven["value"])):
             lower = Real.from_json(list(claimed.value))
             proven_value = Real.from_json(proven["value"])
             yield f"{where}: {lower.log10():.9f} is stated (log10), {proven_value.log10():.9f} is proven"
@@ -96,7 +96,7 @@ def _check_layers(layers: list[LayerFields], bound: NetworkBound) -> Iterator[st
                 claimed is None and proven.finite and proven > ZERO
             ):
                 yield f"layer {layer.path}: 10^{claimed} is stated, 10^{proven.log10():.9f} is proven"
-        if isinstance(layer.upper, float) and below(Real(layer.upper), charge.constant):
+        if isinstance(layer.upper, float) and states_less(Real(layer.upper), charge.constant):
             yield f"layer {layer.path}: {layer.upper} is stated, {charge.constant} is proven"
         words = (layer.kind, layer.law, layer.why, layer.upper_finite)
         proven_words = (charge.kind, charge.law, charge.why, charge.constant.finite)
@@ -106,7 +106,7 @@ def _check_layers(layers: list[LayerFields], bound: NetworkBound) -> Iterator[st
             yield f"layer {layer.path}: '{layer.upper_text[:40]!a}' is stated, {charge.constant} is proven"
 
 
-def below(claimed: Real, proven: Real) -> bool:
+def states_less(claimed: Real, proven: Real) -> bool:
     """Tell whether a stated bound lies below the proven one by more than SLACK."""
     return claimed * (1 + SLACK) < proven
 

@@ -117,13 +117,13 @@ def test_of_margins_the_rounding_of_both_logits_counts(
 ) -> None:
     """And the radius of a ball that holds the neighbourhood."""
     calls: list[tuple[float, Tensor]] = []
-    reach = logit_bounds_module._reach
+    reach = logit_bounds_module._slope_reach
 
     def seen(slope: Any, radius: float, errors: Tensor, values: Tensor) -> Tensor:
         calls.append((radius, errors))
         return reach(slope, radius, errors, values)
 
-    monkeypatch.setattr(logit_bounds_module, "_reach", seen)
+    monkeypatch.setattr(logit_bounds_module, "_slope_reach", seen)
     near = logit_bounds.Neighbourhood(0.1, norm, logit_bounds.GLOBAL)
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))

@@ -21,7 +21,7 @@ from certcli.api import door, options
 from certcli.api.arguments import fields_of
 from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
-from certcli.certify.methods import METHODS, Method, options_of
+from certcli.certify.methods import METHODS, Method, options_of_method
 from certcli.certify.patch.options import Patches
 from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
@@ -36,7 +36,7 @@ OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
     "attack": (AttackSettings, options.AttackOptions, {"classes", "restart"}),
     "audit": (AuditPlan, options.AuditOptions, {"gates", "budget"}),
     **{
-        name: (type(options_of(name, {})), options.CertifyOptions, set())
+        name: (type(options_of_method(name, {})), options.CertifyOptions, set())
         for name in get_args(Method)
     },
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack.judge import nearest_within, rounded
+from certcli.attack.judge import nearest_within, rounded_to_8bit
 from certcli.evaluation.perturbation import Region
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -22,11 +22,11 @@ RUN = ("--dataset", "digits", "-a", "pgd", "--limit", 20, "--no-checks")
 @pytest.mark.parametrize("radius", [0.004, 0.02, 0.12, 0.5])
 def test_images_with_8_bits_stay_in_the_region_and_use_it(norm: str, radius: float) -> None:
     draw = torch.Generator().manual_seed(1)
-    images = rounded(torch.rand(6, 1, 8, 8, generator=draw))
+    images = rounded_to_8bit(torch.rand(6, 1, 8, 8, generator=draw))
     ascent = images + 0.01 * torch.randn(images.shape, generator=draw)
     region = Region(norm, radius)
     found = nearest_within(ascent, images, region)
-    assert torch.equal(found, rounded(found))
+    assert torch.equal(found, rounded_to_8bit(found))
     assert bool(region.contains(found, images).all())
     moved = (found - images).flatten(1).abs().amax(1) > 0
     if radius >= 0.02:  # 0.004 is one level
@@ -45,7 +45,7 @@ def test_records_examples_and_document_say_both(workshop: Path, tmp_path: Path) 
     tensors = load_file(saved)
     model = build.load(open_checkpoint(str(net)))
     with torch.no_grad():
-        classes = model(rounded(tensors["adversarial"])).argmax(1)
+        classes = model(rounded_to_8bit(tensors["adversarial"])).argmax(1)
     assert torch.equal(classes != tensors["labels"], tensors["as_8bit"])
     told = attempt("attack", net, *RUN, "-e", 0.2).stdout
     assert f"As 8-bit files, {found['fooled_8bit']} of {found['fooled']}" in told
@@ -57,7 +57,7 @@ def test_an_attack_among_images_of_8_bits_finds_such_images(workshop: Path, tmp_
     found = document(*words, "--save-examples", saved)
     assert found["fooled_8bit"] == found["fooled"] > 0
     tensors = load_file(saved)
-    assert torch.equal(tensors["adversarial"], rounded(tensors["adversarial"]))
+    assert torch.equal(tensors["adversarial"], rounded_to_8bit(tensors["adversarial"]))
     assert bool(tensors["as_8bit"].all())
     assert float(tensors["l2_norms"].max()) <= 0.2
     assert isinstance(attempt(*words[:-1], "16bit").exception, UsageError)

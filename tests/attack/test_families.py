@@ -14,11 +14,11 @@ from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.carlini import carlini_wagner
 from certcli.attack.families.fab import projection
-from certcli.attack.families.margin import Stretch, ascend, lost_margin
-from certcli.attack.judge import judge
+from certcli.attack.families.margin import Stretch, ascend_gradient, lost_margin
+from certcli.attack.judge import judge_points
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.attack.summary import curve, robust_accuracy
+from certcli.attack.summary import robust_accuracy, robust_curve
 from certcli.attack.watched_model import undisturbed
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from tests.helpers.attack_nets import (
@@ -306,7 +306,7 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
     region = Region("l2", 1.0)
     heights = []
     for steps in range(1, 8):
-        peak = ascend(
+        peak = ascend_gradient(
             model,
             images,
             labels,
@@ -396,7 +396,7 @@ def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
     for searches in range(1, 6):
         settings = AttackSettings(steps=30, searches=searches, initial_c=10.0)
         points = carlini_wagner(model, images, labels, Region("l2", 9.0), settings)
-        norms.append(judge(model, images, labels, points, Region("l2", 9.0)).norm)
+        norms.append(judge_points(model, images, labels, points, Region("l2", 9.0)).norm)
     assert all((more <= fewer).all() for fewer, more in itertools.pairwise(norms))
     assert (norms[-1] < norms[0]).any()
 
@@ -521,7 +521,7 @@ def test_radius_zero_and_empty_batches() -> None:
     images = random_pictures(4)
     labels = labelled(model, images)
     for name in GENERAL:
-        (summary,) = curve(
+        (summary,) = robust_curve(
             attack_images(model, batches(images, labels), [name], Region("l2", 0.0), SHORT)
         )
         assert summary.robust == summary.clean == 1.0

@@ -6,7 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge_points
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
@@ -65,7 +65,7 @@ def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) 
     settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
     points = ATTACKS.load(name)(model, images, labels, region, settings)
     assert points.dtype == torch.float32
-    verdict = judge(model, images, labels, points, region)
+    verdict = judge_points(model, images, labels, points, region)
     with torch.no_grad():
         assert (
             model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.families import gradient
-from certcli.attack.judge import judge, rounded
+from certcli.attack.judge import judge_points, rounded_to_8bit
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm, Region
@@ -37,7 +37,9 @@ class Elsewhere(nn.Module):
 def pixels() -> Tensor:
     """Images of 8 bits: noise, black and white, nearly so."""
     noise = torch.rand(3, 1, 6, 6, generator=torch.Generator().manual_seed(2))
-    return torch.stack([rounded(noise[0]), noise[1].round(), rounded(1 - 0.02 * noise[2])])
+    return torch.stack(
+        [rounded_to_8bit(noise[0]), noise[1].round(), rounded_to_8bit(1 - 0.02 * noise[2])]
+    )
 
 
 def direction(images: Tensor, norm: Norm) -> Tensor:
@@ -94,7 +96,9 @@ def test_the_judge_counts_nothing_outside(norm: Norm, exactly: bool) -> None:
         images = pixels().to(dtype)
         labels = torch.zeros(len(images), dtype=torch.long)
         model = Elsewhere(images).eval()
-        verdict = judge(model, images, labels, returned(images, region), region, exactly=exactly)
+        verdict = judge_points(
+            model, images, labels, returned(images, region), region, exactly=exactly
+        )
         for row in verdict.success.nonzero().flatten().tolist():
             counted.add(name)
             point = verdict.adversarial[row]
@@ -125,6 +129,6 @@ def test_a_run_counts_nothing_outside(
                 require_inside(record.adversarial, record.image, several[0], record.epsilon)
                 assert not torch.equal(record.adversarial, record.image)
                 if kind == "8bit":
-                    assert torch.equal(record.adversarial, rounded(record.adversarial))
+                    assert torch.equal(record.adversarial, rounded_to_8bit(record.adversarial))
                     assert record.as_8bit
     assert fell > 30

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.judge import judge, predict, tuck_in
+from certcli.attack.judge import judge_points, predict_classes, tuck_in
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
@@ -35,7 +35,7 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
     candidates = images + 100 * direction
     candidates[1, 0, 0, 0] = float("nan")
     candidates[2, 0, 0, 0] = float("inf")
-    verdict = judge(model, images, labels, candidates, region)
+    verdict = judge_points(model, images, labels, candidates, region)
     assert verdict.robust.all()
     assert not verdict.success.any()
     assert torch.equal(verdict.adversarial, images)
@@ -65,7 +65,7 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
     labels = torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
-        judge(
+        judge_points(
             linear_classifier(2),
             torch.where(images == images.max(), 1.5, images),
             labels,
@@ -73,9 +73,9 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
             region,
         )  # one pixel
     with pytest.raises(DataError, match="disagree"):
-        judge(linear_classifier(2), images, labels[:2], images, region)
+        judge_points(linear_classifier(2), images, labels[:2], images, region)
     with pytest.raises(DataError, match="disagree"):
-        judge(linear_classifier(2), images, labels, images[:2], region)
+        judge_points(linear_classifier(2), images, labels, images[:2], region)
     middle = float(linear_classifier(2)(images).detach().median())
     for broken in (
         nn.Flatten(0),
@@ -85,7 +85,7 @@ def test_judge_refuses_what_it_cannot_judge() -> None:
         nn.Sequential(linear_classifier(2), nn.Threshold(middle, float("nan"))),
     ):
         with pytest.raises(ArchitectureError):
-            judge(broken, images, labels, images, region)
+            judge_points(broken, images, labels, images, region)
 
 
 class Wavering(nn.Module):
@@ -107,7 +107,7 @@ def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
     """
     images = random_pictures(2)
     waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
-    assert predict(waver, images, samples=3).tolist() == [2, 2]
+    assert predict_classes(waver, images, samples=3).tolist() == [2, 2]
     assert waver.calls == 3
 
 
@@ -115,7 +115,7 @@ def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
     model = linear_classifier(2)
     images = random_pictures(3)
     labels = 1 - labelled(model, images)
-    verdict = judge(model, images, labels, images.round(), Region("l2", 9.0))
+    verdict = judge_points(model, images, labels, images.round(), Region("l2", 9.0))
     assert not verdict.success.any()
     assert not verdict.robust.any()
     assert torch.equal(verdict.adversarial, images)
@@ -158,7 +158,7 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     logits = watched(
         images
     )  # the solved rows rest on their last logits although their pixels went back
-    verdict = judge(model, images, labels, watched.harvest(images), region)
+    verdict = judge_points(model, images, labels, watched.harvest(images), region)
     assert verdict.success.tolist() == [True, True, False, False]
     assert (logits.argmax(dim=1) != labels).tolist() == [True, True, False, False]
     watched.train()

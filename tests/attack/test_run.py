@@ -12,7 +12,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.margin import lost_margin
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
-from certcli.attack.summary import curve, robust_accuracy
+from certcli.attack.summary import robust_accuracy, robust_curve
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.attack_nets import (
@@ -87,7 +87,7 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
             model, batches(images, labels), ["fgsm", "pgd"], growing("l2", radii), AttackSettings()
         )
     )
-    summaries = curve(records)
+    summaries = robust_curve(records)
     assert [summary.epsilon for summary in summaries] == sorted(radii)
     robust = [summary.robust for summary in summaries]
     assert robust == sorted(robust, reverse=True)

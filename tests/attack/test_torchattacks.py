@@ -13,7 +13,7 @@ from torch import nn
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
-from certcli.attack.torchattacks_spec import library, names, signature
+from certcli.attack.torchattacks_spec import signature, torchattacks_library, torchattacks_names
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.perturbation import Norm, Region
@@ -22,11 +22,11 @@ from tests.helpers.attack_nets import labelled
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 try:
-    library()
+    torchattacks_library()
 except UsageError as missing:
     pytest.skip(f"{missing.message}: {missing.hint}", allow_module_level=True)
 
-AVAILABLE = [name for name in names() if not signature(name).missing]
+AVAILABLE = [name for name in torchattacks_names() if not signature(name).missing]
 SHORT = {
     **dict.fromkeys(
         ("steps", "num_iter_set", "nb_iter", "restarts", "binary_search_steps", "eot_iter"), 2
@@ -212,7 +212,7 @@ def test_the_list_shows_every_attack_with_its_arguments_and_norms() -> None:
     shown = " ".join(certvit("attack", "--list").stdout.split())
     assert all(
         f"{name} " in shown
-        for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in names()))
+        for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in torchattacks_names()))
     )
     assert "torchattacks:FFGSM linf linf alpha=1.25*radius" in shown
     assert "it needs trainloader" in shown

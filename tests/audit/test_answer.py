@@ -16,7 +16,7 @@ from certcli.audit import gates, summary_text
 from certcli.audit.findings import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import AuditPlan, Typed
-from certcli.audit.summary_text import magnitude, next_steps, verdict
+from certcli.audit.summary_text import magnitude, next_steps, verdict_sentences
 from certcli.evaluation.image_doubts import better_statistics, permutation_doubt
 from certcli.images.labelled import OWN, Images
 from certcli.models.pixels import PixelNormalize
@@ -179,12 +179,12 @@ def test_no_share_of_few_images_stands_alone(
     )
     plan = AuditPlan(
         radii=(0.12,),
-        gates=tuple(map(gates.parse, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))),
+        gates=tuple(map(gates.parse_gate, ("certified@0.12<0.5", "robust@0.12<0.5", "clean<1"))),
     )
-    judged = gates.judge(plan.gates, findings, (8, 8))
+    judged = gates.judge_gates(plan.gates, findings, (8, 8))
     for text in (
         headline(findings, plan, LARGE),
-        *summary_text.verdict(findings, plan),
+        *summary_text.verdict_sentences(findings, plan),
         *(row.reason for row in judged.judged),
     ):
         assert standing_alone(text.rpartition(", found ")[2]) == [], text
@@ -325,7 +325,8 @@ def test_without_images_the_next_step_names_those_of_its_training(
     assert next_steps(AuditFindings(), AuditPlan(), typed) == [
         f"certvit audit m.safetensors {options}"
     ]
-    said = " ".join([headline(AuditFindings(), AuditPlan(), LARGE), *verdict(AuditFindings(), AuditPlan())])  # fmt: skip
+    plan, empty = AuditPlan(), AuditFindings()
+    said = " ".join([headline(empty, plan, LARGE), *verdict_sentences(empty, plan)])
     assert said.count("No images") == 1
 
 
@@ -338,7 +339,9 @@ def test_images_without_labels_are_not_called_right() -> None:
         parameters={},
         **SAME,
     )
-    assert "the network's own answer on 7 of 8" in " ".join(verdict(findings, AuditPlan()))
+    assert "the network's own answer on 7 of 8" in " ".join(
+        verdict_sentences(findings, AuditPlan())
+    )
 
 
 def test_powers_of_ten_do_not_contradict_the_table() -> None:
@@ -394,7 +397,7 @@ def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it
     findings.input = size
     findings.gpu = gpu
     plan = AuditPlan(radii=(0.12,), **changes)
-    assert (summary_text.DENOISER in summary_text.verdict(findings, plan)) is wanted
+    assert (summary_text.DENOISER in summary_text.verdict_sentences(findings, plan)) is wanted
     steps = next_steps(findings, plan, Typed("net", dataset="d"))
     assert summary_text.UNET not in " ".join(steps)
 

@@ -66,7 +66,7 @@ def test_gates(workshop: Path) -> None:
 )
 def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
     with pytest.raises(UsageError) as refused:
-        gates.parse(gate)
+        gates.parse_gate(gate)
     assert hint in refused.value.hint
 
 
@@ -83,8 +83,10 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     assert found["gate"]["judged"][0]["measured"] is None
     assert "Images decide" in found["verdict"][-1]
     share = Share.of(1, 2)
-    judged = gates.judge(
-        [gates.parse("robust@0.5<0"), gates.parse("clean<0")], AuditFindings(clean=share), (8, 8)
+    judged = gates.judge_gates(
+        [gates.parse_gate("robust@0.5<0"), gates.parse_gate("clean<0")],
+        AuditFindings(clean=share),
+        (8, 8),
     )
     assert [row.passed for row in judged.judged] == [False, True]
 
@@ -103,14 +105,14 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     ],
 )
 def test_a_gate_is_read_forwards(gate: str, said: str) -> None:
-    (row,) = gates.judge(
-        [gates.parse(gate)], AuditFindings(clean=Share.of(189, 200)), (8, 8)
+    (row,) = gates.judge_gates(
+        [gates.parse_gate(gate)], AuditFindings(clean=Share.of(189, 200)), (8, 8)
     ).judged
     assert row.reason.startswith(said)
     assert row.reason.endswith(row.verdict)
     assert row.verdict == ("passed" if gate == "clean<0.9" else "not decided")
     few = (
-        gates.judge([gates.parse(gate)], AuditFindings(clean=Share.of(8, 9)), (8, 8))
+        gates.judge_gates([gates.parse_gate(gate)], AuditFindings(clean=Share.of(8, 9)), (8, 8))
         .judged[0]
         .reason
     )
@@ -133,7 +135,7 @@ def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> N
     share = Share.of(sum(outcomes), len(outcomes))
     sample = Sample(outcomes, available)
     findings = AuditFindings(clean=share, samples={("clean", ""): sample})
-    report = gates.judge([gates.parse("clean<0.4")], findings, (8, 8))
+    report = gates.judge_gates([gates.parse_gate("clean<0.4")], findings, (8, 8))
     assert report.verdict == verdict
     assert report.passed is (verdict == "passed")
     assert report.judged[0].reason.endswith(verdict)
@@ -148,7 +150,7 @@ def test_what_time_left_out_is_not_decided() -> None:
     for for_time, verdict in ((True, "not decided"), (False, "failed")):
         findings = AuditFindings()
         findings.skip("attack", "no batch of images was finished in its time", for_time)
-        report = gates.judge([gates.parse("robust@0.5<0.1")], findings, (8, 8))
+        report = gates.judge_gates([gates.parse_gate("robust@0.5<0.1")], findings, (8, 8))
         assert report.verdict == verdict
 
 
@@ -169,7 +171,7 @@ def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: P
 def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -> None:
     """The gate's stage goes first, and stops where it is decided: the rest of the time is others'."""
     words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 60, "--json")
-    gate = gates.parse("certified@0.05<0.01")
+    gate = gates.parse_gate("certified@0.05<0.01")
     open_at = [
         gates.waits_for([gate], ("lipschitz", "0.05"), True, Sample([True] * n, 60), (8, 8))
         for n in (0, 49, 50)

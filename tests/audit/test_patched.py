@@ -104,12 +104,12 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
 )
 def test_gates_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
-        gates.parse(text)
+        gates.parse_gate(text)
 
 
 def test_gates_know_every_spelling_of_a_patch() -> None:
     assert [
-        gates.parse(f"patched@{size} < 1/10").patch for size in ("32", "16x64", "2%", "2:8")
+        gates.parse_gate(f"patched@{size} < 1/10").patch for size in ("32", "16x64", "2%", "2:8")
     ] == [
         "32",
         "16x64",

@@ -26,7 +26,7 @@ from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.plan import Typed, unmistakable
 from certcli.certify.certificate import AGAIN, RecheckSettings
 from certcli.certify.local_options import Local
-from certcli.certify.methods import prepare
+from certcli.certify.methods import prepare_method
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import Classifier
 from certcli.checkpoint.file import Checkpoint
@@ -213,7 +213,7 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
         judging.Classifying(model, images, 128),
         judging.Certifying(
             "lipschitz",
-            lambda: prepare("lipschitz", checkpoint, cpu),
+            lambda: prepare_method("lipschitz", checkpoint, cpu),
             images,
             128,
             [Threat("l2", 0.05)],
@@ -297,7 +297,9 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")
     images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
-    certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
+    certifier = prepare_method(
+        "local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4])
+    )
     tried: list[float] = []
     proven = certifier.proven
     certifier.proven = lambda image, label, radius, *further: (

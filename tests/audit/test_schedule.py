@@ -83,9 +83,9 @@ def run(
     monkeypatch: pytest.MonkeyPatch,
     awaited: Callable[[Stage], bool] = lambda stage: False,
 ) -> Clock:
-    monkeypatch.setattr(schedule, "together", machine.together)
+    monkeypatch.setattr(schedule, "run_by_team", machine.together)
     clock = machine.clock(budget)
-    schedule.run(stages, clock, awaited)
+    schedule.run_stages(stages, clock, awaited)
     return clock
 
 

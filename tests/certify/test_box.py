@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.box.certifier import BoxCertifier, climb, distance, reach
+from certcli.certify.box.certifier import BoxCertifier, box_reach, climb, distance
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
@@ -79,12 +79,12 @@ def test_no_image_of_the_box_is_further_than_the_bound(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_reached_lies_within(seed: int) -> None:
     images, anchors, within = drawn(seed)
-    radii = reach(images, anchors, within)
+    radii = box_reach(images, anchors, within)
     assert (radii <= within).all()
     assert (radii > 0).any()
     for near in points(images, anchors, radii, seed):
         assert ((near - anchors).norm(dim=1) < within)[radii > 0].all()
-    at_home = reach(images, images, within)
+    at_home = box_reach(images, images, within)
     assert (at_home <= within).all()
     assert torch.allclose(at_home, within, rtol=1e-8)
 
@@ -116,11 +116,11 @@ def test_what_reaches_nowhere() -> None:
     images = torch.zeros(6, 2, dtype=torch.float64)
     anchors = torch.full((6, 2), 0.5, dtype=torch.float64)
     within = torch.tensor([0.0, 0.5, math.inf, math.nan, 1e-200, -1.0], dtype=torch.float64)
-    assert reach(images, anchors, within).tolist() == [0, 0, math.inf, 0, 0, 0]
+    assert box_reach(images, anchors, within).tolist() == [0, 0, math.inf, 0, 0, 0]
     anchors[0, 0] = math.nan
-    assert reach(images, anchors, torch.ones(6, dtype=torch.float64))[0] == 0
+    assert box_reach(images, anchors, torch.ones(6, dtype=torch.float64))[0] == 0
     with pytest.raises(TypeError, match="float64"):
-        reach(images.float(), anchors.float(), within.float())
+        box_reach(images.float(), anchors.float(), within.float())
 
 
 def test_a_pixel_without_room_below_it_costs_nothing() -> None:
@@ -131,9 +131,9 @@ def test_a_pixel_without_room_below_it_costs_nothing() -> None:
     anchor = torch.tensor([[0.3, 0.5]], dtype=torch.float64)
     r = torch.tensor([0.4], dtype=torch.float64)
     assert float(distance(image, anchor, r).squared) == pytest.approx(0.25, rel=1e-6)
-    assert float(reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))) == pytest.approx(
-        0.4, rel=1e-6
-    )
+    assert float(
+        box_reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))
+    ) == pytest.approx(0.4, rel=1e-6)
 
 
 def plane(normal: Tensor, bias: float) -> PixelModel:

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.lipschitz import pair_radii
-from certcli.certify.methods import METHODS, options_of, prepare
+from certcli.certify.methods import METHODS, options_of_method, prepare_method
 from certcli.certify.options import CertifierOptions
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
-from certcli.certify.patch.certifier import prepare as prepare_patch
+from certcli.certify.patch.certifier import prepare_patch as prepare_patch
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
@@ -138,7 +138,9 @@ def certificates(
         "patches": ["1", "2"],
         "masks": 3,
     }
-    certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
+    certifier = prepare_method(
+        method, checkpoint, torch.device("cpu"), options_of_method(method, options)
+    )
     if certifier.failure and "linear" not in checkpoint.record.arch_args.values():
         return certifier, []  # another smoothed classifier is not known
     labels = build.load_double(checkpoint, torch.device("cpu"))(pixels).argmax(1).tolist()

@@ -80,7 +80,7 @@ def test_a_step_has_its_proven_norm() -> None:
 
 def largest(*reach: float) -> Tensor:
     """max 3 s + 4 t for s and t within these, on the ball of radius 2."""
-    return sequential._largest(doubles(3.0, 4.0)[None], doubles(*reach)[None], doubles(2.0))
+    return sequential._largest_product(doubles(3.0, 4.0)[None], doubles(*reach)[None], doubles(2.0))
 
 
 def test_the_largest_product_is_not_rounded_down() -> None:
@@ -98,7 +98,7 @@ def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
     for s in (1.0, 2.0**40):
         move = s * (1 + 2.0**-30)
         start = Moves(-slope * doubles(move), doubles(move), torch.ones(1).double())
-        activated = sequential._activated(
+        activated = sequential._box_behind_activation(
             start, Activation(torch.relu), doubles(-s), doubles(s * 2.0**-40)
         )
         assert float(activated.hi) >= s * (2.0**-30 + 2.0**-40)
@@ -109,7 +109,7 @@ def test_a_box_behind_an_activation_has_its_units(slope: float) -> None:
 def test_a_box_behind_an_activation_holds_what_its_rounding_is_far_above() -> None:
     """Of the identity: units move by 2^-60 around -1 and 1."""
     move = doubles(2.0**-60, 2.0**-60)
-    activated = sequential._activated(
+    activated = sequential._box_behind_activation(
         Moves(-move, move, move[0]), Activation(lambda x: x), doubles(-1.0, 1.0), 0 * move
     )
     assert bool((activated.hi >= move).all())
@@ -128,7 +128,7 @@ def test_a_box_behind_a_linear_layer_is_the_ball_or_what_the_box_allows(rho: flo
     for box, masked, exact in ((wide, 0, 1 / 4), (wide, 8, 8**0.5 / 16), (narrow, 0, 2.0**-8)):
         mask = torch.ones(1, 16).double()
         mask[:, :masked] = 0
-        moved = sequential._mapped(
+        moved = sequential._box_behind_affine_step(
             Moves(-box, box, torch.full((1,), rho).double()), step, mask, True
         )
         assert rho * exact <= float(moved.hi) == -float(moved.lo) <= rho * exact * (1 + 1e-12)
@@ -155,7 +155,9 @@ def parts(name: str, drop: bool) -> Numbers:
 
 def opened(size: float, move: float) -> Numbers:
     start = Moves(-doubles(move), doubles(move), torch.ones(1).double())
-    activated = sequential._activated(start, Activation(torch.relu), doubles(size), doubles(0.0))
+    activated = sequential._box_behind_activation(
+        start, Activation(torch.relu), doubles(size), doubles(0.0)
+    )
     return [float(activated.hi), -float(activated.lo)]
 
 

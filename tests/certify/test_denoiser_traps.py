@@ -24,7 +24,7 @@ from tests.helpers.guided_unet import Guided, Runner, random_tensors
 from tests.models.diffusers_outputs import STORED
 
 ROOT = Path(certcli.__file__).parent
-ONE_SHOT = "certify/smoothing/diffusion.py"
+ONE_SHOT = "certify/smoothing/pixel_denoiser.py"
 UNET = "nn/unet.py"
 GUIDED = "models/guided.py"
 QUALITY = "finetune/evaluate.py"

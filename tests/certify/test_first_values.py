@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import EFFORTS, Local
-from certcli.certify.methods import METHODS, options_of, prepare
+from certcli.certify.methods import METHODS, options_of_method, prepare_method
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import pixel_ball
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
@@ -141,6 +141,8 @@ def test_no_radius_is_beyond_where_a_linear_network_changes_its_class(
         certifier: Any = LocalCertifier(model, SIZE, Local(effort=effort, norm=norm))
     else:
         options = {"sigma": 0.1, "samples": 1000, "precision": "float32"}
-        certifier = prepare(method, checkpoint, torch.device("cpu"), options_of(method, options))
+        certifier = prepare_method(
+            method, checkpoint, torch.device("cpu"), options_of_method(method, options)
+        )
     (row,) = certifier.batch([0], images, labels.tolist())
     assert 0 < row.radius <= float(distances) * (1 + 1e-9)

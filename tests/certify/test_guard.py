@@ -18,7 +18,7 @@ import certvit
 from certcli.api.data import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
-from certcli.certify.methods import METHODS, certify, options_of, prepare
+from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
@@ -42,10 +42,10 @@ def chain() -> nn.Sequential:
 
 def ready(method: str, net: nn.Module) -> tuple[Certifier, Images]:
     checkpoint = certvit.load(net, mean=0.0, std=1.0, input_size=SIZE)
-    options = options_of(method, OPTIONS[method])
+    options = options_of_method(method, OPTIONS[method])
     pixels = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(1))
     labels = net(pixels).argmax(1)
-    return prepare(method, checkpoint, torch.device("cpu"), options), images_from(
+    return prepare_method(method, checkpoint, torch.device("cpu"), options), images_from(
         checkpoint.record, pixels, labels
     )
 
@@ -67,7 +67,7 @@ def test_a_network_that_changes_while_it_is_certified_has_no_certificate(method:
 
     certifier.batch = counts  # type: ignore[method-assign]
     with pytest.raises(NoBoundError, match=r"'runs' changes|weights were changed"):
-        list(certify(certifier, images, 2))
+        list(certify_images(certifier, images, 2))
 
 
 OTHERS = {
@@ -105,7 +105,7 @@ def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
 
     certifier.batch = watched  # type: ignore[method-assign]
     with other_settings():
-        list(certify(certifier, images, 2))
+        list(certify_images(certifier, images, 2))
     assert seen
     assert all(one == {name: setting.value for name, setting in SETTINGS.items()} for one in seen)
 

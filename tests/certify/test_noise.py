@@ -18,10 +18,10 @@ def test_bits_are_philox_on_every_device(seed: int, purpose: int) -> None:
     """numpy's generator against torch's integers: two implementations of one function."""
     images = [0, 3, 2**40]
     samples = [5, 0, 123_456]
-    fast = noise.words(seed, images, samples, 371, CPU, purpose)
+    fast = noise.philox_words(seed, images, samples, 371, CPU, purpose)
     assert torch.equal(fast, noise.philox(seed, images, samples, 371, CPU, purpose))
-    assert torch.equal(fast[:, :11], noise.words(seed, images, samples, 11, CPU, purpose))
-    others = noise.words(seed, [*images, 0], [*samples[1:], 1, 2], 371, CPU, purpose)
+    assert torch.equal(fast[:, :11], noise.philox_words(seed, images, samples, 11, CPU, purpose))
+    others = noise.philox_words(seed, [*images, 0], [*samples[1:], 1, 2], 371, CPU, purpose)
     assert len({tuple(row) for row in [*fast.tolist(), *others.tolist()]}) == 7
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, RecheckSettings
-from certcli.certify.methods import prepare
+from certcli.certify.methods import prepare_method
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
@@ -118,7 +118,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     """At every place: PGD on the passes that see the patch, judged by the procedure itself."""
     hide = "pixels" if name == "double-masking" else "auto"  # its flat head wants all tokens
     given = Patches(["1"], name, hide=hide, band_width=1, bands="blocks")
-    certifier = prepare("patch", certified, CPU, given)
+    certifier = prepare_method("patch", certified, CPU, given)
     assert isinstance(certifier, PatchCertifier)
     patch, images = (
         Patch(1, 1),
@@ -147,7 +147,7 @@ class Credulous(PatchCertifier):
 
 def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoint) -> None:
     """Masks for one pixel, claims about five by five: `certvit verify` attacks inside them."""
-    honest = prepare("patch", plain, CPU, Patches(["1"], hide="pixels"))
+    honest = prepare_method("patch", plain, CPU, Patches(["1"], hide="pixels"))
     certifier = Credulous(honest.procedure, honest.passes, honest.patches)
     images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     pixels, labels = images.tensors()

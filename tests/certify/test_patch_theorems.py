@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.patch import masks
-from certcli.certify.patch.double_masking import DoubleMasking, stays, winner
+from certcli.certify.patch.double_masking import DoubleMasking, vote_stays, winner
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
@@ -128,7 +128,7 @@ def test_voting_is_exact() -> None:
                     for place in range(len(views))
                 ]
                 brute &= all(winner(now, classes) == top for now in itertools.product(*options))
-            assert stays(top, votes, firm, sets, classes) == brute
+            assert vote_stays(top, votes, firm, sets, classes) == brute
             outcomes.add(brute)
     assert outcomes == {True, False}
 

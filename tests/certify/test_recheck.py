@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
 from certcli.certify.record_check import FALSE_ALARM, disagreements, recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
@@ -403,7 +403,7 @@ def test_a_method_searches_up_to_where_it_ends_its_search() -> None:
 
 def test_a_radius_that_is_found_exactly_again_is_verified() -> None:
     claims = [Certificate(0, 1, 1, radius, "lipschitz", 0.0) for radius in (0.0, 0.5, math.inf)]
-    assert [_compare(claim, claim).status for claim in claims] == ["verified"] * 3
+    assert [_compare_radius(claim, claim).status for claim in claims] == ["verified"] * 3
 
 
 def test_rounding_that_a_batch_shares_refutes_no_record() -> None:

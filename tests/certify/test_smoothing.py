@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.functions import Classifier, classifier
+from certcli.certify.smoothing.functions import Classifier, smoothed_classifier
 from certcli.certify.smoothing.method import STATED, SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
 from certcli.cli.shared.output import Sink
@@ -484,7 +484,7 @@ def test_a_network_that_mixes_its_batch_is_refused() -> None:
             return x + self.weight * (x.roll(1, 0) - x)
 
     def ready(norm: nn.Module) -> Classifier:
-        return classifier(
+        return smoothed_classifier(
             open_module(nn.Sequential(norm, nn.Flatten()), 0.0, 1.0, (1, 2, 2)), CPU, "float32"
         )
 

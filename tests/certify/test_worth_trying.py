@@ -3,7 +3,7 @@
 import pytest
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.hopeless import HOPELESS, hopeless
+from certcli.certify.hopeless import HOPELESS, why_hopeless
 from certcli.certify.method_choice import is_useful, local_effort
 from certcli.models import build
 
@@ -22,7 +22,7 @@ from certcli.models import build
 def test_a_bound_far_beyond_the_radius_is_not_tried(
     log10_bound: float | None, radius: float, tried: bool
 ) -> None:
-    assert (hopeless(log10_bound, radius) is None) is tried
+    assert (why_hopeless(log10_bound, radius) is None) is tried
 
 
 def rows(correct: int, certified: int) -> list[Certificate]:

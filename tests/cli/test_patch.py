@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import certvit as in_python
-from certcli.certify.methods import prepare
+from certcli.certify.methods import prepare_method
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint import file, schema
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def test_the_method_by_its_name(plain: file.Checkpoint) -> None:
-    certifier = prepare("patch", plain, CPU, Patches(["1", "2"], masks=2, hide="pixels"))
+    certifier = prepare_method("patch", plain, CPU, Patches(["1", "2"], masks=2, hide="pixels"))
     assert isinstance(certifier, PatchCertifier)
     assert certifier.parameters["cell"] == [1, 1]
     assert certifier.norm == "patch"
@@ -39,7 +39,7 @@ def test_the_method_by_its_name(plain: file.Checkpoint) -> None:
         assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
         assert not row.holds_at(Threat("l2", 0.25))
         assert row.holds_at(Threat.of(Patch(2, 2))) <= row.holds_at(Threat.of(Patch(1, 1)))
-    again = prepare("patch", plain, CPU, Patches.of(certifier.parameters))
+    again = prepare_method("patch", plain, CPU, Patches.of(certifier.parameters))
     assert again.parameters == certifier.parameters
 
 
@@ -141,16 +141,16 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
-    images = datasets.load("digits", file.Checkpoint.read(network).record.input, "test").select(
-        range(6)
-    )
+    images = datasets.load_dataset(
+        "digits", file.Checkpoint.read(network).record.input, "test"
+    ).select(range(6))
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
     rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)[
         "predictions"
     ]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
-    certifier = prepare(
+    certifier = prepare_method(
         "patch", file.Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels")
     )
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])

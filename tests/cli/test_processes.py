@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.schedule import together as in_turns
+from certcli.audit.schedule import run_by_team as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
 from certcli.cli.shared.output import Sink

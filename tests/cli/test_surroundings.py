@@ -126,12 +126,12 @@ def test_an_image_that_would_become_huge_is_refused(
     """
     (tmp_path / "a").mkdir()
     Image.new(kind, size).save(tmp_path / "a" / "x.png")
-    big = datasets.load(
+    big = datasets.load_dataset(
         str(tmp_path), record.InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all"
     )
     with pytest.raises(errors.DataError, match="would be resized to more than"):
         big.tensors()
-    small = datasets.load(str(tmp_path), record.InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
+    small = datasets.load_dataset(str(tmp_path), record.InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
     assert small.tensors()[0].shape == (1, 1, 8, 8)
 
 

@@ -68,7 +68,7 @@ def test_names_are_relative_printable_and_short(
     for label in "ab":
         (tmp_path / label / deep).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / label / deep / "x.png")
-    long = datasets.load(str(tmp_path), certified.record.input).file_of.values()
+    long = datasets.load_dataset(str(tmp_path), certified.record.input).file_of.values()
     assert {len(name) for name in long} == {folders.LONGEST_NAME}
     assert all(name.startswith("…") and name.endswith("/x.png") for name in long)
 

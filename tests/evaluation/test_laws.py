@@ -411,6 +411,6 @@ def test_a_seed_is_below_two_to_the_64() -> None:
         "precision": "float32",
         "noise": "gaussian",
     }
-    assert schema.convert({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
+    assert schema.convert_json({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
     with pytest.raises(Refused, match="seed"):
-        schema.convert({**options, "seed": 2**64}, SmoothingOptions)
+        schema.convert_json({**options, "seed": 2**64}, SmoothingOptions)

@@ -110,7 +110,7 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
     complete = parts.read_bytes().count(b"\n") - 1
     certified: list[int] = []
-    prepare = methods.prepare
+    prepare = methods.prepare_method
 
     def counting(*given: Any) -> Any:
         certifier = prepare(*given)
@@ -121,7 +121,7 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
         )[1]
         return certifier
 
-    monkeypatch.setattr(methods, "prepare", counting)
+    monkeypatch.setattr(methods, "prepare_method", counting)
     taken = max(end for end in (0, 15, 30, 40) if end <= max(0, complete))
     again = min(taken, FEW)
     told = {"resumed": {"records": taken, "computed_again": again}} if taken else {}
@@ -168,7 +168,7 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
 
 
 def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(3))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(3))
     run = record_lines.Run.of(
         "certify",
         plain.digest,
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     """A limit on the size of files stands for the full disk: writes fail, and so does closing what
     is buffered.
     """
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -228,7 +228,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
 
 def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
@@ -239,7 +239,7 @@ def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: 
 
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):

@@ -59,7 +59,9 @@ def curved_network(**changes: Any) -> PixelModel:
 
 def judged_images(model: PixelModel) -> tuple[Tensor, Tensor]:
     images, _ = (
-        datasets.load("digits", initialised_plain().record.input, "val").limit(COUNT).tensors()
+        datasets.load_dataset("digits", initialised_plain().record.input, "val")
+        .limit(COUNT)
+        .tensors()
     )
     images = images.double()
     return images, model(images).argmax(1)
@@ -199,8 +201,8 @@ def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
 
 
 def digit_sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
-    train = datasets.load("digits", checkpoint.record.input, "train").limit(count)
-    return train, datasets.load("digits", checkpoint.record.input, "val").limit(40)
+    train = datasets.load_dataset("digits", checkpoint.record.input, "train").limit(count)
+    return train, datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40)
 
 
 def test_steps_down_the_loss_open_the_margins() -> None:
@@ -281,7 +283,7 @@ def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
     checkpoint = initialised_plain(depth=1)
     run = trainer_of(checkpoint, loss="local", epochs=3, epsilon=0.02)
     *_, last = run.run(*digit_sets(checkpoint))
-    few = datasets.load("digits", checkpoint.record.input, "val").limit(40).limit(32)
+    few = datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40).limit(32)
     images, labels = few.tensors()
     enclosure = LocalEnclosure(run.model)
     every = enclosure.directions(torch.Generator(), 64)

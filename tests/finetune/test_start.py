@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from certcli.certify.hopeless import HOPELESS, hopeless
+from certcli.certify.hopeless import HOPELESS, why_hopeless
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending
@@ -160,10 +160,10 @@ def test_the_proof_takes_as_many_images_as_the_time_allows(left: float | None) -
 
 def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
     """One rule: of `audit`, of `certify --method auto`, and of the proof after training."""
-    assert hopeless(HOPELESS + 1, 1.0) == "the bound is too large for 1"
-    assert hopeless(HOPELESS - 1, 1.0) is None
-    assert hopeless(None, 0.5) is None
-    assert hopeless(135.0, 0.0) is None
+    assert why_hopeless(HOPELESS + 1, 1.0) == "the bound is too large for 1"
+    assert why_hopeless(HOPELESS - 1, 1.0) is None
+    assert why_hopeless(None, 0.5) is None
+    assert why_hopeless(135.0, 0.0) is None
     few = ("--dataset", "digits", "--limit", 2)
     chosen = document(
         "certify", workshop / "plain.safetensors", *few, "--method", "auto", "-e", 0.2

@@ -17,8 +17,8 @@ def proofs_made_once(certificates: bool = True) -> Iterator[None]:
     """Prove each network once: what tests edit are files about it. certificates: also certify the
     same images by it once.
     """
-    prepared = methods.prepare
-    certified = methods.certify
+    prepared = methods.prepare_method
+    certified = methods.certify_images
     proven = evidence.prove_checkpoint
     known: dict[Any, Any] = {}
 
@@ -42,7 +42,7 @@ def proofs_made_once(certificates: bool = True) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(evidence, "prove_checkpoint", prove)
         patch.setattr(reports, "prove_checkpoint", prove)
-        patch.setattr(methods, "prepare", prepare)
+        patch.setattr(methods, "prepare_method", prepare)
         if certificates:
-            patch.setattr(methods, "certify", certify)
+            patch.setattr(methods, "certify_images", certify)
         yield

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import certvit
-from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.functions import smoothed_classifier
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
@@ -120,7 +120,7 @@ class Halves(PixelDenoiser):
 def test_a_denoiser_works_at_the_size_of_the_images_and_the_resize_comes_behind_it() -> None:
     denoiser = Halves()
     noisy = torch.randn(4, 1, 12, 12)
-    smoothed = classifier(opened_at(12), torch.device("cpu"), "float32", denoiser)
+    smoothed = smoothed_classifier(opened_at(12), torch.device("cpu"), "float32", denoiser)
     own = certvit.network(DIGITS)
     small = interpolate(noisy / 2, (8, 8), mode="bilinear", antialias=True)
     with torch.no_grad():

@@ -28,7 +28,7 @@ from scipy import stats
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.methods import certify, run_of
+from certcli.certify.methods import certify_images, certify_run
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
@@ -121,7 +121,7 @@ def watched_noise() -> Iterator[list[Tensor]]:
     """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are
     one sample.
     """
-    whole = noise.words
+    whole = noise.philox_words
     found = []
 
     def words(*given: Any) -> Tensor:
@@ -129,11 +129,11 @@ def watched_noise() -> Iterator[list[Tensor]]:
         found.append(drawn.contiguous().view(torch.int64).flatten())
         return drawn
 
-    noise.words = words  # type: ignore[assignment]
+    noise.philox_words = words  # type: ignore[assignment]
     try:
         yield found
     finally:
-        noise.words = whole
+        noise.philox_words = whole
 
 
 def reused(drawn: list[Tensor]) -> int:
@@ -165,9 +165,12 @@ def arranged(
         checkpoint: Any = SimpleNamespace(digest="0" * 64)
         own = path if team.leads else None
         with RecordFile(
-            own, run_of(certifier, checkpoint, images), images, resume=team.leads and path.exists()
+            own,
+            certify_run(certifier, checkpoint, images),
+            images,
+            resume=team.leads and path.exists(),
         ) as file:
-            for _ in itertools.islice(certify(certifier, images, 1, file, team), batches):
+            for _ in itertools.islice(certify_images(certifier, images, 1, file, team), batches):
                 pass
 
     def several(path: Path) -> None:

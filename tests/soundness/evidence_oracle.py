@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from scipy.stats import binomtest
 
-from certcli.certify.methods import certify, options_of, prepare
+from certcli.certify.methods import certify_images, options_of_method, prepare_method
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
@@ -24,7 +24,7 @@ from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS
 from certcli.evaluation.record_lines import describe_images
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import CertvitError
-from certcli.verification.evidence import Recertified, Request, check
+from certcli.verification.evidence import Recertified, Request, check_record_evidence
 from certcli.verification.report import SLACK
 from tests.helpers.commands import certvit
 from tests.soundness.edits import MARK, Raw
@@ -117,9 +117,13 @@ class Laboratory:
         name, options = json.loads(method)
         data = Evaluation(dataset=dataset, split=split, limit=limit, seed=seed)
         images = data.images(checkpoint.record, Screen())
-        certifier = prepare(name, checkpoint, torch.device("cpu"), options_of(name, options))
+        certifier = prepare_method(
+            name, checkpoint, torch.device("cpu"), options_of_method(name, options)
+        )
         rows = [
-            (row.correct, row.radius) for batch in certify(certifier, images, 64) for row in batch
+            (row.correct, row.radius)
+            for batch in certify_images(certifier, images, 64)
+            for row in batch
         ]
         stated = {
             name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")
@@ -166,7 +170,7 @@ class Laboratory:
                 raise found
             return found
 
-        return check(checkpoint, remembered, measured=False)
+        return check_record_evidence(checkpoint, remembered, measured=False)
 
 
 SHARE = r"(?:[\d.]+ %|\d+ of \d+ \(95 % interval \d+ to \d+ %\))"

@@ -18,7 +18,7 @@ from typing import Any
 from certcli.attack.findings import attack_again, findings_of
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import Campaign, run_of, stages_of, tasks_of
+from certcli.attack.stages import Campaign, attack_run, stages_of, tasks_of
 from certcli.certify import methods
 from certcli.certify.local_options import Local
 from certcli.certify.method_choice import MethodChoice
@@ -122,7 +122,9 @@ class Runs:
         self.net = Checkpoint.read(net)
         self.path = folder / "edited.jsonl"
         self.images = datasets.load_dataset("digits", self.net.record.input, "test").limit(IMAGES)
-        self.certifier = methods.prepare("lipschitz", self.net, BatchDevice(device="cpu").pick())
+        self.certifier = methods.prepare_method(
+            "lipschitz", self.net, BatchDevice(device="cpu").pick()
+        )
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
         self.settings = AttackSettings()
         drawn = [stage.with_draws(0, self.net.record.classes) for stage in stages]
@@ -146,7 +148,7 @@ class Runs:
 
     def attack(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the robust share at each radius."""
-        about = run_of(self.tasks, self.settings, BATCH, self.net.digest, self.images)
+        about = attack_run(self.tasks, self.settings, BATCH, self.net.digest, self.images)
         rows: dict[int, list[AttackRecord]] = {}
         keys = ("task", "epsilon", "index")
         resume = self.path.exists()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from certcli.attack.judge import predict
+from certcli.attack.judge import predict_classes
 from certcli.system import products
 from certcli.system.products import OneDnnProducts, fast_products, is_faster
 
@@ -141,9 +141,9 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
 
 def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) -> None:
     network = torch.nn.Linear(96, 130)
-    plain = predict(network, LEFT)
+    plain = predict_classes(network, LEFT)
     with OneDnnProducts():
-        judged = predict(network, LEFT)
+        judged = predict_classes(network, LEFT)
         assert not onednn_calls
         network(LEFT)
         assert onednn_calls

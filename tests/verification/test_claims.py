@@ -254,7 +254,7 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
     def refuse(*_: object) -> None:
         raise NoBoundError("none")
 
-    monkeypatch.setattr(methods, "prepare", refuse)
+    monkeypatch.setattr(methods, "prepare_method", refuse)
     for arithmetic in ("real", "bf16"):
         forged = change("finetune", "arithmetic", value=arithmetic)(
             Checkpoint.read(lab / "m.safetensors")

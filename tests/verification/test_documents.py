@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from certcli.system.errors import Refused
-from certcli.verification.documents import entries_of, kind_of
+from certcli.verification.documents import evidence_of_document, kind_of
 from tests.helpers.commands import attempt, certvit, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -111,4 +111,4 @@ def test_methods_that_are_no_results_are_refused(methods: object) -> None:
         "methods": methods,
     }
     with pytest.raises(Refused, match="its methods are no list of results"):
-        entries_of(report, 0)
+        evidence_of_document(report, 0)

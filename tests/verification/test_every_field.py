@@ -13,7 +13,7 @@ import pytest
 from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.report.document import from_json
 from certcli.system.errors import Refused
-from certcli.verification.documents import contradictions, entries_of, kind_of
+from certcli.verification.documents import document_contradictions, evidence_of_document, kind_of
 from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console, document
 from tests.helpers.grids import EVERY
@@ -84,8 +84,8 @@ def require_judged(report: Any) -> None:
                 elif kind == "audit":
                     from_json(text)
                 else:
-                    assert entries_of(json.loads(text), 0)
-                    list(contradictions(json.loads(text)))
+                    assert evidence_of_document(json.loads(text), 0)
+                    list(document_contradictions(json.loads(text)))
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

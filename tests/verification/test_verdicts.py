@@ -88,7 +88,7 @@ JUDGED: list[tuple[Threat | None, float, Recertified, str]] = [
 def test_a_share_is_what_was_found_or_less(
     threat: Threat | None, share: float, found: Recertified, status: str
 ) -> None:
-    assert evidence._judge(threat, share, found)[0] == status
+    assert evidence._share_claim(threat, share, found)[0] == status
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ BOUNDS: list[tuple[float | None, Any, float | None, str]] = [
 def test_a_bound_is_neither_below_the_proven_one_nor_below_a_slope(
     log10: Any, upper: Any, lower: Any, status: str
 ) -> None:
-    told = list(evidence._bound(Fields(log10_upper=log10, upper=upper, lower=lower), TEN))
+    told = list(evidence._bound_claims(Fields(log10_upper=log10, upper=upper, lower=lower), TEN))
     claims = [(status, status != N), (N, False)][: 1 + (lower is not None)]
     assert [(one.status, one.asked) for one in told] == claims
 
@@ -136,7 +136,7 @@ def test_a_bound_is_neither_below_the_proven_one_nor_below_a_slope(
 def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
     entries = [Fields(command="certify", digest=digest) for digest in ("parent", "strange")]
     record = Fields(lineage=[Fields(command="init", parent="parent")], surgery=(), evidence=entries)
-    found = evidence.check(Fields(record=record, digest="own"), None)  # type: ignore[arg-type]
+    found = evidence.check_record_evidence(Fields(record=record, digest="own"), None)  # type: ignore[arg-type]
     assert [(one.number, one.status, one.asked) for one in found] == [
         (None, N, False),
         (0, "stale", False),
@@ -147,7 +147,7 @@ def test_each_claim_belongs_to_its_entry_and_history_is_not_asked_for() -> None:
 @pytest.mark.parametrize("measured", [True, False])
 def test_what_was_measured_counts_where_it_is_asked_for(measured: bool) -> None:
     entry: Any = Fields(command="adapt", result=None)
-    (found,) = evidence._check(None, entry, None, None, measured, {})  # type: ignore[arg-type]
+    (found,) = evidence._entry_claims(None, entry, None, None, measured, {})  # type: ignore[arg-type]
     assert (found.status, found.asked) == (N, measured)
 
 
@@ -169,7 +169,7 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
     )
     list(evidence._training(checkpoint, entry, certify))
     assert (asked[0].limit, asked[0].seed) == (total, 7)
-    *_, last = evidence._again(0.0, [], 0.1, None, {}, asked[0], certify)
+    *_, last = evidence._compare_counts(0.0, [], 0.1, None, {}, asked[0], certify)
     assert last.statement.startswith("mean radius") is last.asked is (total == 4)
 
 
@@ -179,7 +179,7 @@ def test_training_is_certified_again_with_the_seed_of_the_last_step(total: int) 
 def test_only_a_folder_may_have_another_name(named: str, split: str, registered: bool) -> None:
     images: Any = Fields(name=named, split=split)
     request = Request(split, None, 0, "lipschitz", {})
-    found = evidence._named(images, replace(again(), registered=registered), request)
+    found = evidence._names_images(images, replace(again(), registered=registered), request)
     same = named == "digits" and split == "test"
     assert found.status == (V if same else R if registered or split != "test" else N)
 
@@ -199,7 +199,7 @@ def test_nobody_samples_for_days(number: str) -> None:
     options = msgspec.convert(
         {**given, "noise": "", number: evidence.MOST_DRAWS + 1}, SmoothingOptions
     )
-    (found,) = evidence._certified(None, Fields(options=options), None, {})  # type: ignore[arg-type]
+    (found,) = evidence._certified_claims(None, Fields(options=options), None, {})  # type: ignore[arg-type]
     assert found.status == N
 
 
@@ -275,7 +275,7 @@ def test_what_contradicts_a_lineage_is_found() -> None:
     ],
 )
 def test_a_number_below_the_proven_one_is_seen(stated: float, proven: Real, lower: bool) -> None:
-    assert report.below(Real(stated), proven) is lower
+    assert report.states_less(Real(stated), proven) is lower
     assert report.below_text(repr(stated), proven) is lower
     assert report.below_log10(None if stated == 0 else Real(stated).log10(), proven) is lower
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from certcli.attack.families.fab import fab_within
 from certcli.attack.families.gradient import log_odds
 from certcli.attack.families.margin import lost_margin, targeted_margin
-from certcli.attack.families.square import square
-from certcli.attack.judge import judge, tuck_in
+from certcli.attack.families.square import square_attack
+from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings, Craft
 from certcli.attack.watched_model import (
     AttackSearch,
@@ -76,7 +76,7 @@ def apgd_targeted(
         best = search.images.clone()
         height = torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
         for _, owner, classes in search.aimed(targets):
-            end, value = _ascend(search, targeted_ratio, owner, classes)
+            end, value = _ascend_runs(search, targeted_ratio, owner, classes)
             higher = value > height
             best[higher], height[higher] = end[higher], value[higher]
         return best
@@ -104,7 +104,7 @@ def _untargeted(
     settings: AttackSettings,
 ) -> Tensor:
     def climb(search: AttackSearch) -> Tensor:
-        return _ascend(
+        return _ascend_runs(
             search, loss, torch.arange(len(search.images), device=search.images.device), None
         )[0]
 
@@ -134,7 +134,7 @@ class _Runs:
         return _Runs(*(getattr(self, item.name)[rows] for item in fields(self)))
 
 
-def _ascend(
+def _ascend_runs(
     search: AttackSearch, loss: TargetLoss, owner: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A run for each of `owner`: points (b, c, h, w) of each image's largest loss, and it (b,).
@@ -241,7 +241,7 @@ def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -
     return region.project(images + delta * per_image(region.radii(images) / length, images), images)
 
 
-PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square)
+PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square_attack)
 
 
 def autoattack(
@@ -294,7 +294,7 @@ def _ensemble(
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
             with seeded(images_left, settings.draw):
-                verdict = judge(
+                verdict = judge_points(
                     model,
                     images_left,
                     truth,

@@ -26,7 +26,7 @@ def fab(
     bounds random starts only. torchattacks would stop at the first target that succeeds within the
     radius, whatever the others offer. Source: Croce & Hein 2020, Algorithm 1 (FAB-T).
     """
-    return _run(model, images, labels, region, settings, within=False)
+    return _run_target(model, images, labels, region, settings, within=False)
 
 
 def fab_within(
@@ -38,10 +38,10 @@ def fab_within(
     linearised boundary where it found nothing, is more than twice the radius away, or would not
     come within it at the pace of that fifth.
     """
-    return _run(model, images, labels, region, settings, within=True)
+    return _run_target(model, images, labels, region, settings, within=True)
 
 
-def _run(
+def _run_target(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -56,7 +56,7 @@ def _run(
         best = search.images.clone()
         smallest = torch.full((len(best),), float("inf"), device=best.device).double()
         for rows, owner, classes in search.aimed(targets):
-            points_found, length = _search(search, owner, classes)
+            points_found, length = _search_runs(search, owner, classes)
             for points, norms in zip(
                 points_found.split(len(rows)), length.split(len(rows)), strict=True
             ):
@@ -68,7 +68,7 @@ def _run(
 
 
 @torch.no_grad()
-def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+def _search_runs(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Run each entry of `owner`: nearest success (r, c, h, w) and norm (r,), inf without one."""
     net = search.net
     successes = search.successes

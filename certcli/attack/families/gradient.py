@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.margin import Stretch, ascend, lost_margin, others, true
+from certcli.attack.families.margin import Stretch, ascend_gradient, lost_margin, true, wrong_logits
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import count_shared_targets
 from certcli.evaluation.perturbation import Region
@@ -29,7 +29,9 @@ def fgsm(
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
     """
     single = replace(settings, steps=1, step_size=None, relative_step=1.0)
-    return ascend(model, images, labels, region, single, log_odds, [Stretch(1)], random_start=False)
+    return ascend_gradient(
+        model, images, labels, region, single, log_odds, [Stretch(1)], random_start=False
+    )
 
 
 def pgd(
@@ -51,7 +53,7 @@ def pgd(
     aimed = min(AIMED, targets, max(0, steps - max(UNTARGETED, steps // 4)) // each)
     if targets < 2:
         aimed = 0
-    return ascend(
+    return ascend_gradient(
         model,
         images,
         labels,
@@ -74,7 +76,9 @@ def eot_pgd(
     """
     stretches = [Stretch(settings.steps or PGD_STEPS)]
     samples = settings.samples if settings.samples > 1 else EOT_SAMPLES
-    return ascend(model, images, labels, region, settings, log_odds, stretches, samples=samples)
+    return ascend_gradient(
+        model, images, labels, region, settings, log_odds, stretches, samples=samples
+    )
 
 
 def log_odds(logits: Tensor, labels: Tensor, first: Tensor | None = None) -> Tensor:
@@ -84,7 +88,7 @@ def log_odds(logits: Tensor, labels: Tensor, first: Tensor | None = None) -> Ten
     CE = log(1 + exp of it), so both point the same way. But in float32 the gradient of CE itself
     loses the part of z_y once p_y rounds to 1, and is 0 where all other p_j do to 0.
     """
-    return others(logits, labels).logsumexp(dim=1) - true(logits, labels)
+    return wrong_logits(logits, labels).logsumexp(dim=1) - true(logits, labels)
 
 
 def tempered_odds(logits: Tensor, labels: Tensor, first: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ def tempered_odds(logits: Tensor, labels: Tensor, first: Tensor) -> Tensor:
     """
     warmth = WARMTH * lost_margin(first, labels).abs()[:, None]
     warmth = warmth.clamp_min(torch.finfo(logits.dtype).tiny)
-    rest = others(logits, labels)
+    rest = wrong_logits(logits, labels)
     top = rest.detach().amax(dim=1, keepdim=True)  # 0 / T is 0 for any T
     soft = warmth * ((rest - top) / warmth).logsumexp(dim=1, keepdim=True) + top
     return soft.squeeze(1) - true(logits, labels)

@@ -34,7 +34,7 @@ class Stretch:
 
 def lost_margin(logits: Tensor, labels: Tensor) -> Tensor:
     """max_{j != y} z_j - z_y of each row, positive once the label flips: (b, k), (b,) -> (b,)."""
-    return others(logits, labels).amax(dim=1) - true(logits, labels)
+    return wrong_logits(logits, labels).amax(dim=1) - true(logits, labels)
 
 
 def targeted_margin(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def true(logits: Tensor, labels: Tensor) -> Tensor:
     return logits.gather(1, labels[:, None]).squeeze(1)
 
 
-def others(logits: Tensor, labels: Tensor) -> Tensor:
+def wrong_logits(logits: Tensor, labels: Tensor) -> Tensor:
     """The logits with -inf for the true class: (b, k), (b,) -> (b, k)."""
     return logits.scatter(1, labels[:, None], float("-inf"))
 
@@ -74,7 +74,7 @@ def margin_pgd(
     if settings.restart == 0 and aimed > 1:
         each, more = divmod(steps, aimed)
         stretches = [Stretch(each + (rank <= more), rank) for rank in range(1, aimed + 1)]
-    return ascend(
+    return ascend_gradient(
         model,
         images,
         labels,
@@ -86,7 +86,7 @@ def margin_pgd(
     )
 
 
-def ascend(
+def ascend_gradient(
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -125,7 +125,7 @@ def ascend(
                         first = logits.detach()
                     raised = values = loss(logits, labels, first)
                     if stretch.rank:
-                        ranked = others(first, labels).topk(stretch.rank, dim=1).indices
+                        ranked = wrong_logits(first, labels).topk(stretch.rank, dim=1).indices
                         raised = targeted_margin(logits, labels, ranked[:, -1])
                     value = value + values.detach() / samples
                     if turn < stretch.steps:

@@ -19,7 +19,7 @@ LOOK = 0.2
 """Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
 
 
-def square(
+def square_attack(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
     """Random search over square patches of the sphere's surface, `queries` forward passes: (b, c,
@@ -57,7 +57,11 @@ def square(
             trial = best[rows]
             if query:
                 trial = propose(
-                    trial, clean, limit, draw, _side(query - 1, settings.queries, height * width)
+                    trial,
+                    clean,
+                    limit,
+                    draw,
+                    _patch_side(query - 1, settings.queries, height * width),
                 )
             logits = net(trial)
             value = lost_margin(logits, labels[rows])
@@ -96,11 +100,11 @@ class _Draw:
     def corner(self, side: int) -> tuple[slice, slice]:
         """A window of this side, anywhere in the image."""
         height, width = self.like.shape[-2:]
-        top, left = (
+        top, column = (
             int(torch.randint(0, largest + 1, (), generator=self._generator))
             for largest in (height - side, width - side)
         )
-        return slice(top, top + side), slice(left, left + side)
+        return slice(top, top + side), slice(column, column + side)
 
     def patch(self, side: int) -> Tensor:
         """Two halves of opposite sign that fall off from their middles, of norm 1: (side, side)."""
@@ -116,24 +120,24 @@ def _falling(height: int, width: int) -> Tensor:
     """sum_m 1 / (m + 1)^2 over nested rectangles around the middle, of norm 1: (height, width)."""
     patch = torch.zeros(height, width, dtype=torch.float64)
     top = height // 2
-    left = width // 2
+    column = width // 2
     for ring in range(max(height // 2 + 1, width // 2 + 1)):
         above = max(top - ring, 0)
-        first_column = max(left - ring, 0)
-        patch[above : max(top + ring + 1, 0), first_column : max(left + ring + 1, 0)] += (
+        first_column = max(column - ring, 0)
+        patch[above : max(top + ring + 1, 0), first_column : max(column + ring + 1, 0)] += (
             1 / (ring + 1) ** 2
         )
     return patch / patch.norm()
 
 
-def _side(query: int, queries: int, area: int) -> int:
+def _patch_side(query: int, queries: int, area: int) -> int:
     """Side of the patch of this query, before what the norm asks of it."""
     scaled = int(query / queries * 10000)
     share = SHARE / 2 ** sum(scaled > bound for bound in HALVED)
     return round(math.sqrt(share * area))
 
 
-def _unit(delta: Tensor) -> Tensor:
+def _unit_norm(delta: Tensor) -> Tensor:
     return delta / per_image(image_norms(delta, "l2").clamp_min(1e-12), delta)
 
 
@@ -143,16 +147,16 @@ def _tiles(images: Tensor, region: Region, draw: _Draw) -> Tensor:
     side = images.shape[-1] // 5
     margin = (images.shape[-1] - side * 5) // 2
     for top in range(margin, images.shape[-2] - side + 1, side):
-        for left in range(margin, images.shape[-1] - side + 1, side):
+        for column in range(margin, images.shape[-1] - side + 1, side):
             patch = (
                 draw.patch(side)
                 if side > 1
                 else torch.ones(1, 1, device=images.device, dtype=images.dtype)
             )
-            delta[:, :, top : top + side, left : left + side] += patch * draw.signs(
+            delta[:, :, top : top + side, column : column + side] += patch * draw.signs(
                 *images.shape[:2], 1, 1
             )
-    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit_norm(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
 def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int) -> Tensor:
@@ -173,7 +177,7 @@ def _circle(best: Tensor, images: Tensor, region: Region, draw: _Draw, side: int
     fresh = fresh / (1e-12 + fresh.square().sum(dim=(-2, -1), keepdim=True).sqrt())
     delta[:, :, other_rows, other_columns] = 0.0
     delta[:, :, rows, columns] = fresh * (unused / channels + energy).sqrt().view(-1, 1, 1, 1)
-    return (images + _unit(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
+    return (images + _unit_norm(delta) * per_image(region.radii(images), images)).clamp(0.0, 1.0)
 
 
 def _stripes(images: Tensor, region: Region, draw: _Draw) -> Tensor:

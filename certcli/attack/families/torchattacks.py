@@ -9,7 +9,7 @@ import numpy as np
 from torch import OutOfMemoryError, Tensor, nn
 
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_spec import BUDGET, Spec, library, signature
+from certcli.attack.torchattacks_spec import BUDGET, Spec, signature, torchattacks_library
 from certcli.attack.watched_model import Watched, count_classes, craft_with
 from certcli.evaluation.perturbation import Region
 from certcli.system.errors import CertvitError, UsageError, one_line
@@ -40,13 +40,13 @@ def craft(
     for radius in radii.unique().tolist():
         rows = (radii == radius).nonzero().flatten()
         if radius > 0:
-            values = _arguments(spec, region, radius, settings, model, images)
+            values = _call_arguments(spec, region, radius, settings, model, images)
 
             def run(
                 net: Watched, images: Tensor, labels: Tensor, values: dict[str, Any] = values
             ) -> Tensor:
                 with contextlib.redirect_stdout(io.StringIO()), _numpy_seeded(settings.draw):
-                    attack = getattr(library(), spec.name)(net, **values)
+                    attack = getattr(torchattacks_library(), spec.name)(net, **values)
                     if spec.name == "JSMA":  # it would aim at class (y + 1) mod 10 of any network
                         classes = count_classes(model, images, settings)
                         attack.set_mode_targeted_by_function(
@@ -70,7 +70,7 @@ def craft(
     return adversarial
 
 
-def _arguments(
+def _call_arguments(
     spec: Spec,
     region: Region,
     radius: float,

@@ -2,7 +2,7 @@
 
 A margin of slope K that is m(a) at an image a of the box is positive at every x' with |x' - a| <
 m(a) / K. So an image x is certified at r for a pair of classes if one such ball, around any a,
-holds all images of the box within r of x (`reach`). a = x gives the certificate of
+holds all images of the box within r of x (`box_reach`). a = x gives the certificate of
 `lipschitz`; where pixels of x are 0 or 1, others give more: the margin may rise along them, and no
 x' lies on the far side. Source: ours; the theorem: docs/bounds.md, section 12.
 
@@ -13,7 +13,7 @@ How far that is: for x' in the box with |x' - x| <= r, and u = x - a,
     - x_i } + mu r^2 / 2
 
 for every mu > 0 (weak duality). A pixel that is 0 in x and lighter in a has u_i < 0 and no room
-below it: it adds nothing to S. The search for anchors (`climb`) is a hope, which `reach` proves: it
+below it: it adds nothing to S. The search for anchors (`climb`) is a hope, which `box_reach` proves: it
 climbs m(a) / K - D(a, r), D the largest such distance, with r raised until that is 0.
 """
 
@@ -156,7 +156,7 @@ def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
     return Distance(squared, furthest, mu)
 
 
-def reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
+def box_reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
     """Return r such that the box's images within r of x are nearer than `within` to the anchor.
 
     float64, (b, n), (b, n), (b,) -> (b,), rounded down; 0 where there is none, infinite where
@@ -244,7 +244,7 @@ class BoxCertifier(LipschitzCertifier):
         for row, other in zip(rows.split(step), others.split(step), strict=True):
             anchors = self._anchors(images[row], predictions[row], other, initial_radii[row], steps)
             within = self._within(anchors, predictions[row], other)
-            new = reach(images[row].flatten(1), anchors.flatten(1), within)
+            new = box_reach(images[row].flatten(1), anchors.flatten(1), within)
             pairs[row, other] = torch.maximum(pairs[row, other], new)
         return pairs.amin(1)
 
@@ -311,7 +311,7 @@ class BoxCertifier(LipschitzCertifier):
         return confirmations
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:
+def prepare_box(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
     return BoxCertifier(model, prove_network(model, checkpoint.record.classes), options.arithmetic)

@@ -236,7 +236,7 @@ class BcpCertifier(LocalLipCertifier):
     drop = False
 
 
-def prepare(
+def prepare_local_lip(
     checkpoint: Checkpoint,
     device: torch.device,
     options: Proof,
@@ -251,4 +251,4 @@ def prepare(
 
 def prepare_bcp(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
     """BCP, the same way."""
-    return prepare(checkpoint, device, options, BcpCertifier)
+    return prepare_local_lip(checkpoint, device, options, BcpCertifier)

@@ -125,14 +125,14 @@ class SequentialNetwork:
                 if waiting is not None:
                     reach = self._charged(reach, waiting, torch.ones_like(reach.lo), drop)
                 waiting = (step, mask)
-                reach = _mapped(reach, step, mask, drop)
+                reach = _box_behind_affine_step(reach, step, mask, drop)
                 place = place + 1
                 mask = torch.ones_like(reach.lo)
             elif isinstance(step, Activation):
                 centre, error = (
                     of[place - 1].reshape(reach.lo.shape) for of in (values.centre, values.error)
                 )
-                activated = _activated(reach, step, centre, error)
+                activated = _box_behind_activation(reach, step, centre, error)
                 mask = ((activated.lo < 0) | (activated.hi > 0)).double()
                 if waiting is not None:
                     activated = self._charged(activated, waiting, step.joined(mask), drop)
@@ -151,7 +151,7 @@ class SequentialNetwork:
         """rho times the norm of a step between two masks, never above the box's."""
         step, before = waiting
         norms = (
-            _masked_norms(step, before, after)
+            _norms_behind_masks(step, before, after)
             if drop and step.matrix
             else reach.rho.new_full((len(after),), step.norm)
         )
@@ -172,14 +172,14 @@ class SequentialNetwork:
         if drop:
             gains = gains * ((moves.lo < 0) | (moves.hi > 0)).double()[:, None]
         reach = torch.where(difference > 0, -moves.lo[:, None], moves.hi[:, None])
-        fall = _largest(gains, reach, moves.rho[:, None])
+        fall = _largest_product(gains, reach, moves.rho[:, None])
         top = centre.gather(1, labels[:, None]) - centre
         slack = up(error.gather(1, labels[:, None]) + error + 2.0**-50 * (centre.abs() + top.abs()))
         lowest = top - up(fall + slack, 2)
         return lowest.scatter(1, labels[:, None], math.inf)
 
 
-def _mapped(moves: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
+def _box_behind_affine_step(moves: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
     """Return the box after an affine step; rho is left as it is before it."""
     middle = (moves.hi + moves.lo) / 2
     half = up((moves.hi - moves.lo) / 2)
@@ -193,7 +193,7 @@ def _mapped(moves: Moves, step: AffineStep, mask: Tensor, drop: bool) -> Moves:
     return Moves(lo, hi, moves.rho)
 
 
-def _activated(moves: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
+def _box_behind_activation(moves: Moves, step: Activation, centre: Tensor, error: Tensor) -> Moves:
     """Return the box after an activation."""
     size = centre.abs() + error + moves.reach
     rounding = gamma(4) * size + TINY
@@ -213,7 +213,7 @@ def _away(x: Tensor) -> Tensor:
     return torch.where(x > 0, up(x), torch.zeros_like(x))
 
 
-def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
+def _norms_behind_masks(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
     """|D' W D|_2 <= value for each image, D and D' the masks (b, n), (b, m); never above |W|_2."""
     norms = [0.0] * len(before)
     parts = [
@@ -225,7 +225,7 @@ def _masked_norms(step: AffineStep, before: Tensor, after: Tensor) -> Tensor:
     return torch.tensor(norms, dtype=torch.float64, device=before.device).clamp(max=step.norm)
 
 
-def _largest(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
+def _largest_product(gains: Tensor, reach: Tensor, rho: Tensor) -> Tensor:
     """max g.s over 0 <= s <= reach, |s|_2 <= rho, rounded up: (b, k, n) x 2, (b, 1) -> (b, k).
 
     Any t gives a bound; t is looked for by bisection where min(reach, t g) has the length rho.

@@ -153,7 +153,7 @@ class PatchCertifier(Certifier):
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         return [
-            _compare(claim, certificate)
+            _compare_votes(claim, certificate)
             for claim, certificate in zip(claims, certificates, strict=True)
         ]
 
@@ -165,7 +165,7 @@ class PatchCertifier(Certifier):
         ]
 
 
-def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
+def _compare_votes(claim: Certificate, recomputed: Certificate) -> Claim:
     assert isinstance(claim, PatchCertificate)
     assert isinstance(recomputed, PatchCertificate)
     if claim.prediction != recomputed.prediction:
@@ -181,7 +181,7 @@ def _compare(claim: Certificate, recomputed: Certificate) -> Claim:
     return claim.checked("verified", "the passes, made again, prove what is stated")
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
+def prepare_patch(checkpoint: Checkpoint, device: torch.device, options: Patches) -> PatchCertifier:
     """Return the certifier behind a procedure; UsageError: options that mean nothing for it."""
     options.sizes(checkpoint.record.input.size[1:])  # refuses before the network is built
     return defended(build.load(checkpoint, device), options)

@@ -27,10 +27,10 @@ class TouchedPasses(nn.Module):
             if isinstance(procedure, DoubleMasking)
             else procedure.views
         )
-        (down, across), (top, left) = self.part.grid.cell, corner
+        (down, across), (top, column) = self.part.grid.cell, corner
         block = (
             (top // down, (top + patch.height - 1) // down + 1),
-            (left // across, (left + patch.width - 1) // across + 1),
+            (column // across, (column + patch.width - 1) // across + 1),
         )
         touched = views[seen(views, [block]).flatten()]
         self.views = touched[:: max(1, -(-len(touched) // _MOST))]

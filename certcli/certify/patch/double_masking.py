@@ -273,7 +273,7 @@ class Voting(Procedure):
             certified = tuple(
                 patch
                 for patch in self.patches
-                if stays(top, votes, firm, self.met[patch], self.classes)
+                if vote_stays(top, votes, firm, self.met[patch], self.classes)
             )
             outcomes.append(PatchOutcome(top, certified, votes))
         return outcomes
@@ -299,7 +299,9 @@ def winner(votes: Sequence[int], classes: int) -> int:
     )
 
 
-def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
+def vote_stays(
+    top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int
+) -> bool:
     """Whether `top` wins whatever bands of one set vote, and what is not firm: met (s, m) bool.
 
     All of them voting for one other class is the worst: it is then compared with every class j,

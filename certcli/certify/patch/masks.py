@@ -65,10 +65,10 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
     rows = cover(grid.height, patch.height, grid.cell[0], count)
     columns = cover(grid.width, patch.width, grid.cell[1], count)
     views = torch.ones(len(rows) * len(columns), *grid.shape, dtype=torch.bool)
-    for view, ((top, bottom), (left, right)) in zip(
+    for view, ((top, bottom), (start, stop)) in zip(
         views, itertools.product(rows, columns), strict=True
     ):
-        view[top:bottom, left:right] = False
+        view[top:bottom, start:stop] = False
     chosen = itertools.combinations_with_replacement(range(len(views)), patch.count)
     joined = {tuple(sorted(set(some))) for some in chosen}
     if len(joined) > MOST_MASKS:
@@ -86,12 +86,12 @@ def square_masks(grid: Grid, patch: Patch, count: int) -> Tensor:
 def seen(views: Tensor, blocks: Sequence[tuple[Interval, Interval]]) -> Tensor:
     """Whether a view sees any cell of a block: (m, rows, columns), p blocks -> (m, p) bool."""
     sums = torch.nn.functional.pad(views.long(), (1, 0, 1, 0)).cumsum(1).cumsum(2)
-    top, bottom, left, right = (
+    top, bottom, start, stop = (
         torch.tensor([block[axis][end] for block in blocks])
         for axis, end in ((0, 0), (0, 1), (1, 0), (1, 1))
     )
     return (
-        sums[:, bottom, right] - sums[:, top, right] - sums[:, bottom, left] + sums[:, top, left]
+        sums[:, bottom, stop] - sums[:, top, stop] - sums[:, bottom, start] + sums[:, top, start]
     ) > 0
 
 

@@ -56,7 +56,7 @@ class Answer:
     firm: bool
 
 
-def _require_alone(after: Tensor, before: Tensor, rows: Tensor) -> None:
+def _require_no_company(after: Tensor, before: Tensor, rows: Tensor) -> None:
     """UsageError where passes in other company (n, k) differ by more than kernels round.
 
     The company of a pass may see the patch, and moves it further then than was measured here.
@@ -163,7 +163,7 @@ class MaskedPasses:
                 after = self._logits(pixels, first)
                 compared = [0]
                 origin = [0]
-            _require_alone(after[compared], before[origin], before)
+            _require_no_company(after[compared], before[origin], before)
             gap = (after[compared] - before[origin]).abs().max().double()
             largest = max(largest, float(gap) if bool(torch.isfinite(gap)) else float("inf"))
             passes += len(compared)

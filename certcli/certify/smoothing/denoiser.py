@@ -99,13 +99,13 @@ def read_denoiser(path: Path, channels: int) -> DenoiserSource:
     with torch.device("meta"):
         net = Denoiser(channels, len(first), depth)
     net.line = f"DnCNN of {depth} layers, {millions(net)}, one for every sigma"
-    net.digest = tensors_digest(_load(net, tensors, path))
+    net.digest = tensors_digest(_load_exactly(net, tensors, path))
     for parameter in net.parameters():
         parameter.requires_grad_(False)
     return net.eval()
 
 
-def _load(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
+def _load_exactly(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     """Load exactly these tensors into the network; return those that decide its function."""
     expected = net.state_dict()
     optional = {name for name in expected if name.endswith("num_batches_tracked")}

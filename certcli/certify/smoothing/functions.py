@@ -96,7 +96,7 @@ class Classifier(nn.Module):
         return logits.float()
 
 
-def classifier(
+def smoothed_classifier(
     checkpoint: Checkpoint,
     device: torch.device,
     precision: str,
@@ -106,12 +106,12 @@ def classifier(
     model = build.load(checkpoint, device)
     if denoiser is not None:
         denoiser.require_size(model.input_size)
-    require_alone(model)
+    require_rows_alone(model)
     return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
 
 
 @torch.no_grad()
-def require_alone(model: PixelModel) -> None:
+def require_rows_alone(model: PixelModel) -> None:
     """UsageError where logits depend on the batch: its draws would not be independent."""
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))

@@ -109,7 +109,7 @@ def from_memory(denoiser: Any, channels: int) -> DenoiserSource:
         raise UsageError(
             f"a {type(denoiser).__name__} does not know its schedule", "denoiser=(unet, scheduler)"
         )
-    return _module(denoiser)
+    return _module_source(denoiser)
 
 
 def _unet_and_scheduler(denoiser: Any) -> tuple[Any, Any] | None:
@@ -146,7 +146,7 @@ def _diffusers(unet: Any, scheduler: Any, channels: int) -> tuple[Any, Any, str]
     return assembled(described[0], described[1], stored, channels, f"the {type(unet).__name__}")
 
 
-def _module(module: nn.Module) -> ModuleSource:
+def _module_source(module: nn.Module) -> ModuleSource:
     name = type(module).__name__
     for part in module.modules():
         hooks = (part._forward_hooks, part._forward_pre_hooks)

@@ -18,7 +18,7 @@ from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.cost import duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier, Smoothed
-from certcli.certify.smoothing.options import SAME, Smoothing, chance
+from certcli.certify.smoothing.options import SAME, Smoothing, normal_chance
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
@@ -218,7 +218,7 @@ class SmoothingCertifier(Certifier):
                 confirmations.append(claim.checked("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            probability = chance(raw_radii[row] / self.settings.sigma)
+            probability = normal_chance(raw_radii[row] / self.settings.sigma)
             if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
                 message = f"{message}, {probability:.4f} of all are stated"
                 confirmations.append(claim.checked("refuted", message))
@@ -233,7 +233,9 @@ class SmoothingCertifier(Certifier):
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         for claim, now in zip(claims, recomputed, strict=True):
-            claimed, drawn = (chance(row.radius / self.settings.sigma) for row in (claim, now))
+            claimed, drawn = (
+                normal_chance(row.radius / self.settings.sigma) for row in (claim, now)
+            )
             shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
@@ -300,7 +302,7 @@ class SmoothingCertifier(Certifier):
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
-            part = rows[start : start + _whole(len(rows) - start, self._batch_size)]
+            part = rows[start : start + _whole_batch_size(len(rows) - start, self._batch_size)]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]
             names = [indices[image] for image in which]
@@ -345,9 +347,9 @@ class SmoothingCertifier(Certifier):
         return counts.view(len(indices), self._classes).cpu()
 
 
-def _whole(left: int, batch_size: int) -> int:
+def _whole_batch_size(remaining: int, batch_size: int) -> int:
     """Return a batch's size: of the last ones powers of two, since each size is looked at once."""
-    return batch_size if left >= batch_size else 1 << left.bit_length() - 1
+    return batch_size if remaining >= batch_size else 1 << remaining.bit_length() - 1
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:

@@ -39,7 +39,7 @@ _FEW = 256
 18 against 31 us for 256, 60 against 29 us for 784."""
 
 
-def words(
+def philox_words(
     seed: int,
     images: Sequence[int],
     samples: Sequence[int],
@@ -69,7 +69,7 @@ def philox(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """`words` in torch's integer arithmetic, which wraps modulo 2^64 as Philox does, on any device."""
+    """`philox_words` in torch's integer arithmetic, which wraps modulo 2^64 as Philox does, on any device."""
     blocks = -(-count // 8)
 
     def column(values: Sequence[int]) -> Tensor:
@@ -84,8 +84,8 @@ def philox(
     k0 = seed
     k1 = 0
     for _ in range(_ROUNDS):
-        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
-        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        high0, low0 = _multiply_words(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply_words(c2, _MULTIPLIERS[1])
         c0 = high1 ^ c1 ^ _signed(k0)
         c1 = low1
         c2 = high0 ^ c3 ^ _signed(k1)
@@ -102,7 +102,7 @@ def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+def _multiply_words(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """High and low 64 bits of an unsigned product, from products of 32-bit halves."""
     f0 = factor & _LOW
     f1 = factor >> 32
@@ -172,7 +172,7 @@ def noisy(
     result = None
     for start in range(0, len(images), step):
         rows = slice(start, min(start + step, len(images)))
-        drawn = words(seed, images[rows], samples[rows], 2 * half, device, purpose)
+        drawn = philox_words(seed, images[rows], samples[rows], 2 * half, device, purpose)
         # 31 bits, so that small u keep all their digits: |z| reaches 6.66; the sign bit would cost
         # the tail its resolution
         radius = (

@@ -194,12 +194,12 @@ class Smoothing(CertifierOptions):
             return True
         if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
             return True
-        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(
+        return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= normal_chance(
             demanded / self.sigma
         )
 
 
-def chance(z: float) -> float:
+def normal_chance(z: float) -> float:
     """Phi(z)"""
     from scipy.special import ndtr
 

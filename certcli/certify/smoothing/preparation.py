@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import classifier
+from certcli.certify.smoothing.functions import smoothed_classifier
 from certcli.certify.smoothing.in_memory import from_memory
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
@@ -15,7 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.system.errors import DataError
 
 
-def _denoiser(checkpoint: Checkpoint, options: Smoothing) -> DenoiserSource | None:
+def _named_denoiser(checkpoint: Checkpoint, options: Smoothing) -> DenoiserSource | None:
     """Read the denoiser that is named; DataError where records are of one and none is named."""
     channels = checkpoint.record.input.size[0]
     if options.denoiser_module is not None:
@@ -38,9 +38,11 @@ def _require_stated(denoiser: PixelDenoiser, options: Smoothing) -> None:
         )
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) -> SmoothingCertifier:
+def prepare_smoothing(
+    checkpoint: Checkpoint, device: torch.device, options: Smoothing
+) -> SmoothingCertifier:
     """Return the certifier under noise, behind the denoiser that is named."""
-    source = _denoiser(checkpoint, options)
+    source = _named_denoiser(checkpoint, options)
     options.require_reach()  # before the network is built
     about: dict[str, Any] = {}
     denoiser = None
@@ -49,5 +51,5 @@ def prepare(checkpoint: Checkpoint, device: torch.device, options: Smoothing) ->
         _require_stated(denoiser, options)
         options = replace(options, denoiser=denoiser.digest)
         about = {**denoiser.about, "denoiser_line": denoiser.line}
-    classify = classifier(checkpoint, device, options.precision, denoiser)
+    classify = smoothed_classifier(checkpoint, device, options.precision, denoiser)
     return SmoothingCertifier(classify, checkpoint.record.classes, options, device, about=about)

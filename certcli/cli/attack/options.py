@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def list_attacks(context: typer.Context, enabled: bool) -> None:
     """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
     from certcli.attack.catalogue import ATTACKS
-    from certcli.attack.torchattacks_spec import PREFIX, names, signature
+    from certcli.attack.torchattacks_spec import PREFIX, signature, torchattacks_names
     from certcli.cli.shared.output import Sink
 
     if not enabled:
@@ -32,7 +32,7 @@ def list_attacks(context: typer.Context, enabled: bool) -> None:
         [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS],
     )
     try:
-        theirs = [(PREFIX + name, signature(name)) for name in names()]
+        theirs = [(PREFIX + name, signature(name)) for name in torchattacks_names()]
     except UsageError as failure:
         sink.text(f"{failure.message}: {failure.hint}")
     else:

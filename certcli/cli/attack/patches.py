@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
-from certcli.attack.judge import predict
+from certcli.attack.judge import predict_classes
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.certify.patch import climbed, options
-from certcli.certify.patch.certifier import PatchCertificate, prepare
+from certcli.certify.patch.certifier import PatchCertificate, prepare_patch
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
@@ -280,10 +280,10 @@ def _targets(
     if defence == "none":
         model = build.load(checkpoint, device)
         plain = PatchTarget(
-            lambda corner: model, lambda pixels: list(predict(model, pixels).tolist())
+            lambda corner: model, lambda pixels: list(predict_classes(model, pixels).tolist())
         )
         return dict.fromkeys(sizes, plain), {}
-    certifier = prepare(checkpoint, device, defended)
+    certifier = prepare_patch(checkpoint, device, defended)
     targets = {
         patch: PatchTarget(partial(climbed.TouchedPasses, certifier, patch), certifier.predict)
         for patch in sizes

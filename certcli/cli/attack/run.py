@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import certified_radii, examples, selected_examples
+from certcli.attack import certified_radii, examples
 from certcli.attack.checks import Flag, raised
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
@@ -14,9 +14,9 @@ from certcli.attack.stages import (
     RECORD_KEYS,
     Campaign,
     StageTask,
+    attack_run,
     in_norm,
     parameters_of,
-    run_of,
     tasks_of,
 )
 from certcli.certify.patch.options import Patches
@@ -89,7 +89,7 @@ class Session:
             return None
         with RecordFile(
             results.records,
-            run_of(*plan, self.checkpoint.digest, self.images, **self.facts),
+            attack_run(*plan, self.checkpoint.digest, self.images, **self.facts),
             self.images,
             RECORD_KEYS,
             resume=results.resume,
@@ -138,12 +138,12 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = selected_examples.choose(records_of[0], name) if results.gallery is not None else []
+        shown = examples.choose_exhibits(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = selected_examples.beside(
+            second = examples.beside_network(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,
@@ -260,7 +260,7 @@ def show_attacks(
 
 
 def _draw(
-    rows: list[list[selected_examples.Exhibit]],
+    rows: list[list[examples.Exhibit]],
     names: list[str],
     path: Path,
     about: str,
@@ -268,7 +268,7 @@ def _draw(
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: selected_examples.Exhibit) -> AttackedImage:
+    def picture(shown: examples.Exhibit) -> AttackedImage:
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
         if not shown.crafted_here:
             caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"

@@ -88,7 +88,7 @@ class AuditOptions:
         """Return the audit's plan; UsageError on meaningless names and values."""
         from certcli.attack.settings import AttackSettings
         from certcli.attack.stages import stages_of
-        from certcli.audit.gates import parse
+        from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
         from certcli.evaluation.records import require_radii
         from certcli.evaluation.threat import Threat
@@ -114,7 +114,7 @@ class AuditOptions:
             batch_size=batch_size,
             precision=self.precision,
             pixels=self.pixels,
-            gates=tuple(parse(text) for text in self.fail_on),
+            gates=tuple(parse_gate(text) for text in self.fail_on),
             budget=parse_duration(self.time_budget),
             limit=limit,
         )

@@ -13,7 +13,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.certify import local_options, vnnlib
-from certcli.certify.methods import prepare
+from certcli.certify.methods import prepare_method
 from certcli.certify.query_network import QueryNetwork, query_network
 from certcli.cli.certify.options import CertifyOptions
 from certcli.cli.shared.output import Sink
@@ -174,7 +174,9 @@ def _certified_query(
         seconds=seconds if effort == local_options.BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
-    certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
+    certifier: Any = prepare_method(
+        "local", opened, options.machine.pick_for(local.arithmetic), local
+    )
     (certificate,) = certifier.batch([0], torch.full((1, *opened.record.input.size), 0.5), [0])
     return certifier, certificate.holds_at(threat.Threat("linf", 0.5))
 

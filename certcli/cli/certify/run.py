@@ -9,7 +9,6 @@ from pathlib import Path
 import typer
 
 from certcli.certify import certificate, local_options, method_choice, methods, record_check
-from certcli.certify.methods import certify, run_of
 from certcli.certify.options import CertifierOptions as MethodOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
@@ -134,7 +133,7 @@ def _certify_by(
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
         chosen = _method_options(method, choice, task, options)
-        certifier = methods.prepare(
+        certifier = methods.prepare_method(
             method,
             task.checkpoint,
             options.machine.pick_for(getattr(chosen, "arithmetic", None)),
@@ -145,14 +144,14 @@ def _certify_by(
     if certifier.reading:
         sink.note(certifier.reading)
     if not team().leads:
-        list(certify(certifier, images, batch_size, team=team()))
+        list(methods.certify_images(certifier, images, batch_size, team=team()))
         return None
     rows: list[certificate.Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
     with RecordFile(
         records,
-        run_of(certifier, task.checkpoint, images),
+        methods.certify_run(certifier, task.checkpoint, images),
         images,
         resume=resume,
         force=options.output.force,
@@ -169,7 +168,7 @@ def _certify_by(
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
-            for batch in certify(certifier, images, batch_size, file, team()):
+            for batch in methods.certify_images(certifier, images, batch_size, file, team()):
                 rows += batch
                 bar.advance(len(batch))
     spent = time.perf_counter() - started

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from certcli.certify.certificate import certified_accuracy
-from certcli.certify.hopeless import hopeless
-from certcli.certify.methods import certify, prepare
+from certcli.certify.hopeless import why_hopeless
+from certcli.certify.methods import certify_images, prepare_method
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
@@ -176,7 +176,7 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
     started = time.perf_counter()
     certifier = _certifier(checkpoint)
     proven = time.perf_counter()
-    if isinstance(certifier, str) or _why_hopeless(certifier, epsilon) is not None:
+    if isinstance(certifier, str) or _hopeless_reason(certifier, epsilon) is not None:
         _clean_accuracy(checkpoint, few)
     else:
         _certified_shares(certifier, few, epsilon)
@@ -195,7 +195,7 @@ def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, si
         return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
     sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
     about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
-    why = _why_hopeless(certifier, epsilon)
+    why = _hopeless_reason(certifier, epsilon)
     if why is not None:
         sink.note(f"skipped the certificates: {why}")
         return Final(
@@ -212,14 +212,14 @@ def _certifier(checkpoint: Checkpoint) -> Any:
     """Return the certifier of the global bound; a sentence where there is none."""
 
     try:
-        return prepare("lipschitz", checkpoint, torch.device("cpu"))
+        return prepare_method("lipschitz", checkpoint, torch.device("cpu"))
     except NoBoundError as failure:
         return failure.message
 
 
-def _why_hopeless(certifier: Any, epsilon: float) -> str | None:
+def _hopeless_reason(certifier: Any, epsilon: float) -> str | None:
 
-    return hopeless(certifier.about["bound"]["log10_upper"], epsilon)
+    return why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
 def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:
@@ -235,10 +235,10 @@ def _certified_shares(
 
     rows: list[Any] = []
     if sink is None:
-        rows = [row for batch in certify(certifier, images, 256) for row in batch]
+        rows = [row for batch in certify_images(certifier, images, 256) for row in batch]
     else:
         with sink.progress("certify", total=len(images)) as bar:
-            for batch in certify(certifier, images, 256):
+            for batch in certify_images(certifier, images, 256):
                 rows += batch
                 bar.advance(len(batch))
     threat = Threat("l2", epsilon)

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from certcli.attack.families.margin import margin_pgd
-from certcli.attack.judge import judge, tuck_in
+from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import options_of, prepare, run_of
+from certcli.certify.methods import certify_run, options_of_method, prepare_method
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
@@ -110,8 +110,8 @@ def _ready(
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of(method, values)
-        certifier = prepare(
+        settings = options_of_method(method, values)
+        certifier = prepare_method(
             method,
             checkpoint,
             options.machine.pick_for(getattr(settings, "arithmetic", None)),
@@ -121,7 +121,7 @@ def _ready(
         raise DataError(
             f"{options.file} states parameters that mean nothing: {failure.message}"
         ) from failure
-    require_same_way(run, run_of(certifier, checkpoint, images), str(options.file))
+    require_same_way(run, certify_run(certifier, checkpoint, images), str(options.file))
     return certifier, read_claims(rows, images, certifier, str(options.file))
 
 
@@ -194,7 +194,7 @@ def margin_attack(steps: int) -> Attack:
                 image,
                 region,
             )
-            if bool(judge(model, image, classes, point, region, prediction=classes).success):
+            if bool(judge_points(model, image, classes, point, region, prediction=classes).success):
                 break
         return point
 

@@ -14,7 +14,7 @@ from msgspec import UNSET
 from certcli.audit.evidence import with_evidence
 from certcli.certify import around
 from certcli.certify.around import Around, AroundImages, NearImage
-from certcli.certify.methods import certify, options_of, prepare
+from certcli.certify.methods import certify_images, options_of_method, prepare_method
 from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
@@ -47,8 +47,8 @@ from certcli.verification.evidence import (
     Certify,
     Recertified,
     Request,
-    check,
     check_entries,
+    check_record_evidence,
 )
 from certcli.verification.laws import theorems, verify_laws
 from certcli.verification.report import SLACK
@@ -109,7 +109,7 @@ def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.
     unread = unread_fields({*decode_json(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
-    claims = reports.verify(report, checkpoint, unread, options.machine.pick())
+    claims = reports.verify_report(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
         claims += near_images(report.around, checkpoint, options, sink)
     words = (
@@ -131,10 +131,10 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
     if kind == "audit":
         entries, further = _audited(checkpoint, text, seed)
     else:
-        entries = documents.entries_of(report, seed)
+        entries = documents.evidence_of_document(report, seed)
         if kind == "certify":
             further = documents.method_fields(report, entries)
-            problems = documents.contradictions(report)
+            problems = documents.document_contradictions(report)
             claims = [Claim("the report", "refuted", problem) for problem in problems]
     claims += check_entries(
         checkpoint,
@@ -215,7 +215,7 @@ def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -
 
     checkpoint = with_network(checkpoint)
     certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    return check(
+    return check_record_evidence(
         checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
 
@@ -241,13 +241,13 @@ def certify_again(
         chosen = _unpredictable_sample(images, scope.sample, sink)
         batch = machine.batch_size
         result = Recertified([], len(images), images.name, images.split, images.ahead is None)
-        settings = options_of(
+        settings = options_of_method(
             request.method,
             {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser},
         )
         device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
-            certifier = prepare(request.method, checkpoint, device, settings)
+            certifier = prepare_method(request.method, checkpoint, device, settings)
         except NoBoundError:
             if request.method != "lipschitz":
                 raise
@@ -256,7 +256,7 @@ def certify_again(
         certifier.kept_back = 0.0
         rows: list[tuple[bool, Certified]] = []
         with sink.progress("certify again", total=len(chosen)) as bar:
-            for certificates in certify(certifier, chosen, batch):
+            for certificates in certify_images(certifier, chosen, batch):
                 rows += [(one.correct, one.held) for one in certificates]
                 bar.advance(len(certificates))
         names = ("promise", "failure", "arithmetic", "norm", "domain")

@@ -2,6 +2,7 @@
 
 import math
 import operator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +16,11 @@ from certcli.enclosure.balls.table import BallContext, folded_norm, rules
 from certcli.enclosure.zonotopes.form import fitting
 from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
-from certcli.enclosure.zonotopes.rules.layers import of_statistics, unit_length
+from certcli.enclosure.zonotopes.rules.layers import (
+    of_statistics,
+    require_last_axis,
+    unit_length,
+)
 from certcli.enclosure.zonotopes.rules.shapes import (
     register_choices,
     register_types,
@@ -88,6 +93,16 @@ def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
 @rules.module(FloorNorm)
 def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
     return normalised(module, x)
+
+
+@rules.function(F.layer_norm, torch.layer_norm)
+def layer_norm_function(
+    ctx: BallContext, x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    *_: Any,
+) -> Normalised:  # fmt: skip
+    require_last_axis(x.shape, shape)
+    gain, offset = (part.tensor if isinstance(part, Constant) else part for part in (weight, bias))
+    return normalised(SimpleNamespace(eps=eps, weight=gain, bias=offset), x)
 
 
 @rules.module(CenterNorm)

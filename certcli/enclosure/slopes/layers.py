@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
 from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_convolutions
-from certcli.engine.averages import Separable, register_averages
+from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU, MaxMin
@@ -73,6 +73,7 @@ def average_transposed(ctx: PullContext, x: Form, averaging: Separable) -> Pulle
 
 
 register_averages(pulls, Form, average_transposed)
+register_interpolation(pulls, Form, average_transposed)
 
 
 @pulls.module(LayerScale)
@@ -100,6 +101,15 @@ def batch_norm(
 @pulls.module(nn.LayerNorm, TimmLayerNorm, FloorNorm)
 def normalise(ctx: PullContext, module: Any, x: Form) -> Pulled:
     return [(x, norm(ctx, x, spread_of(module), module.weight))]
+
+
+@pulls.function(F.layer_norm, torch.layer_norm)
+def layer_norm_function(
+    ctx: PullContext, x: Form, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    *_: Any,
+) -> Pulled:  # fmt: skip
+    gain = None if weight is None else stored(weight, x.centre)
+    return [(x, norm(ctx, x, Spread(eps), gain))]
 
 
 @pulls.function(F.rms_norm)

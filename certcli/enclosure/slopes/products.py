@@ -26,12 +26,8 @@ INNER = Bilinear(lambda a, b: (a * b).sum(-1, keepdim=True), lambda r, b: r * b,
 def times(x: Form, y: Form) -> Form:
     """x y entry by entry, of one shape: the last bracket in an ellipsoid over all, or over a fibre."""
     if not may_join(x.shape):
-        bracket = last_bracket(x, y)
-        x, y = Form.aligned([x, y])
-        return grouped(up_to_rest(x, y, TIMES, 1), factor(bracket))
-    bracket = last_bracket(joined(x), joined(y))
-    x, y = Form.aligned([x, y])
-    return _with_errors(up_to_rest(x, y, TIMES, 1), bracket)
+        return grouped(up_to_rest(x, y, TIMES, 1), factor(last_bracket(x, y)))
+    return _with_errors(up_to_rest(x, y, TIMES, 1), last_bracket(as_fibre(x), as_fibre(y)))
 
 
 def by_row(x: Form, y: Form) -> Form:
@@ -44,8 +40,7 @@ def by_row(x: Form, y: Form) -> Form:
         matrix = gram.matrix.repeat_interleave(width, -1).repeat_interleave(width, -2)
         return Gram(matrix, gram.terms, gram.lengths.repeat_interleave(width, -1))
 
-    bracket = last_bracket(joined(x), joined(y), repeated)
-    x, y = Form.aligned([x, y])
+    bracket = last_bracket(as_fibre(x), as_fibre(y), repeated)
     return _with_errors(up_to_rest(x, y, TIMES, 1), bracket)
 
 
@@ -55,33 +50,20 @@ def inner(x: Form, y: Form) -> Form:
     if not may_join(x.shape):
         return product(x, y, INNER, width, _square)
     rows = x.centre.numel() // width
-    gram = last_bracket(joined(x), joined(y))
+    gram = last_bracket(as_fibre(x), as_fibre(y))
     sums = gram.matrix.view(1, rows, width, rows, width).sum((2, 4))
     sizes = up(gram.lengths.view(1, rows, width).sum(-1), width)
-    x, y = Form.aligned([x, y])
     form = up_to_rest(x, y, INNER, width)
     return _with_errors(form, Gram(sums, gram.terms + width * width, sizes))
 
 
-def joined(x: Form) -> Form:
-    """Return x with all its entries in one fibre, once for all its readers: its Grams are kept."""
-    whole: Form = x.once("joined", lambda: as_fibre(x))
-    return whole
-
-
 def last_bracket(x: Form, y: Form, of_second: Callable[[Gram], Gram] = lambda gram: gram) -> Gram:
     """Return (1.2) of a r' + r (a' + r') for x = c + a + r and y; with a a' where that has no columns."""
-    whole = of_second(_whole(y))
+    whole = of_second(whole_gram(y))
     if not x.space.squares:
-        return _schur(_whole(x), whole)
-    of_ball: Gram = x.once("gram of the ball", lambda: ball_gram(x))
-    parts = [_schur(of_ball, of_second(rest_gram(y))), _schur(rest_gram(x), whole)]
+        return _schur(whole_gram(x), whole)
+    parts = [_schur(ball_gram(x), of_second(rest_gram(y))), _schur(rest_gram(x), whole)]
     return enclosing(parts, torch.zeros_like(whole.lengths))
-
-
-def _whole(x: Form) -> Gram:
-    gram: Gram = x.once("gram of all", lambda: whole_gram(x))
-    return gram
 
 
 def _schur(first: Gram, second: Gram) -> Gram:

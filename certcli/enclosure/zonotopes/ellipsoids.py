@@ -78,8 +78,9 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
 
 
 def as_fibre(x: Form) -> Form:
-    """Return x with all its entries in one fibre, (1, N)."""
-    return x.linear(lambda t: t.reshape(len(t), 1, -1))
+    """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams."""
+    name = f"joined {x.space.limit} {x.space.by_fibres}"  # a form may be read with another space
+    return x.once(name, lambda: x.linear(lambda t: t.reshape(len(t), 1, -1)))
 
 
 def may_join(*shapes: tuple[int, ...]) -> bool:
@@ -112,9 +113,10 @@ def _rest_gram(x: Form) -> Gram:
 
 
 def whole_gram(x: Form) -> Gram:
-    """Return (1.2) of all of a form that is not its centre."""
+    """Return (1.2) of all of a form that is not its centre, computed once."""
     rest = rest_gram(x)
-    return enclosing([*ball_parts(x), rest], torch.zeros_like(rest.lengths))
+    zero = torch.zeros_like(rest.lengths)
+    return x.once("gram of all", lambda: enclosing([*ball_parts(x), rest], zero))
 
 
 def ball_gram(x: Form) -> Gram:

@@ -56,7 +56,7 @@ SUMMING = (nn.Linear, *_NOTHING)
 """Modules that read an activation's errors as symbols of single fibres in any walk."""
 FIBREWISE_FUNCTIONS = (
     operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.neg,
-    torch.add, torch.sub, torch.mul, torch.neg, F.linear, F.rms_norm,
+    torch.add, torch.sub, torch.mul, torch.neg, F.linear, F.rms_norm, F.layer_norm, torch.layer_norm,
     *(function for named in NAMED for function in named.functions),
 )  # fmt: skip
 
@@ -104,6 +104,22 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
 @rules.module(FloorNorm)
 def normalise(ctx: ZonotopeContext, module: Any, x: Form) -> Form:
     return layer_norm(x, spread_of(module), module.weight, module.bias, inner=ctx.inner)
+
+
+@rules.function(F.layer_norm, torch.layer_norm)
+def layer_norm_function(
+    ctx: ZonotopeContext, x: Form, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
+    *_: Any,
+) -> Form:  # fmt: skip
+    require_last_axis(x.shape, shape)
+    gain, offset = (None if part is None else stored(part, x.centre) for part in (weight, bias))
+    return layer_norm(x, Spread(eps), gain, offset, inner=ctx.inner)
+
+
+def require_last_axis(shape: tuple[int, ...], normalised: Any) -> None:
+    """Raise NoRule for a norm over several axes."""
+    if tuple(normalised) != tuple(shape[-1:]):
+        raise NoRule("a norm over several axes")
 
 
 @rules.module(CenterNorm)

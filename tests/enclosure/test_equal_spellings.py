@@ -1,0 +1,219 @@
+"""Equal functions, spelled otherwise: equal global bounds and equal local radii, or the table says by
+how much they differ, and why.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+import timm.layers as timm_layers
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from certcli.certify.local import LocalCertifier
+from certcli.certify.local_options import Local
+from certcli.checkpoint.record import InputSpec
+from certcli.lipschitz.network import prove_network
+from certcli.models.pixels import PixelModel
+from certcli.system.errors import NoBoundError
+
+D = 8
+SIZE = (1, 4, 4)
+Spelling = Callable[[Any, Tensor], Tensor]
+
+
+class Network(nn.Module):
+    """A spelling's network, of weights that all spellings share; its modules are those it may call."""
+
+    def __init__(self, spelling: Spelling) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.spelling = spelling
+        self.embed, self.a, self.head = nn.Linear(4, D), nn.Linear(D, D), nn.Linear(D, 3)
+        self.qkv, self.proj, self.norm = nn.Linear(D, 3 * D), nn.Linear(D, D), nn.LayerNorm(D, 0.1)
+        self.conv, self.batch = nn.Conv2d(1, 4, 1), nn.BatchNorm2d(4)
+        for tensor in (self.norm.weight, self.batch.weight, self.batch.running_var):
+            nn.init.uniform_(tensor, 0.5, 1.5)
+        for tensor in (self.norm.bias, self.batch.bias, self.batch.running_mean):
+            nn.init.uniform_(tensor, -1, 1)
+        self.gelu, self.of_timm, self.relu = nn.GELU(), timm_layers.GELU(), nn.ReLU()
+        self.tanh, self.tanh_of_timm = nn.GELU("tanh"), timm_layers.GELUTanh()
+        self.fused = timm_layers.Attention(D, num_heads=2, qkv_bias=True)
+        self.unfused = timm_layers.Attention(D, num_heads=2, qkv_bias=True)
+        for module in (self.fused, self.unfused):
+            module.qkv, module.proj = self.qkv, self.proj
+        self.unfused.fused_attn = False
+        self.of_torch = nn.MultiheadAttention(D, 2, batch_first=True)
+        self.of_torch.in_proj_weight, self.of_torch.in_proj_bias = self.qkv.weight, self.qkv.bias
+        self.of_torch.out_proj.weight, self.of_torch.out_proj.bias = (
+            self.proj.weight,
+            self.proj.bias,
+        )
+        self.double()
+        gain = self.batch.weight / (self.batch.running_var + self.batch.eps).sqrt()
+        self.folded = nn.Conv2d(1, 4, 1).double()
+        self.folded.weight.data = self.conv.weight.data * gain.data[:, None, None, None]
+        shift = (self.conv.bias - self.batch.running_mean) * gain + self.batch.bias
+        self.folded.bias.data = shift.data
+        self.register_buffer("w", self.a.weight.detach().T.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.spelling(self, x)
+
+
+def of_tokens(spelling: Spelling) -> Spelling:
+    return lambda m, x: m.head(spelling(m, m.embed(x.reshape(len(x), 4, 4))))
+
+
+def first(spelling: Spelling) -> Spelling:
+    return of_tokens(lambda m, t: spelling(m, t)[:, 0])
+
+
+def read(spelling: Callable[[Tensor], Tensor]) -> Spelling:
+    return of_tokens(lambda m, t: spelling(F.relu(m.a(t))))
+
+
+def attended(spelling: Spelling) -> Spelling:
+    return first(lambda m, t: spelling(m, m.norm(t)))
+
+
+def by_heads(mixed: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Spelling:
+    def attention(m: Any, t: Tensor) -> Tensor:
+        q, k, v = m.qkv(t).reshape(len(t), 4, 3, 2, D // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        return m.proj(mixed(q, k, v).transpose(1, 2).reshape(len(t), 4, D))
+
+    return attended(attention)
+
+
+SCALE = (D // 2) ** -0.5
+SPELLED: dict[str, dict[str, Spelling]] = {
+    "one token": {
+        "[:, 0]": read(lambda t: t[:, 0]),
+        "select": read(lambda t: t.select(1, 0)),
+        "split": read(lambda t: t.split(1, 1)[0].squeeze(1)),
+        "unbind": read(lambda t: t.unbind(1)[0]),
+        "chunk": read(lambda t: torch.chunk(t, 4, 1)[0][:, 0]),
+        "narrow": read(lambda t: t.narrow(1, 0, 1).squeeze(1)),
+        "index_select": read(lambda t: t.index_select(1, torch.tensor([0]))[:, 0]),
+    },
+    "mean": {
+        "mean": read(lambda t: t.mean(1)),
+        "sum": read(lambda t: t.sum(1) / 4),
+        "adaptive": read(lambda t: F.adaptive_avg_pool1d(t.transpose(1, 2), 1).squeeze(-1)),
+        "windows": read(lambda t: F.avg_pool1d(t.transpose(1, 2), 4).squeeze(-1)),
+    },
+    "linear": {
+        "module": first(lambda m, t: F.relu(m.a(t))),
+        "function": first(lambda m, t: F.relu(F.linear(t, m.a.weight, m.a.bias))),
+        "@": first(lambda m, t: F.relu(t @ m.w + m.a.bias)),
+        "matmul": first(lambda m, t: F.relu(torch.matmul(t, m.w) + m.a.bias)),
+        "einsum": first(lambda m, t: F.relu(torch.einsum("bnd,de->bne", t, m.w) + m.a.bias)),
+        "bmm": first(lambda m, t: F.relu(torch.bmm(t, m.w[None]) + m.a.bias)),
+        "addmm": first(
+            lambda m, t: F.relu(torch.addmm(m.a.bias, t.reshape(-1, D), m.w).reshape(-1, 4, D))
+        ),
+    },
+    "LayerNorm": {
+        "module": first(lambda m, t: m.norm(t)),
+        "function": first(lambda m, t: F.layer_norm(t, (D,), m.norm.weight, m.norm.bias, 0.1)),
+        "gain beside it": first(
+            lambda m, t: F.layer_norm(t, (D,), eps=0.1) * m.norm.weight + m.norm.bias
+        ),
+    },
+    "GELU": {
+        "module": first(lambda m, t: m.gelu(m.a(t))),
+        "function": first(lambda m, t: F.gelu(m.a(t))),
+        "timm": first(lambda m, t: m.of_timm(m.a(t))),
+        "erf": first(lambda m, t: m.a(t) * (1 + torch.erf(m.a(t) * math.sqrt(0.5))) / 2),
+    },
+    "GELU by tanh": {
+        "module": first(lambda m, t: m.tanh(m.a(t))),
+        "function": first(lambda m, t: F.gelu(m.a(t), approximate="tanh")),
+        "timm": first(lambda m, t: m.tanh_of_timm(m.a(t))),
+    },
+    "ReLU": {
+        "module": first(lambda m, t: m.relu(m.a(t))),
+        "function": first(lambda m, t: F.relu(m.a(t))),
+        "clamp": first(lambda m, t: m.a(t).clamp(min=0)),
+        "clamp_min": first(lambda m, t: m.a(t).clamp_min(0)),
+    },
+    "BatchNorm": {
+        "module": lambda m, x: m.head(m.batch(m.conv(x)).flatten(1)[:, :D]),
+        "folded": lambda m, x: m.head(m.folded(x).flatten(1)[:, :D]),
+    },
+    "attention": {
+        "timm, fused": attended(lambda m, t: m.fused(t)),
+        "timm, unfused": attended(lambda m, t: m.unfused(t)),
+        "torch": attended(lambda m, t: m.of_torch(t, t, t, need_weights=False)[0]),
+        "fused function": by_heads(F.scaled_dot_product_attention),
+        "written out": by_heads(lambda q, k, v: (q @ k.transpose(-2, -1) * SCALE).softmax(-1) @ v),
+        "scaled first": by_heads(lambda q, k, v: (q * SCALE @ k.mT).softmax(-1) @ v),
+        "einsum": by_heads(
+            lambda q, k, v: torch.einsum(
+                "bhij,bhjd->bhid", (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1), v
+            )
+        ),
+    },
+}
+"""The first spelling of each function is the one that others are compared with."""
+
+_APART = "heads as products of tensors: no fold of W_K^T W_Q, and no norm folded in"
+DIFFERENT: dict[tuple[str, str], tuple[str, dict[str, float]]] = {
+    ("LayerNorm", "function"): (
+        "a last norm is bounded together with the head where it is a module",
+        {"norms": 0.666, "zonotope": 0.805},
+    ),
+    ("LayerNorm", "gain beside it"): ("the same", {"norms": 0.666, "zonotope": 0.805}),
+    ("GELU", "erf"): (
+        "a product of two tensors, which may move apart",
+        {"global": 1.686, "norms": 0.816},
+    ),
+    ("BatchNorm", "folded"): ("a ball counts the largest gain of a norm", {"norms": 1.553}),
+    ("attention", "fused function"): (_APART, {"global": 1.307, "norms": 0.286, "zonotope": 0.805}),
+    ("attention", "written out"): (_APART, {"global": 1.307, "norms": 0.111, "zonotope": 0.805}),
+    ("attention", "scaled first"): (_APART, {"global": 1.307, "norms": 0.111, "zonotope": 0.805}),
+    ("attention", "einsum"): (_APART, {"global": 1.307, "norms": 0.111, "zonotope": 0.805}),
+    ("attention", "torch"): ("no enclosure of the module", {"norms": 0.0, "zonotope": 0.0}),
+}
+"""By which factor a number differs from that of the first spelling; 0: refused."""
+
+
+def numbers_of(spelling: Spelling) -> tuple[dict[str, float], Tensor]:
+    """Return the global bound, the radii of balls and of zonotopes at an image, and the logits."""
+    model = PixelModel(InputSpec(SIZE, (0.5,), (0.5,)), Network(spelling)).double().eval()
+    image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
+    logits = model(image).detach()
+    numbers = {"global": float(prove_network(model, 3).upper)}
+    for effort in ("norms", "zonotope"):
+        numbers[effort] = 0.0
+        try:
+            certifier = LocalCertifier(model, SIZE, Local(effort=effort, arithmetic="real"))  # type: ignore[arg-type]
+        except NoBoundError:
+            continue
+        numbers[effort] = certifier.batch([0], image, [int(logits.argmax())])[0].radius
+    return numbers, logits
+
+
+@pytest.mark.parametrize("function", SPELLED)
+def test_spellings_of_a_function_get_equal_numbers_or_the_table_says_why(function: str) -> None:
+    (_, plain), *others = SPELLED[function].items()
+    expected, logits = numbers_of(plain)
+    assert all(expected.values())
+    for name, spelling in others:
+        numbers, same = numbers_of(spelling)
+        assert torch.allclose(same, logits, rtol=1e-10, atol=1e-12), name
+        why, factors = DIFFERENT.get((function, name), ("", {}))
+        assert bool(why) == bool(factors)
+        for kind, number in numbers.items():
+            ratio = number / expected[kind]
+            if kind not in factors:
+                assert ratio == pytest.approx(1.0, rel=1e-9), (name, kind, ratio)
+            else:
+                assert ratio != pytest.approx(1.0, rel=1e-9), (name, kind)
+                assert ratio == pytest.approx(factors[kind], rel=0.03), (name, kind, ratio)
