@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack import catalogue, checks, presets, stages
+from certcli.attack import catalogue, checks, settings, stages
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Bar
@@ -103,10 +103,10 @@ def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path)
         assert " to " in row
 
 
-@pytest.mark.parametrize("name", presets.PRESETS)
+@pytest.mark.parametrize("name", settings.PRESETS)
 def test_presets(net: Path, name: str) -> None:
     found = document("attack", net, "--preset", name, "--limit", 6, "--no-checks")
-    wanted = presets.PRESETS[name].parts
+    wanted = settings.PRESETS[name].parts
     parts = found["parts"] or [found]
     assert [(part["norm"], part["epsilon"]) for part in parts] == [
         (p.region.norm, p.region.radius) for p in wanted
@@ -319,12 +319,12 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
 def test_the_page_names_every_attack_preset_and_check() -> None:
     page = (Path(__file__).parents[2] / "docs" / "attack.md").read_text()
     flat = " ".join(page.split())
-    for name in (*catalogue.ATTACKS.names(), *presets.PRESETS):
+    for name in (*catalogue.ATTACKS.names(), *settings.PRESETS):
         assert f"`{name}`" in page, name
     for check in checks.CHECKS.values():
         assert f"**{check.name}**" in page, check.name
         assert check.raised_if in flat, check.name
-    for preset in presets.PRESETS.values():
+    for preset in settings.PRESETS.values():
         assert preset.open_choices in flat, preset.name
 
 

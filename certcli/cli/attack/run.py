@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import certified_radii, examples, selected_examples
+from certcli.attack import certified_radii, examples
 from certcli.attack.checks import Flag, raised
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
@@ -138,12 +138,12 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = selected_examples.choose(records_of[0], name) if results.gallery is not None else []
+        shown = examples.choose(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = selected_examples.beside(
+            second = examples.beside(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,
@@ -260,7 +260,7 @@ def show_attacks(
 
 
 def _draw(
-    rows: list[list[selected_examples.Exhibit]],
+    rows: list[list[examples.Exhibit]],
     names: list[str],
     path: Path,
     about: str,
@@ -268,7 +268,7 @@ def _draw(
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: selected_examples.Exhibit) -> AttackedImage:
+    def picture(shown: examples.Exhibit) -> AttackedImage:
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
         if not shown.crafted_here:
             caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
