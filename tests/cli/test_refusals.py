@@ -49,7 +49,7 @@ certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
 certify m --method lipschitz --denoiser m | 2 | works with --method smoothing
 certify m --method smoothing --effort branch | 2 | works with --method local
-certify m --method local --sigma auto | 2 | works with --method smoothing
+certify m --method local --sigma 0.2 | 2 | works with --method smoothing
 certify m --method box --method bcp --samples 7 | 2 | works with --method smoothing
 attack m -e 1/0 | 2 | 1/0
 attack m -e -0.1 | 2 | -0.1
