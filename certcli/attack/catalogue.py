@@ -17,11 +17,14 @@ class Attack(Entry):
         norms: in which its results mean something.
         random: False for an attack that draws nothing at random: a restart would repeat the same
             work.
+        needs_attention: it looks at the attention maps of a vision transformer, and refuses other
+            networks.
         weak: why it may miss an adversarial image of a linear network at 1.5 times the distance.
     """
 
     norms: tuple[Norm, ...] = ("l2", "linf")
     random: bool = True
+    needs_attention: bool = False
     weak: str = ""
 
 
@@ -75,6 +78,13 @@ ATTACKS = AttackRegistry(
         "certcli.attack.families.margin:margin_pgd",
         "projected gradient ascent of the margin z_t - z_y, for several likely t where the classes are at most 20",
         "Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent)",
+    ),
+    Attack(
+        "saga",
+        "certcli.attack.families.saga:saga",
+        "PGD whose gradient is weighted by the attention rollout of the image; vision transformers only",
+        "Mahmood et al. 2021, On the robustness of vision transformers to adversarial examples",
+        needs_attention=True,
     ),
     Attack(
         "cw",

@@ -37,6 +37,7 @@ STEPS = {
     "pgd": 20,
     "eot-pgd": 200,
     "margin-pgd": 40,
+    "saga": 20,
     "cw": 900,
 }
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""

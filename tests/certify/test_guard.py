@@ -129,7 +129,7 @@ RUNS: dict[str, Run] = {
             certvit.attack(net, x, y, attacks=[name], norm=ATTACKS[name].norms[-1], steps=2)
         )
         for name in ATTACKS.names()
-        if name != "autoattack-full"  # the same as autoattack
+        if name not in ("saga", "autoattack-full")  # of attention; the same as autoattack
     },
 }  # fmt: skip
 """What is stated of a network at images, for each function of Python that runs it."""

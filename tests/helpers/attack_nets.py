@@ -8,7 +8,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
-GENERAL = ATTACKS.names()
+GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
 CASES = [(name, norm) for name in GENERAL for norm in ATTACKS[name].norms]
 SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
 # Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary

@@ -1,0 +1,127 @@
+"""The attention-weighted attack, and crafting in half precision."""
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+from certcli.attack.catalogue import ATTACKS
+from certcli.attack.families.saga import FLOOR, rollout
+from certcli.attack.judge import judge
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.attack.watched_model import Watched
+from certcli.evaluation.perturbation import Region
+from certcli.nn.l2_attention import build
+from certcli.system.errors import UsageError
+from tests.helpers.attack_nets import NORMS, SHORT, batches, labelled, perceptron, pictures
+
+
+def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
+    torch.manual_seed(0)
+    net = VisionTransformer(
+        img_size=6, patch_size=2, in_chans=1, embed_dim=16, depth=2, num_heads=2, num_classes=4, global_pool=pool,
+        class_token=pool == "token", fc_norm=False,
+    )  # fmt: skip
+    if l2:
+        for block in net.blocks:
+            block.attn = build(block.attn)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3)  # timm starts so small that a fresh net is nearly constant
+        net.head.bias -= net(pictures(6)).mean(dim=0)
+    return net.eval()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("l2", [False, True])
+@pytest.mark.parametrize("pool", ["token", "avg"])
+def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -> None:
+    model = small_vit(l2, pool)
+    images = pictures(6)
+    labels = labelled(model, images, wrong=1)
+    region = Region(norm, 3.0 if norm == "l2" else 0.6)
+    records = list(
+        attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True)
+    )
+    assert len(records) == 6
+    assert any(record.fell for record in records)  # a random net at half of the box's diagonal
+    for record in records:
+        assert region.contains(record.adversarial[None], record.image[None]).all()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
+    model = small_vit()
+    images = pictures(3)
+    maps: list[Tensor] = []
+    for block in model.blocks:
+        attention = block.attn
+        attention.fused_attn = False
+        attention.attn_drop.register_forward_hook(
+            lambda _, __, output: maps.append(output.mean(dim=1))
+        )
+    model(images)
+    eye = torch.eye(10)
+    seen = ((maps[1] + eye) / 2 @ ((maps[0] + eye) / 2))[:, 0, 1:]
+    wanted = (seen / seen.amax(1, keepdim=True)).clamp_min(FLOOR).view(3, 3, 3)
+    found = rollout(model, images)
+    assert found.shape == (3, 1, 6, 6)
+    # patch (i, j) covers the pixels 2i, 2i+1 x 2j, 2j+1; float32 softmax in two orders
+    torch.testing.assert_close(found[:, 0, ::2, ::2], wanted, rtol=1e-5, atol=1e-6)
+    assert torch.equal(found[:, 0, ::2, ::2], found[:, 0, 1::2, 1::2])
+
+
+@pytest.mark.parametrize(
+    "model", [perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
+)
+def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
+    images = pictures(2)
+    with pytest.raises(UsageError, match="saga needs"):
+        ATTACKS.load("saga")(model, images, labelled(model, images), Region("l2", 0.5), SHORT)
+
+
+class Threshold(nn.Module):
+    """Flips where the mean pixel exceeds 1/2, by a logit that bfloat16 (8 bits) rounds to a flip
+    too early.
+    """
+
+    def __init__(self, matrix: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([[0.0], [matrix]]))
+
+    def forward(self, images: Tensor) -> Tensor:
+        mean = images.flatten(1).mean(1, keepdim=True)
+        return nn.functional.linear(mean, self.weight) + torch.tensor([0.5, 0.0])
+
+
+def test_a_flip_in_half_precision_alone_is_no_success() -> None:
+    """0.4999 is 0.5 in bfloat16: the attack may think that it has won, the verdict does not."""
+    model = Threshold(1.0).eval()
+    images = torch.full((1, 1, 6, 6), 0.4995)
+    labels = torch.zeros(1, dtype=torch.long)
+    region = Region("linf", 0.0004)
+    half = Watched(model, images, labels, region, True, "bf16")
+    nearly = images + 0.0004
+    assert half(nearly)[0, 1] == 0.5  # rounded: 0.4999 has no neighbour nearer in bfloat16
+    settings = AttackSettings(steps=4, precision="bf16")
+    for name in ("fgsm", "pgd", "margin-pgd"):
+        (record,) = attack_images(model, batches(images, labels), [name], region, settings)
+        assert record.withstood
+
+
+@pytest.mark.parametrize("name", ["fgsm", "pgd", "apgd-ce", "square", "fab", "cw"])
+def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) -> None:
+    model = small_vit()
+    images = pictures(6)
+    labels = labelled(model, images)
+    region = Region("l2", 3.0)
+    settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
+    points = ATTACKS.load(name)(model, images, labels, region, settings)
+    assert points.dtype == torch.float32
+    verdict = judge(model, images, labels, points, region)
+    with torch.no_grad():
+        assert (
+            model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]
+        ).all()
