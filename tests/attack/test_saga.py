@@ -1,4 +1,4 @@
-"""The attention-weighted attack, and crafting in half precision."""
+"""The attention-weighted attack."""
 
 import pytest
 import torch
@@ -7,14 +7,18 @@ from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.saga import FLOOR, rollout
-from certcli.attack.judge import judge
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Region
 from certcli.nn.l2_attention import build
 from certcli.system.errors import UsageError
-from tests.helpers.attack_nets import NORMS, SHORT, batches, labelled, perceptron, pictures
+from tests.helpers.attack_nets import (
+    NORMS,
+    SHORT,
+    batches,
+    labelled,
+    random_pictures,
+    small_perceptron,
+)
 
 
 def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
@@ -30,7 +34,7 @@ def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
         for parameter in net.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3)  # timm starts so small that a fresh net is nearly constant
-        net.head.bias -= net(pictures(6)).mean(dim=0)
+        net.head.bias -= net(random_pictures(6)).mean(dim=0)
     return net.eval()
 
 
@@ -39,7 +43,7 @@ def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
 @pytest.mark.parametrize("pool", ["token", "avg"])
 def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -> None:
     model = small_vit(l2, pool)
-    images = pictures(6)
+    images = random_pictures(6)
     labels = labelled(model, images, wrong=1)
     region = Region(norm, 3.0 if norm == "l2" else 0.6)
     records = list(
@@ -54,7 +58,7 @@ def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -
 
 def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
     model = small_vit()
-    images = pictures(3)
+    images = random_pictures(3)
     maps: list[Tensor] = []
     for block in model.blocks:
         attention = block.attn
@@ -74,54 +78,9 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
 
 
 @pytest.mark.parametrize(
-    "model", [perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
+    "model", [small_perceptron(3), nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()]
 )
 def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
-    images = pictures(2)
+    images = random_pictures(2)
     with pytest.raises(UsageError, match="saga needs"):
         ATTACKS.load("saga")(model, images, labelled(model, images), Region("l2", 0.5), SHORT)
-
-
-class Threshold(nn.Module):
-    """Flips where the mean pixel exceeds 1/2, by a logit that bfloat16 (8 bits) rounds to a flip
-    too early.
-    """
-
-    def __init__(self, matrix: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([[0.0], [matrix]]))
-
-    def forward(self, images: Tensor) -> Tensor:
-        mean = images.flatten(1).mean(1, keepdim=True)
-        return nn.functional.linear(mean, self.weight) + torch.tensor([0.5, 0.0])
-
-
-def test_a_flip_in_half_precision_alone_is_no_success() -> None:
-    """0.4999 is 0.5 in bfloat16: the attack may think that it has won, the verdict does not."""
-    model = Threshold(1.0).eval()
-    images = torch.full((1, 1, 6, 6), 0.4995)
-    labels = torch.zeros(1, dtype=torch.long)
-    region = Region("linf", 0.0004)
-    half = Watched(model, images, labels, region, True, "bf16")
-    nearly = images + 0.0004
-    assert half(nearly)[0, 1] == 0.5  # rounded: 0.4999 has no neighbour nearer in bfloat16
-    settings = AttackSettings(steps=4, precision="bf16")
-    for name in ("fgsm", "pgd", "margin-pgd"):
-        (record,) = attack_images(model, batches(images, labels), [name], region, settings)
-        assert record.withstood
-
-
-@pytest.mark.parametrize("name", ["fgsm", "pgd", "apgd-ce", "square", "fab", "cw"])
-def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) -> None:
-    model = small_vit()
-    images = pictures(6)
-    labels = labelled(model, images)
-    region = Region("l2", 3.0)
-    settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
-    points = ATTACKS.load(name)(model, images, labels, region, settings)
-    assert points.dtype == torch.float32
-    verdict = judge(model, images, labels, points, region)
-    with torch.no_grad():
-        assert (
-            model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]
-        ).all()
