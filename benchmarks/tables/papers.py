@@ -88,18 +88,22 @@ def claim_rows(
 
 
 def claim_lines(rows: list[list[str]]) -> list[str]:
-    """The sentences, with how many of their pairs have which verdict."""
+    """How many claims there are."""
     intervals = sum(bool(row[6]) for row in rows)
     lines = ["## What the papers claim, and what came out", "", *wrapped(_CLAIMS), ""]
     chance = f"{len(rows)} claims, {intervals} with an interval: some {intervals / 20:.0f} of these may be wrong by chance."
-    lines += [*wrapped(chance), ""]
+    return [*lines, *wrapped(chance), ""]
+
+
+def sentence_rows(rows: list[list[str]]) -> list[list[str]]:
+    """The sentences, with how many of their pairs have which verdict."""
     verdicts = ("reproduced", "refuted", "not decided", "one seed")
-    cells = []
+    cells = [["paper", "sentence", *verdicts]]
     for sentence in claims.SENTENCES:
         counts = Counter(_short(row[-1]) for row in rows if row[0] == sentence.quote)
         numbers = [str(counts[verdict]) for verdict in verdicts]
-        cells.append([PAPERS[sentence.seed], f'"{sentence.quote}"', *numbers])
-    return [*lines, *table(["paper", "sentence", *verdicts], cells)]
+        cells.append([PAPERS[sentence.seed], sentence.quote, *numbers])
+    return cells
 
 
 def _short(verdict: str) -> str:

@@ -247,38 +247,28 @@ TEN_SENTENCES = (
 )
 
 
-def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+def verdict_rows(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[list[str]]:
     """How many rows of each table have which verdict; of several the first in the order of
     VERDICTS.
     """
-    text = "Rows of each table by verdict; a row with several counts under the first of them."
-    lines = [
-        "## In short",
-        "",
-        text,
-        "",
-        f"| table | {' | '.join(VERDICTS)} |",
-        "|" + "---|" * (1 + len(VERDICTS)),
-    ]
+    lines = [["table", *VERDICTS]]
     for table in TABLES:
         figures = published.get(table.name, {"rows": {}})["rows"]
-        said = [
-            status(table, row, runs, figures.get(row.name, {}))
-            for row in ROWS
-            if row.table == table.name
-        ]
         counts = dict.fromkeys(VERDICTS, 0)
-        for entry in said:
-            counts[
-                next(
-                    verdict
-                    for verdict in VERDICTS
-                    if entry.startswith(verdict) or f"; {verdict}" in entry
-                )
-            ] += 1
-        lines.append(f"| {table.title} | {' | '.join(str(count) for count in counts.values())} |")
+        for row in ROWS:
+            if row.table == table.name:
+                said = f"; {status(table, row, runs, figures.get(row.name, {}))}"
+                counts[next(verdict for verdict in VERDICTS if f"; {verdict}" in said)] += 1
+        lines.append([table.title, *map(str, counts.values())])
+    return lines
+
+
+def summary_lines() -> list[str]:
+    """What was judged, and ten sentences of what came of it."""
+    text = "Rows of each table by verdict; a row with several counts under the first of them:"
     sentences = [textwrap.fill(line, 118, subsequent_indent="   ") for line in TEN_SENTENCES]
-    return [*lines, "", textwrap.fill(BEFORE_THEM, 118), "", *sentences, ""]
+    head = ["## In short", "", text, "", *data_link("verdicts")]
+    return [*head, textwrap.fill(BEFORE_THEM, 118), "", *sentences, ""]
 
 
 def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> list[str]:
@@ -323,12 +313,14 @@ def documents() -> dict[Path, str]:
     headings = {column.key: column.heading for table in TABLES for column in table.columns}
     claimed = papers.claim_rows(headings, runs, figures)
     data = {
+        "verdicts": verdict_rows(runs, published),
+        "sentences": papers.sentence_rows(claimed),
         "claims": [papers.CLAIM_HEADS, *claimed],
         "findings": [papers.FINDING_HEADS, *papers.finding_rows()],
         "columns": [papers.COLUMN_HEADS, *papers.column_rows()],
     }
-    lines = [INTRODUCTION, "", *summary_lines(runs, published)]
-    lines += papers.claim_lines(claimed) + data_link("claims")
+    lines = [INTRODUCTION, "", *summary_lines()]
+    lines += papers.claim_lines(claimed) + data_link("sentences") + data_link("claims")
     lines += papers.finding_lines() + data_link("findings")
     lines += papers.baseline_lines(figures)
     lines += papers.column_lines() + data_link("columns")

@@ -15,9 +15,10 @@ from tests.helpers.layouts import FORMATS, KERNELS
 
 HEAD = """# Which executions a rounding bound covers
 
-A certificate with `--arithmetic` is about the network as it is executed. A library may compute an operation by several
-algorithms, depending on memory format, batch, processor and switches. So each rule of `certcli/rounding` states the
-algorithms for which its bound holds, and tests execute every rule in all of these ways.
+After this page you know by which algorithms of a library a network may be executed so that its certificate with
+`--arithmetic` still holds. A library may compute an operation by several, depending on memory format, batch, processor
+and switches. So each rule of `certcli/rounding` states the algorithms for which its bound holds, and tests execute every
+rule in all of these ways.
 `python -m tests.rounding.coverage` writes this page.
 
 | algorithm | |
@@ -37,19 +38,19 @@ products. For channels-last batches torch computes GroupNorm in one pass; the bo
 ## On a GPU
 
 Nothing is claimed: on a GPU certificates are `real`. `tests/rounding/test_on_a_gpu.py` runs every rule there as above.
-On an H200 with torch 2.11, 29 of some 1,310 rows failed. Twelve are fp16 at an offset of 3,000 (convolutions, folded norms,
-layer scale, products, SwiGLU, L2 attention). Rows of these kinds failed on a processor, too, since the test compared
-inf - inf, of logits beyond 65,504, with their infinite bound: no finite bound was exceeded there. With the test mended
-they were not run again on a GPU. Six are float64 (hardswish, and two rows of spelled functions): the two run again lost
-more than is proven. Ten are one row whose kernel does not run
-(`channel_shuffle` of a channels-last tensor: a RuntimeError of torch, seen in one precision), one is BatchNorm of rows in
-float32 at 3,000, which passed when it was run again. cuDNN may also take Winograd's transforms.
+On an H200 with torch 2.11, 29 of some 1,310 rows failed. Twelve were fp16 at an offset of 3,000, where the test compared
+inf - inf, of logits beyond 65,504, with an infinite bound; with the test mended they were not run again on a GPU. Six are
+float64 (hardswish, and two rows of spelled functions): the two run again lost more than is proven. Ten are one row whose
+kernel does not run (`channel_shuffle` of a channels-last tensor), one is BatchNorm of rows in float32 at 3,000, which
+passed when it was run again. cuDNN may also take Winograd's transforms.
 """
 TABLE = """
 ## {title}
 
-| rule | entries | algorithms | precisions run |
-|---|---|---|---|
+Run in {precisions}.
+
+| rule | entries | algorithms |
+|---|---|---|
 """
 
 
@@ -67,7 +68,7 @@ def _entries_of_followed() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield from PUT_TOGETHER.items()
 
 
-def _rows(entries: Iterator[tuple[str, Callable[..., Any]]], precisions: str) -> Iterator[str]:
+def _rows(entries: Iterator[tuple[str, Callable[..., Any]]]) -> Iterator[str]:
     grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
     for name, rule in entries:
         function = inspect.unwrap(rule)
@@ -78,7 +79,7 @@ def _rows(entries: Iterator[tuple[str, Callable[..., Any]]], precisions: str) ->
         grouped[file, title, covered(rule)].add(name)
     for (file, title, algorithms), names in sorted(grouped.items()):
         listed = ", ".join(f"`{name}`" for name in sorted(names))
-        yield f"| `{file}`: {title} | {listed} | {', '.join(algorithms)} | {precisions} |"
+        yield f"| `{file}`: {title} | {listed} | {', '.join(algorithms)} |"
 
 
 def page() -> str:
@@ -93,10 +94,11 @@ def page() -> str:
         *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
         REFUSED,
     ]
-    lines.append(TABLE.format(title="At an image's neighbours").strip("\n"))
-    lines += _rows(_entries_of_neighbours(), every)
-    lines.append(TABLE.format(title="At the image itself").rstrip("\n"))
-    lines += _rows(_entries_of_followed(), "float64, float32")
+    lines.append(TABLE.format(title="At an image's neighbours", precisions=every).strip("\n"))
+    lines += _rows(_entries_of_neighbours())
+    followed = TABLE.format(title="At the image itself", precisions="float64, float32")
+    lines.append(followed.rstrip("\n"))
+    lines += _rows(_entries_of_followed())
     return "\n".join(lines) + "\n"
 
 
