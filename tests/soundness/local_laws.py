@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 
+from certcli.certify.around import Around, AroundImages
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BRANCH, NORMS, TOKENS, ZONOTOPE, Local
 from certcli.certify.proof_options import REAL
@@ -26,11 +27,13 @@ from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.engine.tracer import Untraceable
+from certcli.evaluation.radii import Norm
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
 from tests.soundness.local_programs import CLASSES, SIZE, program
 
 STARTS = 3
+POINTS = 6
 STEPS = 8
 RADII = (1e-3, 1e-2, 0.05, 0.2, 0.8)
 NODES_AT = (1e-6, 1e-3, 3e-2, 0.3)
@@ -229,6 +232,28 @@ def all_fibres(x: Form, *_: Any) -> Tensor:
     return torch.arange(x.centre.numel() // x.shape[-1])
 
 
+def check_slopes(found: Found, model: nn.Module, pixels: Tensor, seed: int) -> None:
+    """No gradient of a margin in a ball is longer than what bounds margins near the image."""
+    images = AroundImages(model, SIZE)
+    norm: Norm = ("l2", "linf")[seed % 2]
+    for radius in NODES_AT[1:]:
+        near = images.near(pixels, Around(radius, norm, slopes=False))
+        found.tried["slopes near images"] += int(near.upper.isfinite().sum()) - 1
+        moves = torch.randn(POINTS, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
+        moves = unit(moves) if norm == "l2" else moves.sign()
+        for point in (pixels + radius * moves).clamp(0, 1).split(1):
+            lengths = slopes_at(model, point, near.prediction, norm)
+            if bool((lengths > near.upper * (1 + 1e-12)).any()):  # autograd's own roundings
+                found.broken.append(f"slopes {lengths.tolist()} above {near.upper.tolist()}")
+                return
+
+
+def slopes_at(model: nn.Module, point: Tensor, label: int, norm: Norm) -> Tensor:
+    """Return the length of each margin's gradient at a point (1, c, h, w)."""
+    rows = torch.autograd.functional.jacobian(lambda x: model(x)[0], point, vectorize=False)
+    return (rows[label] - rows).flatten(1).norm(p=2 if norm == "l2" else 1, dim=1)
+
+
 def check(seed: int, found: Found) -> None:
     """All laws for the program of this seed, for every third one with all ellipsoids."""
     if seed % 3 == 2:
@@ -257,6 +282,10 @@ def _check(seed: int, found: Found) -> None:
             check_certificate(laws, model, certifier, pixels, seed)
         except (NoRule, Untraceable, NoBoundError) as reason:
             found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1
+    try:
+        check_slopes(laws, model, pixels, seed)
+    except NoBoundError as reason:
+        found.refused[f"slopes: {str(reason).removeprefix('no local bound: ')}"[:90]] += 1
     found.tried.update(laws.tried)
     found.tried["programs"] += 1
     for rule, share in laws.tightest.items():

@@ -28,6 +28,8 @@ LARGEST = 96
 TOKENS = 8
 LATER = 1_000_000
 """Programs of these seeds hold the parts of `act_later`, too; those of smaller ones stay what they were."""
+LATEST = 40_000_000
+"""From these seeds on those of `act_latest`, too."""
 Step = Callable[[Tensor], Tensor]
 
 
@@ -212,6 +214,84 @@ def act_later(w: Writer) -> None:
     w.add(*w.random.choice(table))
 
 
+def act_latest(w: Writer) -> None:
+    """Curves, products with sums spread, maxima, pools and convolutions along tokens."""
+    shape = tuple(w.x.shape)
+    width = shape[-1]
+    if len(shape) != 3 or width < 2:
+        raise ValueError("not tokens")
+    square, one = w.part(nn.Linear(width, width)), w.part(nn.Linear(width, 1))
+    along = w.part(
+        nn.Conv1d(
+            shape[1], 3, w.random.choice((1, 2, 3)), padding=1, dilation=w.random.choice((1, 2))
+        )
+    )
+    solid = w.part(nn.Conv3d(1, 2, 2, padding=1))
+    back = w.part(nn.ConvTranspose2d(shape[1], 2, 2, stride=2))
+    low, size = w.random.uniform(-1, 0), w.random.choice((1, 2))
+    gain, slope = w.random.uniform(0.3, 3), w.random.choice((0.01, 0.2, -0.3, 1.5))
+    many = w.random.choice((2, 3))
+    scale = w.random.choice((2, 1.5))
+    edge = w.random.choice(("reflect", "replicate", "circular"))
+    plane = lambda x: x[:, None]  # noqa: E731
+    table: list[tuple[str, Step]] = [
+        ("square", lambda x: square(x) ** 2),
+        ("product of itself", lambda x: x * x - square(x).square()),
+        ("gain of a token", lambda x: x * one(x)),
+        ("sum spread", lambda x: square(x) + one(x)),
+        ("mean taken away", lambda x: (x - x.mean(1, keepdim=True)) * one(x).sigmoid()),
+        ("clamped", lambda x: square(x).clamp(low, low + gain)),
+        ("from below", lambda x: square(x).clamp(min=low)),
+        ("larger of two", lambda x: torch.maximum(x, square(x))),
+        ("smaller of two", lambda x: torch.minimum(square(x), x)),
+        ("leaky", lambda x: F.leaky_relu(square(x), slope)),
+        ("clipped", lambda x: F.relu6(4 * square(x)) + F.hardtanh(x, low, low + 0.5)),
+        ("hard gates", lambda x: F.hardswish(3 * square(x)) + F.hardsigmoid(3 * x)),
+        ("shrunk", lambda x: F.softshrink(square(x), 0.3) + F.hardshrink(0 * x, 0.1)),
+        ("elu", lambda x: F.elu(gain * square(x)) + F.selu(x) + F.celu(x, 0.7)),
+        ("softplus", lambda x: F.softplus(gain * square(x), 2.0)),
+        ("mish", lambda x: F.mish(square(x)) + F.softsign(x)),
+        ("waves", lambda x: torch.sin(gain * square(x)) + torch.cos(x)),
+        ("arc", lambda x: torch.atan(gain * square(x)) + torch.erf(x)),
+        ("size", lambda x: square(x).abs()),
+        ("exponential", lambda x: torch.exp(0.3 * square(x))),
+        ("root", lambda x: (square(x).square() + 0.2).sqrt()),
+        ("one over", lambda x: x / (one(x).square() + 0.5)),
+        ("logarithm", lambda x: torch.log(square(x).square() + 0.2)),
+        ("quick gelu", lambda x: square(x) * torch.sigmoid(1.702 * square(x))),
+        ("largest of a window", lambda x: F.max_pool2d(plane(x), size, 1)[:, 0]),
+        ("largest in steps", lambda x: F.max_pool1d(x, 2, 1, padding=size - 1)),
+        (
+            "average of a window",
+            lambda x: F.avg_pool2d(plane(x), 2, 1, 1, count_include_pad=size == 1)[:, 0],
+        ),
+        ("average along", lambda x: F.avg_pool1d(x, 2, size)),
+        ("convolution along", along),
+        ("convolution of a solid", lambda x: solid(x[:, None, None]).flatten(1, 3)),
+        ("convolution back", lambda x: back(plane(x).transpose(1, 2))[:, 0]),
+        ("repeated", lambda x: x.repeat(1, many, 1)),
+        ("interleaved", lambda x: x.repeat_interleave(many, 1)),
+        ("nearest", lambda x: F.interpolate(plane(x), scale_factor=2, mode="nearest")[:, 0]),
+        (
+            "bilinear",
+            lambda x: F.interpolate(
+                plane(x), scale_factor=scale, mode="bilinear", align_corners=size == 1
+            )[:, 0],
+        ),
+        ("bicubic", lambda x: F.interpolate(plane(x), size=(4, 4), mode="bicubic")[:, 0]),
+        ("edges repeated", lambda x: F.pad(plane(x), (1, 1, 1, 0), mode=edge)[:, 0]),
+        ("numbers around", lambda x: F.pad(x, (1, 0, 0, 1), value=low)),
+        ("einsum", lambda x: torch.einsum("bnd,bmd->bnm", x, square(x))),
+        (
+            "scores kept",
+            lambda x: torch.einsum("bnm,bmd->bnd", x.softmax(1).transpose(1, 2), x.transpose(1, 2)),
+        ),
+        ("log of shares", lambda x: square(x).log_softmax(-1)),
+        ("flipped", lambda x: x.flip(1, 2)),
+    ]
+    w.add(*w.random.choice(table))
+
+
 def written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
@@ -329,6 +409,7 @@ def program(seed: int) -> Program:
     """The program of this seed; steps that torch does not take are drawn again."""
     w = Writer(seed)
     inner = (act, act_later, act_later, move) if seed >= LATER else (act, act, move)
+    inner = (act, act_latest, act_latest, act_latest, move) if seed >= LATEST else inner
     kinds = [
         start,
         *[w.random.choice(inner) for _ in range(w.random.randint(1, 6))],

@@ -75,11 +75,11 @@ def _claim(row: NearImageFields, around: Around, network: AroundImages, images: 
     )
 
 
-def _alike(stated: list[float], margins: list[float]) -> bool:
+def _alike(claims: list[float], margins: list[float]) -> bool:
     """Tell whether margins are the same up to another machine's rounding in float64."""
     size = max(map(abs, margins), default=0.0)
-    pairs = zip(stated, margins, strict=False)
-    return len(stated) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
+    pairs = zip(claims, margins, strict=False)
+    return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
 
 
 def _problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:

@@ -78,13 +78,20 @@ class Tape(Enclosure):
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
             place: Any = node.args[1]
-            return [(first, {place % len(self.values[first]): gradient})]
+            places = range(len(self.values[first]))[place]
+            if isinstance(places, range):
+                return [(first, {places[i]: part for i, part in gradient.items()})]
+            return [(first, {places: gradient})]
         # a tensor that is passed on has one value under two names: each of its readings counts once
-        arguments: dict[int, list[fx.Node]] = defaultdict(list)
+        arguments: dict[int, list[tuple[fx.Node, int | None]]] = defaultdict(list)
 
         def value_of(argument: fx.Node) -> Any:
             value = self.read(node, argument, self.values[argument])
-            arguments[id(value)].append(argument)
+            if isinstance(value, (list, tuple)):
+                for place, each in enumerate(value):
+                    arguments[id(each)].append((argument, place))
+            else:
+                arguments[id(value)].append((argument, None))
             return value
 
         rule, kind, args, kwargs = called(self.ending.trace, node, pulls, value_of)
@@ -99,8 +106,13 @@ class Tape(Enclosure):
             raise NoRule(
                 f"{where} ({kind}): called with arguments its derivative does not know ({failure})"
             ) from failure
-        of_nodes = [(arguments[id(form)].pop(), part) for form, part in parts]
-        return [(argument, self._unread(node, argument, part)) for argument, part in of_nodes]
+        return [self._at(node, *arguments[id(form)].pop(), part) for form, part in parts]
+
+    def _at(self, node: fx.Node, argument: fx.Node, place: int | None, part: Form) -> Any:
+        """Return an argument with its part of the gradient; of one of its tensors by their place."""
+        if place is not None:
+            return argument, {place: part}
+        return argument, self._unread(node, argument, part)
 
     def _unread(self, node: fx.Node, argument: fx.Node, gradient: Form) -> Form:
         """Return the gradient at an argument of which the node read one token."""
