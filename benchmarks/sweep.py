@@ -30,7 +30,7 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 
 PER_FAMILY = 2
-CELLS = Path(__file__).parents[1] / "docs" / "sweeps" / "architectures.csv"
+CELLS = Path(__file__).parents[1] / "docs" / "cells" / "architectures.csv"
 MEASURE_BELOW = 1_000_000  # parameters: the slope of tiny networks is searched for
 CORE = (
     "vision_transformer",
@@ -203,7 +203,7 @@ def table(path: Path) -> Iterator[str]:
     names = ", ".join(f"{r['name']} ({r['state']})" for r in skipped) or "none"
     yield f"- {len(skipped)} sampled but not audited: {names}."
     yield ""
-    yield f"[sweeps/{CELLS.name}](sweeps/{CELLS.name})"
+    yield f"[cells/{CELLS.name}](cells/{CELLS.name})"
     with CELLS.open("w", newline="") as file:
         csv.writer(file, lineterminator="\n").writerows(cells(families))
 

@@ -1,6 +1,8 @@
-"""Write docs/rounding.md: python -m tests.rounding.coverage > docs/rounding.md."""
+"""Write docs/rounding.md and the tables beside it: python -m tests.rounding.coverage."""
 
+import csv
 import inspect
+import io
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from certcli.rounding.operation_errors import rules
 from certcli.rounding.running_error import PUT_TOGETHER, RULES
 from tests.helpers.layouts import FORMATS, KERNELS
 
+PAGE = Path(__file__).parents[2] / "docs" / "rounding.md"
 HEAD = """# Which executions a rounding bound covers
 
 After this page you know by which algorithms of a library a network may be executed so that its certificate with
@@ -49,8 +52,7 @@ TABLE = """
 
 Run in {precisions}.
 
-| rule | entries | algorithms |
-|---|---|---|
+[cells/{name}.csv](cells/{name}.csv)
 """
 
 
@@ -68,7 +70,8 @@ def _entries_of_followed() -> Iterator[tuple[str, Callable[..., Any]]]:
     yield from PUT_TOGETHER.items()
 
 
-def _rows(entries: Iterator[tuple[str, Callable[..., Any]]]) -> Iterator[str]:
+def _rows(entries: Iterator[tuple[str, Callable[..., Any]]]) -> str:
+    """Return the rules, the entries that take each, and the algorithms that it covers, as CSV."""
     grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
     for name, rule in entries:
         function = inspect.unwrap(rule)
@@ -77,30 +80,41 @@ def _rows(entries: Iterator[tuple[str, Callable[..., Any]]]) -> Iterator[str]:
         if title in ("<lambda>", "rounding", "passed"):
             title = "curve" if "curve" in file else name
         grouped[file, title, covered(rule)].add(name)
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["rule", "entries", "algorithms"])
     for (file, title, algorithms), names in sorted(grouped.items()):
         listed = ", ".join(f"`{name}`" for name in sorted(names))
-        yield f"| `{file}`: {title} | {listed} | {', '.join(algorithms)} |"
+        table.writerow([f"`{file}`: {title}", listed, ", ".join(algorithms)])
+    return text.getvalue()
 
 
-def page() -> str:
-    """Return the page, from the registries."""
+def documents() -> dict[Path, str]:
+    """Return the page and its tables, from the registries, by the files that hold them."""
     every = ", ".join(PRECISIONS)
     runs = RUNS.format(
         precisions=every, formats="as they are, " + ", ".join(FORMATS), kernels=", ".join(KERNELS)
     )
-    lines = [HEAD + "\n".join(f"| {name} | {says} |" for name, says in ALGORITHMS.items())]
-    lines += [
+    lines = [
+        HEAD + "\n".join(f"| {name} | {says} |" for name, says in ALGORITHMS.items()),
         "",
         *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
         REFUSED,
+        TABLE.format(
+            title="At an image's neighbours", precisions=every, name="rounding-neighbours"
+        ).strip("\n"),
+        TABLE.format(
+            title="At the image itself", precisions="float64, float32", name="rounding-images"
+        ).rstrip("\n"),
     ]
-    lines.append(TABLE.format(title="At an image's neighbours", precisions=every).strip("\n"))
-    lines += _rows(_entries_of_neighbours())
-    followed = TABLE.format(title="At the image itself", precisions="float64, float32")
-    lines.append(followed.rstrip("\n"))
-    lines += _rows(_entries_of_followed())
-    return "\n".join(lines) + "\n"
+    cells = PAGE.parent / "cells"
+    return {
+        PAGE: "\n".join(lines) + "\n",
+        cells / "rounding-neighbours.csv": _rows(_entries_of_neighbours()),
+        cells / "rounding-images.csv": _rows(_entries_of_followed()),
+    }
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    for path, text in documents().items():
+        path.write_text(text)
