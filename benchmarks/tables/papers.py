@@ -18,9 +18,7 @@ _CLAIMS = (
     "that it speaks of. Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it "
     "speaks of these small networks and these images, not of the papers' networks. In points, or in the column's "
     'unit (bounds: powers of ten). "Reproduced" and "refuted": the interval lies on one side of 0. Seeds beyond three '
-    "were added where three had not decided; that makes 95 % a little less. The data have for each pair its interval, "
-    "the paper's differences, of its networks in the order of its table, and how many of them lie within the interval: "
-    "where none does, there is no effect of that size here."
+    "were added where three had not decided; that makes 95 % a little less."
 )
 _FINDINGS = (
     "Sentences that no pair of our rows can judge, among them each numbered contribution. *False*: a counterexample; "

@@ -25,6 +25,7 @@ CLOSE = 0.02
 
 INTRODUCTION = """# The papers' tables
 
+After this page you know which figures and sentences of three papers came out here, which did not, and how to run a row.
 `python -m benchmarks.tables` writes this page from `benchmarks/tables/results.json`. To run one row:
 
     python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
@@ -38,7 +39,8 @@ Figures of several seeds: mean ± standard deviation (number of seeds). "Sound b
 "The paper's formula": the paper's computation, evaluated on our network; it is no certificate ([why](soundness.md)).
 Accuracies are shares of the test images named in the commands; a share of 100 images is known to within 10 points, of
 1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start, and without another row's
-network from which this one starts. Figures marked * are from [results.md](results.md).
+network from which this one starts. Figures marked * are from [results.md](results.md). The papers' figures are those of
+the tables in the headings ([papers](soundness.md#sources)).
 
 **Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided if the paper does
 not say what it counts); for differences between rows, see the claims below. *Contradicts itself*: another place of the
@@ -176,8 +178,6 @@ def table_rows(
 
 def table_lines(table: Table, runs: Mapping[str, Any], reported: Mapping[str, Any]) -> list[str]:
     lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
-    if reported["source"]:
-        lines += textwrap.wrap(f"The paper's figures: {reported['source']}.", 118) + [""]
     return [*lines, *data_link(table.name), *agreement_lines(table, runs, reported["rows"])]
 
 

@@ -251,13 +251,13 @@ NAMED_ON = {
     "finetune.md": LOSSES,
     "attack.md": ATTACKS,
     "constrain.md": PENALTIES,
-    "glossary.md": REPLACEMENTS,
+    "adapt.md": REPLACEMENTS,
 }
-"""The page that says what each name of a registry is."""
+"""The page on which each name of a registry stands."""
 
 
 @pytest.mark.parametrize("page", NAMED_ON)
-def test_a_page_says_what_each_name_of_its_registry_is(page: str) -> None:
+def test_a_page_has_each_name_of_its_registry(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     code = " ".join(re.findall(r"`([^`]+)`", text))
     names = NAMED_ON[page].names()
