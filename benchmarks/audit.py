@@ -20,7 +20,10 @@ BUSY = "while True: pass"
 @contextlib.contextmanager
 def beside(count: int) -> Iterator[None]:
     """Run this many busy processes beside the block."""
-    running = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(count)]
+    # sessions of their own: Linux shares a processor between sessions, then between their processes
+    running = [
+        subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)
+    ]
     try:
         yield
     finally:

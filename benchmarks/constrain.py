@@ -40,7 +40,7 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 import timm  # isort: skip
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.parallel import LayerResult, constrain_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
 from certcli.constrain.prox import l1
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
@@ -55,6 +55,10 @@ def collect(
     """Return the statistics of all passes."""
     passes = collect_in_passes(model, batches, paths, **options)
     return {path: layer.widened() for part in passes for path, layer in part.items()}
+
+
+def constrain_one(layer: LayerStatistics, settings: ConstrainSettings) -> LayerResult:
+    return constrain_layer(layer, settings)[0]
 
 
 def constrainable(model: torch.nn.Module) -> list[str]:
@@ -208,7 +212,7 @@ def steps(
     basis = eigenbasis(gram)
     exact = seconds(lambda: project_one(start.double(), centre, basis, budget), 15)
     start_of_step = clock()
-    result = constrain_layer(layer, ConstrainSettings(eta=eta, ridge=None))
+    result = constrain_one(layer, ConstrainSettings(eta=eta, ridge=None))
     whole = clock() - start_of_step
     total = taken * (passes + step)
 
@@ -264,7 +268,7 @@ def norms(layers: dict[str, LayerStatistics], etas: tuple[float, ...], names: li
         for name in names:
             start = time.perf_counter()
             results = [
-                constrain_layer(layer, ConstrainSettings(name, eta=eta, ridge=None))
+                constrain_one(layer, ConstrainSettings(name, eta=eta, ridge=None))
                 for layer in layers.values()
             ]
             spent = time.perf_counter() - start
@@ -291,7 +295,7 @@ def network(model: torch.nn.Module, images: Tensor, batch: int) -> None:
     collecting = time.perf_counter() - start
     start = time.perf_counter()
     worked = clock()
-    results = [constrain_layer(layer, ConstrainSettings(ridge=None)) for layer in layers.values()]
+    results = [constrain_one(layer, ConstrainSettings(ridge=None)) for layer in layers.values()]
     solving = time.perf_counter() - start
     worked = clock() - worked
     gaps = [result.gap for result in results if result.gap is not None]
@@ -318,7 +322,7 @@ def precision(
             (part.T @ part).double()
             for part in (capture(model, path, images) for images in images.split(batch))
         )
-        result = constrain_layer(
+        result = constrain_one(
             replace(layer, gram=gram, held_out=None), ConstrainSettings(eta=0.01, ridge=None)
         )
         change = result.weight.double().flatten(1) - layer.weight
@@ -349,7 +353,7 @@ def main() -> None:
     parser.add_argument(
         "--prox",
         nargs="+",
-        default=["l1", "clip", "nuclear", "spectral", "ball"],
+        default=["l1", "spectral"],
         choices=PENALTIES.names(),
     )
     parser.add_argument("--threads", type=int, default=1)

@@ -55,7 +55,7 @@ def constrain(model: torch.nn.Module, classes: int) -> None:
             shape=tuple(weight.shape),
             dtype=weight.dtype,
         )
-        constrain_layer(layer, ConstrainSettings(eta=ETA), keep_basis=False)
+        constrain_layer(layer, ConstrainSettings(eta=ETA))
 
 
 WORK = {"proof": 1, "constrain": 1, "forward": 4, "gradient": 4}

@@ -77,8 +77,8 @@ class Shards:
         parts = whole.split([tensor.numel() for tensor in like])
         return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
 
-    def relative_error(self, pairs: Pairs) -> float:
-        """Return |output - target|_F / |target|_F over the pairs of all shards."""
+    def squares(self, pairs: Pairs) -> tuple[float, float]:
+        """Return |output - target|_F^2 and |target|_F^2 over the pairs of all shards."""
 
         def per_shard(shard: int) -> list[Tensor]:
             sums = torch.zeros(2, dtype=torch.float64)
@@ -88,4 +88,9 @@ class Shards:
             return [sums]
 
         difference, size = self.total(per_shard, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
+        return difference, size
+
+    def relative_error(self, pairs: Pairs) -> float:
+        """Return |output - target|_F / |target|_F over the pairs of all shards."""
+        difference, size = self.squares(pairs)
         return float((difference / max(size, 1e-30)) ** 0.5)

@@ -86,22 +86,25 @@ class Descent:
         parameters = list(self.module.parameters())
         sizes = [float(each.detach().square().mean().sqrt()) for each in parameters]
         groups = [
-            {"params": [each], "size": max(size, 1e-2 * self.unit)}
+            {"params": [each], "lr": rate * max(size, 1e-2 * self.unit)}
             for each, size in zip(parameters, sizes, strict=True)
         ]
         optimiser = torch.optim.AdamW(groups, weight_decay=0.0)
         generator = torch.Generator().manual_seed(self.seed + epoch)
         batches = list(self.shards.batches(self.batch_size, generator))
+
+        def pace(step: int) -> float:
+            share = (epoch + step / len(batches)) / self.epochs
+            warm = min(1.0, (step + 1) / max(1, len(batches) // 2))
+            return warm * 0.5 * (1 + math.cos(math.pi * share))
+
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimiser, pace)
         with fast_products(self.module):
-            for step, batch in enumerate(batches):
-                share = (epoch + step / len(batches)) / self.epochs
-                warm = min(1.0, (step + 1) / max(1, len(batches) // 2))
-                for group in optimiser.param_groups:
-                    cosine = 0.5 * (1 + math.cos(math.pi * share))
-                    group["lr"] = rate * group["size"] * warm * cosine
+            for batch in batches:
                 seed = int(torch.randint(2**31, (1,), generator=generator))
                 self._set_gradients(parameters, batch, seed)
                 optimiser.step()
+                schedule.step()
         self.module.zero_grad()
         self.module.requires_grad_(False)
 

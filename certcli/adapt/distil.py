@@ -36,12 +36,8 @@ def distil(
         for part in compared.split(settings.batch_size) if len(compared) else ():
             yield student(as_pixels(part)), teacher(as_pixels(part))
 
-    def squares(shard: int) -> list[Tensor]:
-        norms = [float(old.double().square().sum()) for _, old in logits(shard)]
-        return [torch.tensor([sum(norms)], dtype=torch.float64)]
-
     with torch.no_grad():
-        total = float(shards.total(squares, [torch.zeros(1, dtype=torch.float64)])[0])
+        _, total = shards.squares(logits)
     size = max(total / min(COMPARED, shards.count), 1e-12)
 
     def loss(shard: int, rows: Tensor, seed: int | None) -> Tensor:

@@ -5,14 +5,15 @@ all calibration images, old and new, stay in memory; the streams inside a block 
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.adaptation import AdaptedPart
 from certcli.adapt.calibration_shards import Pairs, Shards, Stream
 from certcli.adapt.descend import COMPARED, Descent, mixed_precision
 from certcli.adapt.families import (
@@ -26,7 +27,7 @@ from certcli.adapt.families import (
 )
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import LeastSquares, between_inputs, compose_inputs, deviations
+from certcli.adapt.start import compose_inputs, deviations, fit_layer
 from certcli.adapt.weight_transfer import Scales, heads, input_maps, output_map, start_norm
 from certcli.nn.heads import FlatHead
 from certcli.nn.norms import CenterNorm, FloorNorm
@@ -41,16 +42,6 @@ _ROWS = 64
 _FEWEST = 128
 
 Map = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class AdaptedPart:
-    """An adapted part: its path, its description before and after, its relative output error."""
-
-    path: str
-    before: str
-    after: str
-    error: float
 
 
 class Fitter:
@@ -144,7 +135,8 @@ class Fitter:
         norms = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
         norm_pairs = self._input_pairs(*norms, runs, x, y)
         self._start_norm(*norms, norm_pairs)
-        self._compose(input_maps(new, half), _outputs(*norms, norm_pairs), RIDGE)
+        if readers := input_maps(new, half):
+            compose_inputs(readers, self.shards, _outputs(*norms, norm_pairs), RIDGE)
         output = output_map(new, half)
 
         def output_pairs(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -162,7 +154,7 @@ class Fitter:
 
         part = "attn" if half == 1 else "mlp.act"
         fixed = type(new.get_submodule(part)) is type(old.get_submodule(part))
-        self._solve(output, output_pairs, RIDGE, fixed)
+        fit_layer(output, self.shards, output_pairs, RIDGE, fixed)
         for rows in y.values():
             for (after,) in self._chunks(rows):
                 after.copy_(runs[1](after))
@@ -173,7 +165,7 @@ class Fitter:
         runs = old.run, new.run
         self._start_norm(*norms, self._input_pairs(*norms, runs, x, y))
         reduction = new.module.reduction
-        self._solve(reduction, self._output_pairs(reduction, runs, x, y), RIDGE, True)
+        fit_layer(reduction, self.shards, self._output_pairs(reduction, runs, x, y), RIDGE, True)
 
     def _fit_end(self) -> list[AdaptedPart]:
         """Fit the final norms, then the head; both streams end as logits."""
@@ -189,18 +181,17 @@ class Fitter:
                 error = self.shards.relative_error(_outputs(*norms, pairs))
                 parts.append(AdaptedPart(path, "LayerNorm", _name(norms[1]), error))
         head, after = net.head, _name(net.head)
-        trained = isinstance(head, FlatHead) and len(head.hidden) > 0
         if isinstance(head, FlatHead):
             after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
-            if trained:
-                self._start_flat_head(head, runs)
+            self._start_flat_head(head, runs)
         else:
             for old, new in zip(heads(self.teacher.net), heads(net), strict=True):
                 # only as many rows as images: the fewer rows a feature has, the larger the ridge
                 ridge = _HEAD_RIDGE * new.in_features / self.shards.count
-                self._compose([new], self._input_pairs(old, new, runs, self.old, self.new), ridge)
+                pairs = self._input_pairs(old, new, runs, self.old, self.new)
+                compose_inputs([new], self.shards, pairs, ridge)
         self._move(runs[0], None)
-        if trained:
+        if isinstance(head, FlatHead):
             self._descend(head, runs[1], 1.0, 9_999)
         self._move(None, runs[1])
         return [*parts, AdaptedPart("head", _name(self.teacher.net.head), after, self._error(1.0))]
@@ -212,7 +203,8 @@ class Fitter:
             drawn = torch.empty_like(layer.weight, device="cpu")  # where the generator is
             layer.weight.data.copy_(nn.init.orthogonal_(drawn, generator=generator))
             nn.init.zeros_(layer.bias)
-        self._solve(head.out, self._output_pairs(head.out, runs, self.old, self.new), 1e-3, False)
+        pairs = self._output_pairs(head.out, runs, self.old, self.new)
+        fit_layer(head.out, self.shards, pairs, 1e-3)
 
     def _input_pairs(
         self,
@@ -269,27 +261,6 @@ class Fitter:
         count, squares, floors = self.shards.total(per_shard, [like])[0].tolist()
         start_norm(old, new, max((floors if is_floor else (count * squares) ** 0.5) / count, 1e-6))
 
-    def _compose(self, readers: list[nn.Linear], pairs: Pairs, ridge: float) -> None:
-        if readers:
-            solver = self._accumulate(between_inputs(readers), pairs)
-            compose_inputs(readers, solver, ridge)
-
-    def _solve(self, layer: nn.Linear, pairs: Pairs, ridge: float, keep: bool) -> None:
-        self._accumulate(LeastSquares.onto(layer), pairs).solve_into(layer, ridge, keep)
-
-    def _accumulate(self, solver: LeastSquares, pairs: Pairs) -> LeastSquares:
-        """Return the solver with the sums over the pairs of all shards."""
-
-        def per_shard(shard: int) -> list[Tensor]:
-            part = solver.fresh()
-            for x, y in pairs(shard):
-                part.add(x, y)
-            return part.sums
-
-        for mine, total in zip(solver.sums, self.shards.total(per_shard, solver.sums), strict=True):
-            mine.copy_(total)
-        return solver
-
     def _descend(self, module: nn.Module, run: Map, scale: float, number: int) -> None:
         """Fit `run` of the new stream to the old stream / scale by AdamW.
 
@@ -308,17 +279,11 @@ class Fitter:
             return ((output.float() - goal) * weight).square().mean()
 
         seed = self.settings.seed * 10_007 + 100 * number
+        settings = self.settings
         descent = Descent(
-            module,
-            self.shards,
-            loss,
-            self.settings.epochs,
-            self.settings.batch_size,
-            seed,
-            1 / scale,
+            module, self.shards, loss, settings.epochs, settings.batch_size, seed, 1 / scale
         )
-        for _ in descent.run(self.settings.lr):
-            pass
+        deque(descent.run(settings.lr), maxlen=0)
 
     def _feature_deviations(self) -> Tensor:
         """Return the deviation (d,) float64 of each feature of the old stream, on COMPARED images."""

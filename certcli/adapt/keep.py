@@ -1,31 +1,65 @@
 """`--goal keep`: put floors under every LayerNorm, then raise them as far as enough predictions stay.
 
-Each LayerNorm of the network becomes a norm with a floor. All other tensors keep their values.
+A floor lies below the deviations at its norm, with ROOM for others: the function stays. The
+deviations come from the old network on the calibration images and on blank ones (black, grey,
+white). On a ViT-Tiny, blank images have the least deviations at the first norms, and synthetic
+photographs at the last norms. All other tensors keep their values.
+
+With a dataset each floor is then raised alone to quantiles of the deviations that reach its norm;
+the squared logit errors of single changes nearly add up.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
+import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli.adapt.floors import least_floors
-from certcli.adapt.run import Adaptation
+from certcli.adapt.adaptation import Adaptation, AdaptedPart, RaisedFloor, Trade
+from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.trials import QUANTILES, Trials
+from certcli.adapt.start import deviations
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.evaluation.fidelity import ReferenceLogits
+from certcli.evaluation.evidence_schema import Rung
+from certcli.evaluation.fidelity import Fidelity, ReferenceLogits, keeps_enough
+from certcli.images.labelled import at_once
+from certcli.lipschitz.network import trial_upper
 from certcli.models import build
 from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm
 from certcli.system.processes import ALONE, Team
+from certcli.system.products import fast_products
+
+BLANK = (0.0, 0.5, 1.0)
+
+ROOM = 0.7
+"""A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
+
+QUANTILES = (0.1, 0.3)
+"""Floors are tried at these quantiles of the deviations."""
+
+COMPARED_IMAGES = 12
+FITTING_IMAGES = 48
+"""Numbers of images whose logits are compared (the last), and that give the quantiles (the first)."""
+
+ROUNDS = 4
+"""Most rungs measured in search of the best one."""
+
+FIRST_ERROR = 0.05
+"""Relative logit error expected at the first rung."""
 
 
 class Keeper(Adaptation):
     """Change the network as far as it keeps its predictions.
 
     Unless `choose_by` is called, only norms change, and on the calibration images they act as
-    before.
+    before. Several processes share the images and the candidates, and all get every result.
     """
 
     def __init__(
@@ -38,8 +72,13 @@ class Keeper(Adaptation):
     ) -> None:
         super().__init__(checkpoint, settings, images, device, team)
         self.student = with_unit_floors(self.record, self.teacher)
+        self.norms = {
+            path: part
+            for path, part in self.student.net.named_modules()
+            if isinstance(part, FloorNorm)
+        }
         self.reference: ReferenceLogits | None = None
-        self._trials: Trials | None = None
+        self.raises_floors = False
 
     def choose_by(self, reference: ReferenceLogits | None) -> None:
         """Let `run` change more, as long as the share `settings.keep` of first choices stays.
@@ -48,30 +87,30 @@ class Keeper(Adaptation):
             reference: the original logits of other images; None except in the leading process.
         """
         self.reference = reference
-        self._trials = Trials(self.student, self.images, self.settings.batch_size, self.team)
+        self.raises_floors = True
 
     @property
     def keep(self) -> float:
         """Return the share of first choices that must stay."""
-        return 1.0 if self._trials is None or self.settings.keep is None else self.settings.keep
+        return self.settings.keep if self.raises_floors and self.settings.keep is not None else 1.0
 
     @property
     def steps(self) -> int:
         """Return an upper limit of the number of steps that `run` yields."""
-        return 1 if self._trials is None else 2 + len(QUANTILES) * len(self._trials.norms)
+        return 2 + len(QUANTILES) * len(self.norms) if self.raises_floors else 1
 
     def run(self) -> Iterator[str]:
         """Change the student, and yield a remark after each step."""
-        size = self.settings.batch_size
-        floors = least_floors(self.teacher, self.student, self.images, size, self.team)
-        self.records = list(floors)
+        self.records = list(self._place_least_floors())
         yield "floors"
-        if self._trials is None:
+        if not self.raises_floors:
             return
-        for candidate in self._trials.run():
+        candidates = []
+        for candidate in self.try_floors():
+            candidates.append(candidate)
             error = f"logit error {100 * candidate.error:.2g} %"
             yield f"{candidate.path}, {candidate.change}: {error}"
-        self.trade = self._trials.choose(self.reference, self.keep)
+        self.trade = self._choose(self.team.agree(lambda: [asdict(each) for each in candidates]))
         raised = self.trade.placed
         self.records = [
             replace(
@@ -85,6 +124,163 @@ class Keeper(Adaptation):
 
     def result(self) -> Checkpoint:
         return self.derive(self.record.surgery, keep=self.keep)
+
+    @torch.no_grad()
+    def _place_least_floors(self) -> Iterator[AdaptedPart]:
+        """Set every floor to ROOM times the least deviation that reaches it; yield a record each.
+
+        A floor is at least 1e-6. The error of a record is eps / (2 floor^2): above a floor the two
+        norms differ by LayerNorm's eps alone.
+        """
+        old: dict[str, Any] = {path: self.teacher.net.get_submodule(path) for path in self.norms}
+        smallest = dict.fromkeys(old, math.inf)
+
+        def note(path: str, values: Tensor) -> None:
+            smallest[path] = min(smallest[path], float(values.min()))
+
+        images = self.images
+        blank = torch.stack([torch.full(images.shape[1:], value) for value in BLANK])
+        count = at_once(self.settings.batch_size, images.shape[1:], images.device)
+        with fast_products(self.teacher), noting_deviations(old, note):
+            self.teacher(blank.to(images.device))
+            for part in images.split(count)[self.team.rank :: self.team.size]:
+                self.teacher(as_pixels(part))
+        everyone = self.team.everyone(smallest)
+        for path, norm in self.norms.items():
+            least = min(each[path] for each in everyone)
+            # a norm that is never called
+            floor = max(ROOM * least, 1e-6) if math.isfinite(least) else 1.0
+            norm.floor.fill_(floor)
+            about = f"FloorNorm, floor {floor:.3g}"
+            error = old[path].eps / (2 * floor * floor)
+            yield AdaptedPart(path, type(old[path]).__name__, about, error)
+
+    @torch.no_grad()
+    def try_floors(self) -> Iterator[RaisedFloor]:
+        """Try each candidate alone; the leader yields them with their errors."""
+        self.first_floors = {path: float(norm.floor) for path, norm in self.norms.items()}
+        candidates = self.team.agree(lambda: [asdict(each) for each in self._higher_floors()])
+        compared = as_pixels(self.images[-COMPARED_IMAGES:])
+        reference = self.student(compared)
+
+        def logit_error(fields: dict[str, Any]) -> float:
+            self._place([RaisedFloor(**fields)])
+            with fast_products(self.student):
+                difference = self.student(compared) - reference
+            self._place([])
+            return float(difference.norm() / reference.norm().clamp_min(1e-30))
+
+        tried = self.team.deal(candidates, logit_error)
+        for (_, error), fields in zip(tried, candidates, strict=False):
+            yield RaisedFloor(**{**fields, "error": error})
+
+    def _higher_floors(self) -> Iterator[RaisedFloor]:
+        """Yield floors at quantiles of the deviations that lie above the present floor."""
+        rows: dict[str, list[Tensor]] = {path: [] for path in self.norms}
+        with noting_deviations(self.norms, lambda path, values: rows[path].append(values)):
+            for pixels in self.images[:FITTING_IMAGES].split(self.settings.batch_size):
+                self.student(as_pixels(pixels))
+        for path, parts in rows.items():
+            order = torch.cat(parts).sort().values if parts else torch.zeros(1)
+            for share in QUANTILES:
+                floor = float(order[int(share * (len(order) - 1))])
+                if floor > self.first_floors[path]:
+                    digits = math.log10(floor / self.first_floors[path])
+                    yield RaisedFloor(path, floor, digits)
+
+    def _place(self, raised: Sequence[RaisedFloor]) -> None:
+        """Raise exactly these floors; all others are the first ones."""
+        floors = {**self.first_floors, **{each.path: each.floor for each in raised}}
+        for path, norm in self.norms.items():
+            norm.floor.fill_(floors[path])
+
+    def _choose(self, tried: Sequence[dict[str, Any]]) -> Trade:
+        """Make as many changes, in order, as preserve the share `keep` of top-1 predictions.
+
+        With several processes the leader compares logits while the last process proves the bound.
+        Without a bound nothing can be gained, and no floor is raised.
+        """
+        rungs: dict[int, Rung] = {}
+        candidates = [RaisedFloor(**fields) for fields in tried]
+        changes = cheapest_first(candidates)
+        steps = [{each.path: each for each in changes[:count]} for count in range(len(changes) + 1)]
+        expected = [sum(each.error**2 for each in step.values()) ** 0.5 for step in steps]
+
+        def preserves_enough(count: int) -> bool:
+            self._place([*steps[count].values()])
+            rungs[count], fidelity = self._measure(count, len(steps[count]))
+            return keeps_enough(fidelity, self.keep)
+
+        preserves_enough(0)
+        best, refused, aim = 0, len(steps) if rungs[0].log10_upper is not None else 1, FIRST_ERROR
+        for _ in range(ROUNDS):
+            within = sum(error <= aim for error in expected) - 1
+            count = min(max(within, best + 1), refused - 1)
+            if count <= best:
+                break
+            best, refused = (count, refused) if preserves_enough(count) else (best, count)
+            aim = 2 * expected[best]
+            if refused < len(steps):
+                aim = (expected[best] + expected[refused]) / 2
+        rungs[best] = msgspec.structs.replace(rungs[best], taken=True)
+        self._place([*steps[best].values()])
+        return Trade(candidates, steps[best], [rungs[count] for count in sorted(rungs)])
+
+    def _measure(self, changes: int, floors: int) -> tuple[Rung, Fidelity]:
+        """Return the rung of the present floors: its bound is of a trace, not replayed."""
+        upper = judged = None
+        if self.team.rank == self.team.size - 1:
+            upper = trial_upper(self.student, self.student.input_size).log10()
+        if self.reference is not None:
+            judged = asdict(self.reference.compare(self.reference.logits(self.student)))
+        everyone = self.team.everyone([judged, upper])
+        fidelity, upper = Fidelity(**everyone[0][0]), everyone[-1][1]
+        right = fidelity.right_after
+        rung = Rung(
+            changes=changes,
+            floors=floors,
+            attentions=0,
+            log10_upper=upper if math.isfinite(upper) else None,
+            agreement=fidelity.agreement,
+            agreement_at_least=fidelity.agreement_at_least,
+            error=fidelity.error,
+            accuracy=None if right is None else right / fidelity.images,
+            taken=False,
+        )
+        return rung, fidelity
+
+
+@contextmanager
+def noting_deviations(
+    norms: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
+) -> Iterator[None]:
+    """Call note(path, deviations of the rows) at each call of a norm while the caller runs them."""
+
+    def hook(path: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        note(path, deviations(inputs[0]))
+
+    with ExitStack() as hooks:
+        for path, norm in norms.items():
+            hooks.enter_context(norm.register_forward_pre_hook(partial(hook, path)))
+        yield
+
+
+def cheapest_first(candidates: Sequence[RaisedFloor]) -> list[RaisedFloor]:
+    """Return candidates in the order in which they are placed, one replacing its path's last.
+
+    The next one costs least squared logit error for each further digit.
+    """
+    changes: list[RaisedFloor] = []
+    reached = {each.path: (0.0, 0.0) for each in candidates}
+
+    def price(candidate: RaisedFloor) -> float:
+        digits, square = reached[candidate.path]
+        return max(0.0, candidate.error**2 - square) / (candidate.digits - digits)
+
+    while further := [each for each in candidates if each.digits > reached[each.path][0]]:
+        changes.append(min(further, key=price))
+        reached[changes[-1].path] = changes[-1].digits, changes[-1].error ** 2
+    return changes
 
 
 def with_unit_floors(record: Record, teacher: PixelModel) -> PixelModel:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from certcli.images.transforms import transform_each
+
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
 
 
@@ -43,6 +45,4 @@ def augment(images: Tensor, seed: int) -> Tensor:
     steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()]
     if photograph_sized(images):
         steps.append(v2.RandomResizedCrop(images.shape[-2:], scale=(0.35, 1.0)))
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return torch.stack([v2.Compose(steps)(image) for image in images])
+    return transform_each(images, v2.Compose(steps), seed)

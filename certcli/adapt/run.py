@@ -7,71 +7,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.adaptation import Adaptation, AdaptedPart
 from certcli.adapt.calibration_shards import FEW, SHARDS, Shards
 from certcli.adapt.distil import distil
 from certcli.adapt.families import Half, family_of, token_counts
-from certcli.adapt.fit import AdaptedPart, Fitter
+from certcli.adapt.fit import Fitter
 from certcli.adapt.pixels import photograph_sized
-from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
-from certcli.adapt.state import AdaptState, identity
-from certcli.adapt.trials import Trade
+from certcli.adapt.state import AdaptState
 from certcli.adapt.weight_transfer import Scales, carry_over, input_maps, reads_linearly
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record, Replacement
+from certcli.checkpoint.record import Record
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.processes import ALONE, Team
-from certcli.system.seeds import seed_all
+from certcli.system.torch_modes import seed_all
 
 NETWORK = "(network)"
 """The path of the record of distillation."""
-
-
-class Adaptation:
-    """Own the original network (teacher) and, in a subclass, the new one (student).
-
-    Args:
-        images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
-    """
-
-    student: PixelModel
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: AdaptSettings,
-        images: Tensor,
-        device: torch.device,
-        team: Team = ALONE,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.settings = settings
-        self.team = team
-        # datasets are sorted by class, and closed forms and comparisons use the first images only
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
-        self.images = images[order].to(device)
-        self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
-        # the student has no digits beyond float32
-        self.teacher = build.load(checkpoint, device, torch.float32)
-        self.identity = identity(checkpoint.digest, settings, images)
-        self.records: list[AdaptedPart] = []
-        self.trade = Trade()
-
-    def derive(self, surgery: tuple[Replacement, ...], **parameters: Any) -> Checkpoint:
-        """Return the checkpoint of the student, with these parameters of lineage beside the settings."""
-        parameters = {
-            **self.settings.parameters(),
-            "calibration_images": len(self.images),
-            **parameters,
-        }
-        tensors = build.tensors_of(self.student)
-        return self.checkpoint.derive(
-            tensors, "adapt", parameters, self.settings.seed, surgery=surgery
-        )
 
 
 class Adapter(Adaptation):

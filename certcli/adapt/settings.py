@@ -39,18 +39,15 @@ _fitting = partial(option, panel="Fitting")
 
 
 def _widths(text: str) -> tuple[int, ...] | str:
-    """Return the widths of --head, () for "flat"; "keep" as it is."""
-    if text in (KEEP_HEAD, "flat"):
-        return KEEP_HEAD if text == KEEP_HEAD else ()
+    """Return the widths of --head; "keep" as it is."""
+    if text == KEEP_HEAD:
+        return KEEP_HEAD
     try:
         widths = tuple(int(part) for part in text.replace(",", " ").split())
     except ValueError:
         widths = ()
     if not widths or any(width < 2 or width % 2 for width in widths):
-        raise UsageError(
-            f"--head '{text}' is neither keep, flat nor even widths",
-            "--head flat, or --head 128,128",
-        )
+        raise UsageError(f"--head '{text}' is neither keep nor even widths", "--head 128,128")
     return widths
 
 
@@ -63,8 +60,8 @@ class AdaptSettings:
 
     Args:
         keep: None where the images decide.
-        head: a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths (() is
-            one linear layer). None and "keep" leave the head; for None a command may choose `HEAD`.
+        head: a tuple of widths puts the tokens side by side into a MaxMin MLP of these widths. None
+            and "keep" leave the head; for None a command may choose `HEAD`.
         epochs: AdamW epochs a block after the closed forms; 0 takes closed forms only, -1 starts
             from the weights alone and needs no images.
         refit: False where floors below every deviation seen are the only change, which leaves
@@ -98,7 +95,7 @@ class AdaptSettings:
     )
     head: tuple[int, ...] | str | None = option(
         None,
-        "'flat', or widths such as 128,128: tokens side by side into a MaxMin MLP; or keep. "
+        "Widths such as 128,128: tokens side by side into a MaxMin MLP; or keep. "
         "Default: keep; 128,128 with --goal certify and at most 100 classes.",
         read=_widths,
     )

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.header import in_file_order
 from certcli.checkpoint.schema import AdaptFields
 from certcli.checkpoint.states import read_state, write_state
-from certcli.checkpoint.writer import in_file_order
 
 KEY = "certvit-adapt-state"
 

@@ -20,15 +20,13 @@ from torch import nn
 
 from certcli.adapt.families import Family, Half, Section, part_at
 from certcli.adapt.start import fold_gain
-from certcli.lipschitz.rules.l2_attention import l2_mixing_constant
+from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant
 from certcli.nn.attention_weights import AttentionWeights
-from certcli.nn.heads import FlatHead
 from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
 from certcli.nn.lnorm_attention import LipschitzNormAttention
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual
 from certcli.nn.scsa_attention import CosineAttention
-from certcli.system.errors import ArchitectureError
 
 _LINEAR_READERS = (
     Attention, WindowAttention, GPSA, MHSA, L2Attention, L2UntiedValueAttention, CosineAttention, LipschitzNormAttention
@@ -80,8 +78,6 @@ def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int
     if not divided and scale != 1.0:
         for layer in heads(new_net):
             layer.weight.data.mul_(scale)
-    if isinstance(getattr(new_net, "head", None), FlatHead) and not new_net.head.hidden:
-        copy_pooling(old_net, new_net.head)
     return scales
 
 
@@ -171,23 +167,3 @@ def reads_linearly(block: Any, half: Half) -> bool:
             side % window for side, window in zip(resolution, block.window_size, strict=True)
         )
     return not padded and type(block.attn) in _LINEAR_READERS
-
-
-def copy_pooling(old: Any, head: FlatHead) -> None:
-    """Set the head to the linear map of all tokens that equals the old pooling and the old head."""
-    weight = old.head.weight.detach()
-    classes, width = weight.shape
-    tokens = head.out.in_features // width
-    whole = torch.zeros(classes, tokens, width).to(weight)
-    prefix = 0 if old.pool_include_prefix else int(old.num_prefix_tokens)
-    if old.global_pool == "token":
-        whole[:, 0] = weight
-    elif old.global_pool == "avg":
-        whole[:, prefix:] = weight.unsqueeze(1) / (tokens - prefix)
-    else:
-        raise ArchitectureError(
-            f"pooling '{old.global_pool}' is not linear; give --head widths to distil it"
-        )
-    head.out.weight.data.copy_(whole.flatten(1))
-    if old.head.bias is not None:
-        head.out.bias.data.copy_(old.head.bias.detach())

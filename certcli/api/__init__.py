@@ -194,8 +194,9 @@ def images(
     data_dir: str | Path | None = None,
 ) -> Images:
     """Return images of a dataset in the network's input size, labelled where they can be."""
-    folder = None if data_dir is None else Path(data_dir)
-    return dataset_images(load(source).record, dataset, split, folder).limit(limit, seed)
+    return dataset_images(
+        load(source).record, dataset, split, None if data_dir is None else Path(data_dir)
+    ).limit(limit, seed)
 
 
 @speaks_python
@@ -212,8 +213,7 @@ def slope(
     checkpoint = load(source)
     batches = _judged(checkpoint, images, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
-    estimates = list(measure(network(checkpoint), pixels, iterations, seed))
-    return estimates[-1]
+    return list(measure(network(checkpoint), pixels, iterations, seed))[-1]
 
 
 @overload
@@ -297,8 +297,11 @@ def certify(
             raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
-    certifier = prepare(method, checkpoint, torch.device(device), chosen)
-    batches = run_certifier(certifier, _judged(checkpoint, images, labels), batch_size)
+    batches = run_certifier(
+        prepare(method, checkpoint, torch.device(device), chosen),
+        _judged(checkpoint, images, labels),
+        batch_size,
+    )
     return Certificates(row for rows in batches for row in rows)
 
 
@@ -375,9 +378,15 @@ def attack(
         (i, pixels.to(where), y)
         for i, pixels, y in _judged(checkpoint, images, labels).batches(batch_size)
     )
-    regions = growing(stage.norm, stage.radii)
     records = list(
-        attack_images(model, batches, stage.plan, regions, chosen, keep_images=return_examples)
+        attack_images(
+            model,
+            batches,
+            stage.plan,
+            growing(stage.norm, stage.radii),
+            chosen,
+            keep_images=return_examples,
+        )
     )
     size = checkpoint.record.input.size
 
@@ -429,8 +438,7 @@ def audit(
     # what is in memory has no name that a command could take: its reader fills it in
     name = unmistakable(str(source)) if isinstance(source, str | Path) else "FILE"
     named = images if isinstance(images, str) else None if images is None else "FOLDER"
-    typed = Typed(name, dataset=named)
-    report = compose(checkpoint, findings, plan, clock, typed, where)
+    report = compose(checkpoint, findings, plan, clock, Typed(name, dataset=named), where)
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 

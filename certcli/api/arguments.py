@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
@@ -47,13 +48,42 @@ def plain_value(value: Any) -> Any:
     return value
 
 
-def whole_number(name: str, value: Any, smallest: int, largest: int = LARGEST) -> int:
-    """Return an integer from `smallest` to `largest`."""
-    number = plain_value(value)
-    is_whole = isinstance(number, int) and not isinstance(number, bool)
-    if not is_whole or not smallest <= number <= largest:
-        raise UsageError(f"{name}={shown(value)}: a whole number of at least {smallest} is needed")
-    return number
+@dataclass(frozen=True)
+class Reader:
+    """Reads the value of a parameter, or says what it has to be.
+
+    Args:
+        kind: a type of msgspec with its range, or the classes that it may be of.
+        needed: the words of a refusal after the parameter and the value.
+        hint: of the refusal.
+        make: what the value becomes.
+        form: of the refusal: the parameter, its value, what is needed.
+    """
+
+    kind: Any
+    needed: str
+    hint: str = ""
+    make: Callable[[Any], Any] = lambda value: value
+    form: str = "{}={}: {}"
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Raise UsageError for a value of another kind, or out of its range."""
+        try:
+            if isinstance(self.kind, tuple):
+                if not isinstance(value, self.kind):
+                    raise TypeError
+                return self.make(value)
+            return self.make(msgspec.convert(plain_value(value), self.kind))
+        except (msgspec.ValidationError, TypeError, OverflowError) as failure:
+            raise UsageError(
+                self.form.format(name, shown(value), self.needed), self.hint
+            ) from failure
+
+
+def whole_number(smallest: int, largest: int = LARGEST) -> Reader:
+    """Return the reader of an integer from `smallest` to `largest`."""
+    kind = Annotated[int, Meta(ge=smallest, le=largest)]
+    return Reader(kind, f"a whole number of at least {smallest} is needed")
 
 
 def radius(name: str, value: Any) -> float:
@@ -78,15 +108,6 @@ def radii(name: str, value: Any) -> tuple[float, ...]:
     return tuple(radius(name, one) for one in _listed(name, several, "radii"))
 
 
-def seconds(name: str, value: Any) -> float:
-    """Return a finite time above 0."""
-    number = plain_value(value)
-    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
-    if not is_number or not 0 < number <= LARGEST:
-        raise UsageError(f"{name}={shown(value)}: a number of seconds above 0 is needed")
-    return float(number)
-
-
 def device(name: str, value: Any) -> str:
     """Return the name of a device that torch knows and this machine has."""
     try:
@@ -100,10 +121,9 @@ def device(name: str, value: Any) -> str:
     return str(value)
 
 
-def word(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise UsageError(f"{name}={shown(value)}: a string is needed")
-    return value
+word = Reader(str, "a string is needed")
+path = Reader((str, os.PathLike), "a path is needed", make=Path)
+answer = Reader(bool | Annotated[int, Meta(ge=0, le=1)], "True or False is needed", make=bool)
 
 
 def words(name: str, value: Any) -> tuple[str, ...]:
@@ -112,73 +132,32 @@ def words(name: str, value: Any) -> tuple[str, ...]:
     return tuple(word(name, one) for one in _listed(name, several, "texts"))
 
 
-def answer(name: str, value: Any) -> bool:
-    """Return True or False."""
-    if plain_value(value) not in (True, False) or not isinstance(plain_value(value), (bool, int)):
-        raise UsageError(f"{name}={shown(value)}: True or False is needed")
-    return bool(value)
-
-
-def share(name: str, value: Any) -> float:
-    """Return a share of images."""
-    number = plain_value(value)
-    if not isinstance(number, (int, float)) or not 0 <= number <= 1:
-        raise UsageError(f"{name} {shown(value)} is no share", "0.4 means 40 %")
-    return float(number)
-
-
 def source(name: str, value: Any) -> Any:
     """Return a network as `load` takes it."""
     if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, Checkpoint)):
-        message = f"{shown(value)} is no network"
         raise UsageError(
-            message, "an nn.Module, a path, a timm or hf-hub: name, or a result of load"
+            f"{shown(value)} is no network",
+            "an nn.Module, a path, a timm or hf-hub: name, or a result of load",
         )
     return value
-
-
-def path(name: str, value: Any) -> Path:
-    if not isinstance(value, (str, os.PathLike)):
-        raise UsageError(f"{name}={shown(value)}: a path is needed")
-    return Path(value)
-
-
-def checkpoint(name: str, value: Any) -> Checkpoint:
-    if not isinstance(value, Checkpoint):
-        raise UsageError(f"{name}={shown(value)}: a result of load is needed")
-    return value
-
-
-def statistics(name: str, value: Any) -> Any:
-    """Return pixel statistics: one number, or one a channel."""
-    numbers = plain_value(value)
-    several = numbers if isinstance(numbers, (list, tuple)) else [numbers]
-    numeric = all(isinstance(one, (int, float)) and abs(one) <= LARGEST for one in several)
-    if not several or not numeric:
-        raise UsageError(f"{name}={shown(value)}: one number, or one a channel, is needed")
-    return numbers
 
 
 def size(name: str, value: Any) -> tuple[int, ...]:
     """Return the size of an image as a tuple; `load` judges its length."""
     several = _listed(name, plain_value(value), "numbers, (channels, height, width),")
-    return tuple(whole_number(name, one, 1) for one in several)
-
-
-def mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise UsageError(f"{name}={shown(value)}: a dictionary of names and values is needed")
-    return value
+    return tuple(whole_number(1)(name, one) for one in several)
 
 
 def threats(value: Any) -> dict[str, Threat]:
     """Return radii, patches and threats by their names, a quotient as it was typed."""
-    single = isinstance(value, (str, int, float, Patch, Threat))
-    several = [value] if single else _listed("radii", plain_value(value), "radii or patches")
+    several = (
+        [value]
+        if isinstance(value, (str, int, float, Patch, Threat))
+        else _listed("radii", plain_value(value), "radii or patches")
+    )
     named = {}
     for one in several:
-        is_size = isinstance(one, (Patch, Threat))
-        threat = Threat.of(one if is_size else radius("radii", one))
+        threat = Threat.of(one if isinstance(one, (Patch, Threat)) else radius("radii", one))
         named[one if isinstance(one, str) else threat.key] = threat
     return named
 
@@ -224,42 +203,51 @@ def denoiser(name: str, value: Any) -> Any:
     return value
 
 
+_NUMBER = Annotated[float, Meta(ge=-LARGEST, le=LARGEST)]
+_STATISTICS = Reader(
+    _NUMBER | Annotated[list[_NUMBER], Meta(min_length=1)],
+    "one number, or one a channel, is needed",
+)
 READERS: dict[str, Callable[[str, Any], Any]] = {
     "source": source,
-    "mean": statistics,
-    "std": statistics,
+    "mean": _STATISTICS,
+    "std": _STATISTICS,
     "input_size": size,
     "arch": word,
-    "arch_args": mapping,
+    "arch_args": Reader(dict[str, Any], "a dictionary of names and values is needed"),
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": lambda name, value: whole_number(name, value, 1, LARGEST_SIDE),
-    "checkpoint": checkpoint,
+    "image_size": whole_number(1, LARGEST_SIDE),
+    "checkpoint": Reader((Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,
     "double": answer,
     "device": device,
     "dataset": word,
     "split": word,
-    "limit": lambda name, value: whole_number(name, value, 1),
-    "seed": lambda name, value: whole_number(name, value, 0),
+    "limit": whole_number(1),
+    "seed": whole_number(0),
     "data_dir": path,
     "images": as_given,
     "labels": as_given,
-    "iterations": lambda name, value: whole_number(name, value, 1),
-    "batch_size": lambda name, value: whole_number(name, value, 1),
+    "iterations": whole_number(1),
+    "batch_size": whole_number(1),
     "denoiser": denoiser,
     "certificates": as_given,
     "prove": answer,
-    "top": lambda name, value: whole_number(name, value, 1),
+    "top": whole_number(1),
     "radii": as_given,
-    "around": lambda name, value: None if value is None else radius(name, value),
+    "around": radius,
     "attacks": words,
     "return_examples": answer,
-    "seconds": seconds,
+    "seconds": Reader(
+        Annotated[float, Meta(gt=0, le=LARGEST)], "a number of seconds above 0 is needed"
+    ),
     "fail_on": words,
-    "at_least": share,
+    "at_least": Reader(
+        Annotated[float, Meta(ge=0, le=1)], "is no share", "0.4 means 40 %", form="{} {} {}"
+    ),
     "at_most": as_given,
 }
 """Parameter of a public function -> how its value is read. None stands for the default where that is None; a
@@ -299,7 +287,7 @@ def names_with_values(values: Mapping[str, Any]) -> list[str]:
 def _typed(name: str, value: Any, hint: Any) -> Any:
     plain = plain_value(value)
     if name == "seed":
-        return whole_number(name, value, 0)
+        return whole_number(0)(name, value)
     if "Path" in str(hint) and plain is not None:
         return path(name, value)
     if name in _RADII and plain is not None:
@@ -312,8 +300,7 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
         return msgspec.convert(plain, hint)
     except (msgspec.ValidationError, TypeError) as failure:
         reason = str(failure).replace("`", "").partition(" - at")[0]
-        message = f"{name}={shown(value)}: {reason[:1].lower()}{reason[1:]}"
-        raise UsageError(message) from failure
+        raise UsageError(f"{name}={shown(value)}: {reason[:1].lower()}{reason[1:]}") from failure
 
 
 def _read_quotients(name: str, value: Any) -> Any:

@@ -52,8 +52,10 @@ def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) 
     pixels, labels = _collected(data, labels)
     pixels = _fitting(pixels, tuple(record.input.size))
     if labels is None and labelled:
-        hint = "give the labels (n,) beside them: only correct images are certified"
-        raise DataError("images without labels", hint)
+        raise DataError(
+            "images without labels",
+            "give the labels (n,) beside them: only correct images are certified",
+        )
     classes = max(record.classes, 1)
     answers = torch.zeros(len(pixels)) if labels is None else _array(labels, "labels")
     answers = _fitting_labels(answers, len(pixels), classes)
@@ -84,8 +86,10 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
             answers.append(batch_labels)
         room -= pixels.nbytes
         if room < 0:
-            message = "the images do not fit into memory together"
-            raise DataError(message, "pass a part of them, or the name of a dataset")
+            raise DataError(
+                "the images do not fit into memory together",
+                "pass a part of them, or the name of a dataset",
+            )
     if not batches:
         raise DataError("there are no images: the iterable is empty", "a generator is read once")
     if any(one.shape[1:] != batches[0].shape[1:] for one in batches):
@@ -186,10 +190,11 @@ def _array(value: Any, what: str) -> Tensor:
     if isinstance(value, (list, tuple)) and value and _of_pil(value[0]):
         value = value[0]
     if isinstance(value, (str, bytes, Mapping)) or _of_pil(value):
-        to_tensor = (
+        hint = (
             "transform=torchvision.transforms.ToTensor() in the data set, or ToTensor()(image)"
+            if what == "images"
+            else "integers"
         )
-        hint = to_tensor if what == "images" else "integers"
         raise DataError(f"{what} are a tensor or an array, not {shown(value)}", hint)
     try:
         array = np.ascontiguousarray(value)
@@ -204,8 +209,9 @@ def _fitting(pixels: Tensor, size: tuple[int, ...]) -> Tensor:
     if pixels.dim() != 4 or tuple(pixels.shape[1:]) != size or not len(pixels):
         turned = pixels.dim() == 4 and tuple(pixels.shape[1:]) == (*size[1:], size[0])
         hint = "channels come first: x.transpose(0, 3, 1, 2)" if turned else "(n, c, h, w), n > 0"
-        message = f"images of shape {tuple(pixels.shape)} do not fit a network of {size}"
-        raise DataError(message, hint)
+        raise DataError(
+            f"images of shape {tuple(pixels.shape)} do not fit a network of {size}", hint
+        )
     if not pixels.is_floating_point():
         hint = "x / 255, as floats: pixels lie in [0, 1], and the network normalises them itself"
         raise DataError(f"pixels of type {str(pixels.dtype).removeprefix('torch.')}", hint)

@@ -48,15 +48,19 @@ class Signature:
         for old in kwargs.keys() - allowed:
             new = RENAMED.get(old)
             if new in allowed and new not in kwargs:
-                message = f"{self.name}({old}=...) is now {self.name}({new}=...)"
-                warnings.warn(message, DeprecationWarning, stacklevel=3)
+                warnings.warn(
+                    f"{self.name}({old}=...) is now {self.name}({new}=...)",
+                    DeprecationWarning,
+                    stacklevel=3,
+                )
                 kwargs = {new if name == old else name: value for name, value in kwargs.items()}
         require_known(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError as failure:
-            form = f"{self.name}({', '.join(self.names)})"
-            raise UsageError(f"{self.name}: {failure}", form) from failure
+            raise UsageError(
+                f"{self.name}: {failure}", f"{self.name}({', '.join(self.names)})"
+            ) from failure
         return {
             **kwargs,
             **{n: self._value(n, v) for n, v in bound.arguments.items() if n in self.names},

@@ -16,7 +16,8 @@ from certcli.attack.settings import AttackSettings, Planned, planned_attacks
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.radii import proven_radius, require_norm
-from certcli.evaluation.records import RecordFile, Run, packed, unpacked
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import RecordFile, packed, unpacked
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team

@@ -44,6 +44,8 @@ STEPS = {
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""
 GRADIENT = 1.5
 """Forward passes that a gradient step costs, about."""
+FOOLED = 2.0
+"""What the first attacked image tells, of what the proven bound does."""
 PATCHED = 50
 """Images at most that are attacked by patches."""
 PATCH_STEPS = 500
@@ -58,6 +60,8 @@ class Attacking(Stage):
 
     name = "attack"
     doing = "attacks"
+    first = 1
+    few = 3
 
     def __init__(
         self,
@@ -86,6 +90,11 @@ class Attacking(Stage):
         self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
         self._mine: list[AttackRecord] = []
         self.singles: dict[str, float] = {}
+
+    @property
+    def gain(self) -> float:
+        """One fooled image tells more than all that may follow; then what its interval says."""
+        return super().gain if self.tries else FOOLED
 
     @property
     def records(self) -> list[AttackRecord]:

@@ -14,7 +14,8 @@ from certcli.audit.findings import CLEAN, PATCHED, AuditFindings, Key
 from certcli.audit.schedule import Stage
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation.records import describe, packed, unpacked
+from certcli.evaluation.record_lines import describe
+from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from certcli.audit import judging, schedule
 from certcli.audit.attacking import Attacking
@@ -83,9 +84,11 @@ def run(
     findings.input = model.input_size
     findings.parameters = sum(weight.numel() for weight in model.parameters())
     findings.attention_weight = attention_weight(model)
+    forward, _ = _pass_seconds(model, model, clock)
+    passing = forward
     if images is not None or plan.precision != AUTO:
-        findings.precision = team.agree(lambda: _precision(plan, model, findings.parameters))
-    forward = _pass_seconds(model, clock)
+        precision, seconds = team.agree(lambda: _precision(plan, model, clock))
+        findings.precision, passing = precision, seconds or forward
     clean = None
     if images is not None:
         tell(Classifying.doing)
@@ -102,7 +105,17 @@ def run(
         findings.skip("certificates and attacks", f"they would say little: {findings.failing}", few)
     elif clean.count:
         judged = Stages(
-            checkpoint, model, images, plan, device, findings, proving, forward, team, denoiser
+            checkpoint,
+            model,
+            images,
+            plan,
+            device,
+            findings,
+            proving,
+            forward,
+            passing,
+            team,
+            denoiser,
         )
         stages += [clean, *judged.all()]
     schedule.run(stages, clock, partial(awaited, plan, model.input_size), tell)
@@ -116,31 +129,37 @@ def run(
 
 
 @torch.no_grad()
-def _pass_seconds(model: PixelModel, clock: Clock) -> float:
-    """Return the seconds of work of a forward pass of one image: of the second, which loads nothing."""
+def _pass_seconds(forward: nn.Module, model: PixelModel, clock: Clock) -> tuple[float, bool]:
+    """Return the seconds of work of a forward pass of a grey image, and whether its logits are finite.
+
+    Of the second pass, which loads nothing; of an image alone, as smoothing runs networks whose rows
+    of a batch are not proven apart.
+    """
     grey = torch.full((1, *model.input_size), 0.5, device=next(model.parameters()).device)
     for _ in range(2):
         began = clock.now
-        float(model(grey).sum())
-    return clock.computed(began)
+        finite = bool(torch.isfinite(forward(grey)).all())
+    return clock.computed(began), finite
 
 
-def _precision(plan: AuditPlan, model: PixelModel, parameters: int) -> Precision:
-    """Return the plan's precision; for "auto" bf16 where it is faster and the network runs in it."""
+def _precision(plan: AuditPlan, model: PixelModel, clock: Clock) -> tuple[Precision, float]:
+    """Return the precision, and the seconds of a pass in it; 0 where nobody measured them.
+
+    That of the plan; for "auto" bf16 where it is faster and the network runs in it.
+    """
     if plan.precision != AUTO:
-        return plan.precision
+        return plan.precision, 0.0
     device = next(model.parameters()).device
+    parameters = sum(weight.numel() for weight in model.parameters())
     if parameters < LARGE or not build.multiplies_bf16(device):
-        return "float32"
+        return "float32", 0.0
     if device.type == "cpu" and 2 * parameters > COPIED * free_bytes():  # float32 stays in its file
-        return "float32"
-    grey = torch.full((1, *model.input_size), 0.5, device=device)
+        return "float32", 0.0
     try:
-        with torch.no_grad():
-            logits = Classifier(model, "bf16")(grey)
+        seconds, finite = _pass_seconds(Classifier(model, "bf16"), model, clock)
     except UsageError:
-        return "float32"
-    return "bf16" if bool(torch.isfinite(logits).all()) else "float32"
+        return "float32", 0.0
+    return ("bf16", seconds) if finite else ("float32", 0.0)
 
 
 def _opened(

@@ -38,6 +38,7 @@ class Stage:
         broken: whether the last unit was broken off, which does not count.
         rows: of each image so far.
         first, largest: images of the first unit and of any, at most, in each process.
+        few: images from which on it has said what a first round asks of it.
         each: seconds of work of an image, a guess and then the most that one took.
         tries, units: how many were begun, and ended; seconds: of work in those that ended.
         after: stages to wait for, and `barred`: why it is not worth its time after them, or None.
@@ -50,6 +51,7 @@ class Stage:
     refusal: str | None = None
     broken = False
     first = FIRST
+    few = 1
     tries = 0
     units = 0
     seconds = 0.0
@@ -77,6 +79,11 @@ class Stage:
     def size(self) -> int:
         """Images of the next unit; no machine decides it, as images of a batch draw from one seed."""
         return min(self.largest, self.first * 2 ** min(self.units, 20))
+
+    @property
+    def begins(self) -> bool:
+        """Whether its first round is not over; what was broken off at once has no second chance in it."""
+        return not self.tries or 0 < self.count < self.few
 
     @property
     def price(self) -> float:
@@ -138,8 +145,9 @@ class Stage:
         size = max(1, min(self.size, self.rest))
         self.take(pieces)
         # imports are the first unit's, and tell nothing about the next one
-        learns = self.units <= 2 and not self.broken
-        self.each = took / size if learns or not self.tries else max(self.each, took / size)
+        learns = not self.tries or (self.units <= 2 and not self.broken)
+        easy = 0 < self.count < self.few  # a first image that is quickly fooled says little
+        self.each = took / size if learns and not easy else max(self.each, took / size)
         self.tries += 1
         self.seconds += took if self.count > before else 0.0
 
@@ -212,7 +220,7 @@ def _decided(
     fitting = [stage for stage in ready if wall(stage) <= time_left]
     if barred or not fitting:
         return barred, None, 0.0
-    first = [stage for stage in fitting if not stage.tries]
+    first = [stage for stage in fitting if stage.begins]
     best = max(
         first or list(filter(awaited, fitting)) or fitting,
         key=lambda stage: (awaited(stage), stage.gain / max(stage.price, 1e-6)),

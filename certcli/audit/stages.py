@@ -14,11 +14,8 @@ from certcli.audit.plan import AuditPlan
 from certcli.audit.proving import Proving
 from certcli.audit.schedule import FIRST, Stage
 from certcli.certify.certificate import Certifier
-from certcli.certify.hopeless import hopeless
+from certcli.certify.hopeless import hopeless, is_useful
 from certcli.certify.lipschitz import LipschitzCertifier
-from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.certify.method_choice import is_useful, local_effort
 from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.options import Patches
 from certcli.certify.smoothing.functions import Classifier, require_alone
@@ -44,8 +41,6 @@ DRAWS = 256
 """Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
-BF16_GAIN = 3.0
-"""How much faster passes in bfloat16 are, for a first guess."""
 PATCH = "2%"
 """The patch that is tried where none is named: a sticker."""
 PATCHED_AT_ONCE = 4
@@ -53,7 +48,7 @@ PATCHED_AT_ONCE = 4
 PHOTOGRAPH = 64
 """Pixels a side from which on an image is a photograph, which a sticker is tried on."""
 BY_BOUND = 6.0
-MASKED = 60.0
+MASKED = 200.0
 LOCALLY = 2000.0
 """Forward passes that a certificate takes, about: first guesses."""
 USEFUL = "the proof of the whole network certifies more than a tenth of what is correct"
@@ -64,7 +59,8 @@ class Stages:
     """The stages that need labelled images.
 
     Attributes:
-        forward: seconds of work of a forward pass in float32.
+        forward, passing: seconds of work of a forward pass of an image alone, in float32 and in the
+            precision of smoothing and attacks.
     """
 
     checkpoint: Checkpoint
@@ -75,6 +71,7 @@ class Stages:
     findings: AuditFindings
     proving: Proving
     forward: float
+    passing: float
     team: Team
     denoiser: PixelDenoiser | None = None
 
@@ -111,12 +108,11 @@ class Stages:
         threats: Sequence[Threat] | None = None,
     ) -> Certifying:
         """each: forward passes of an image, about."""
+        one = self.passing if name == "smoothing" else self.forward
         if threats is None:
             threats = [Threat("l2", radius) for radius in self.plan.certified_radii]
         size = largest or self.plan.batch_size
-        stage = Certifying(
-            name, make, self.images, size, threats, each * self.forward, about, self.team
-        )
+        stage = Certifying(name, make, self.images, size, threats, each * one, about, self.team)
         # one image of what is dear; a few say whether the bound is worth having
         stage.first = FIRST if name == "lipschitz" else 1
         return stage
@@ -157,18 +153,27 @@ class Stages:
 
     def _local(self) -> list[Stage]:
         """Image by image a small network as it is, at the radii of the plan."""
-        large = self.findings.parameters > LOCAL_PARAMETERS
-        if "local" not in self.plan.methods and (large or local_effort(self.model) == "norms"):
+        named = "local" in self.plan.methods
+        if not named and (self.findings.parameters > LOCAL_PARAMETERS or self._encloses_norms()):
             why = "only for small networks: one image would take minutes or more"
             self.findings.skip("local", why)
             return []
         at = [radius for radius in self.plan.certified_radii if radius > 0]
 
         def make() -> Certifier:
+            from certcli.certify.local import LocalCertifier
+            from certcli.certify.local_options import Local
+
             double = build.converted(self.model, torch.float64)
             return LocalCertifier(double, self.model.input_size, Local(at=at))
 
         return [self._certifying("local", make, LOCALLY, 1)]
+
+    def _encloses_norms(self) -> bool:
+        """Whether local certificates of this network are tried by norms alone."""
+        from certcli.certify.method_choice import local_effort  # scipy's import takes half a second
+
+        return local_effort(self.model) == "norms"
 
     def _smoothing(self) -> list[Stage]:
         """The smoothed network, behind its denoiser if there is one."""
@@ -180,7 +185,7 @@ class Stages:
         size = plan.batch_size if self.device.type == "cuda" else min(plan.batch_size, NOISY)
         precision = self.findings.precision
         about = f"the network smoothed by noise of sigma {sigma:g}"
-        each = (DRAWS_FIRST + DRAWS) / (BF16_GAIN if precision == "bf16" else 1.0)
+        each = float(DRAWS_FIRST + DRAWS)
         before = None
         if self.denoiser is not None:
             before = self.denoiser.to(self.device)
@@ -193,16 +198,20 @@ class Stages:
                 precision=precision, seed=plan.seed, batch_size=size,
                 denoiser=None if self.denoiser is None else self.denoiser.digest,
             )  # fmt: skip
-            require_alone(self.model)
-            classify = Classifier(self.model, precision, before)
-            certifier = SmoothingCertifier(
-                classify, self.checkpoint.record.classes, options, self.device
-            )
+            options.require_reach()
         except UsageError as refusal:
             self.findings.skip("smoothing", refusal.message)
             return []
-        largest = certifier.at_once
-        return [self._certifying("smoothing", lambda: certifier, each, largest, about, threats)]
+
+        def make() -> Certifier:
+            require_alone(self.model)
+            classify = Classifier(self.model, precision, before)
+            return SmoothingCertifier(
+                classify, self.checkpoint.record.classes, options, self.device
+            )
+
+        largest = -(-size // DRAWS_FIRST)
+        return [self._certifying("smoothing", make, each, largest, about, threats)]
 
     def _patches(self) -> list[Stage]:
         """The network behind masks, and patches that fool it without."""
@@ -240,7 +249,7 @@ class Stages:
         return [
             Attacking(
                 self.model, self.images, plan.attacks, plan.attacked_radii, settings,
-                self.checkpoint.record.classes, plan.batch_size, self.forward, self.team,
+                self.checkpoint.record.classes, plan.batch_size, self.passing, self.team,
             )
         ]  # fmt: skip
 

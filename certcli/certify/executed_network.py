@@ -107,16 +107,15 @@ class ProvingCertifier(Certifier):
         return copy.deepcopy(self.model).to(self._neighbours.precision.dtype).eval()
 
     @torch.no_grad()
-    def require_as_run(self, images: Tensor, logits: Tensor, errors: Tensor) -> None:
+    def require_as_run(self, images: Tensor, logits: Tensor, rounding: Tensor) -> None:
         """NoBoundError unless the network, as run, gives these margins up to proven errors.
 
-        |(y_i - y_j) - (z_i - z_j)| <= e_i + e_j + E_ij for the logits y as executed, i the top class and all j. E is the
-        rounding at the image itself; in real arithmetic that of nothing, and y are logits of
-        float64 with the error e too.
+        |(y_i - y_j) - (z_i - z_j)| <= e_ij + E_ij for the logits y as executed, i the top class and all j; e is the rounding
+        of z, and E that of y; for real arithmetic y are logits of float64, and E is e.
 
         Args:
             images: That the arithmetic can represent, float64, (b, c, h, w).
-            logits: z in real arithmetic up to `errors`, (b, k), (b, k or 1).
+            logits: z in real arithmetic up to `rounding` of z_i - z_j, (b, k) both.
         """
         weight = next(self._run.parameters(), images)
         try:
@@ -131,13 +130,8 @@ class ProvingCertifier(Certifier):
             ) from failure
         require_logits(run, images)
         predictions = logits.argmax(1)
-        spread = errors.expand_as(logits)
-        rounding = (spread.gather(1, predictions[:, None]) + spread) * (1 + _NOTHING)
-        allowed = (
-            rounding * 2
-            if self._neighbours is None
-            else rounding + self._neighbours.on_box[predictions]
-        )
+        executed = rounding if self._neighbours is None else self._neighbours.on_box[predictions]
+        allowed = (rounding + executed) * (1 + _NOTHING)
         differences = (_margins(run, predictions) - _margins(logits, predictions)).abs()
         # a subtraction in each margin, of its own two logits: a large third one says nothing
         slack = (logits.gather(1, predictions[:, None]).abs() + logits.abs()) * 2.0**-50

@@ -145,11 +145,11 @@ def _unbounded(logits: Tensor, classes: Tensor, why: str = "") -> LogitBounds:
 def _by_global_bound(
     model: torch.nn.Module, images: Tensor, classes: Tensor, near: Neighbourhood
 ) -> LogitBounds:
-    """Return z_i(x) +- (e + L r) and m_ij(x) +- (2 e + K_ij r), e the rounding of logits at x."""
+    """Return z_i(x) +- (e + L r) and m_ij(x) +- (e_ij + K_ij r), e the rounding of each at x."""
     logits = torch.cat([model(image[None]) for image in images])
     try:
         certifier: LipschitzCertifier = lipschitz_certifier(model, logits.shape[1], REAL)  # type: ignore[arg-type]
-        logits, errors = certifier.evaluated(images)
+        logits, rounding, errors = certifier.rounding.evaluated(images, classes)
     except NoBoundError as failure:
         return _unbounded(logits, classes, f"{GLOBAL}: {failure.message}")
     radius = near.l2_radius(images[0].numel())
@@ -158,7 +158,7 @@ def _by_global_bound(
     moves = _reach(float(certifier.bound.upper), radius, errors, logits)
     margins = logits.gather(1, classes[:, None]) - logits
     slopes = pairs.to(logits)[classes]
-    spread = _reach(slopes, radius, 2 * errors, margins)
+    spread = _reach(slopes, radius, rounding, margins)
     at_class = torch.nn.functional.one_hot(classes, logits.shape[1]).bool()
     low = (margins - spread).masked_fill(at_class, 0.0)
     high = (margins + spread).masked_fill(at_class, 0.0)

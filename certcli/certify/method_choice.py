@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.hopeless import hopeless
+from certcli.certify.hopeless import certified_at, hopeless, is_useful
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Effort, Local
@@ -17,14 +17,11 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
 from certcli.evaluation.intervals import counted
 from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 
-USEFUL = 0.1
-"""Share of the correctly classified images that a proof must certify to be worth more than a statement of chance."""
 TRIED = 256
 """Images at most on which the bound is tried."""
 TRIED_LOCAL = 6
@@ -77,19 +74,9 @@ def choose_method(
     return MethodChoice("smoothing", reason, alternatives, effort, ready)
 
 
-def is_useful(rows: Sequence[Certificate], radius: float) -> bool:
-    """Tell whether at least 1/10 of the correctly classified images, and one, are certified at `radius`."""
-    certified = _certified(rows, radius)
-    return certified > 0 and certified >= USEFUL * sum(row.correct for row in rows)
-
-
 def local_effort(model: PixelModel) -> Effort:
     """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes minutes an image."""
     return "auto" if _largest(model) <= ENCLOSED else "norms"
-
-
-def _certified(rows: Sequence[Certificate], radius: float) -> int:
-    return sum(row.holds_at(Threat("l2", radius)) for row in rows)
 
 
 def _try_bound(
@@ -112,7 +99,7 @@ def _try_bound(
     sample = images.limit(TRIED)
     rows = [row for batch in certify(certifier, sample, batch_size) for row in batch]
     name = certifier.title.partition(",")[0]
-    certified = counted(_certified(rows, radius), len(rows), digits=1)
+    certified = counted(certified_at(rows, radius), len(rows), digits=1)
     words = f"the {name} certifies {certified} at {proven_radius(radius)}"
     return words, is_useful(rows, radius)
 
@@ -136,7 +123,7 @@ def _try_local(
         return failure.message, False, math.inf
     seconds = (time.perf_counter() - started) / len(rows)
     right = [row for row in rows if row.correct]
-    certified = _certified(rows, radius)
+    certified = certified_at(rows, radius)
     words = (
         f"local certificates hold at {proven_radius(radius)} for {certified} of {len(right)} images tried"
         f" ({_radii(right)})"

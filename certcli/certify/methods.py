@@ -13,7 +13,8 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.options import CertifierOptions
 from certcli.certify.record_check import require_possible
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.records import RecordFile, Run
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import RecordFile
 from certcli.images.labelled import Images
 from certcli.system.ambient import as_stated
 from certcli.system.processes import ALONE, Team

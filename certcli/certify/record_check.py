@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -12,7 +13,7 @@ from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.evaluation import resumed
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import attacked_radius, proven_radius
-from certcli.evaluation.records import Run
+from certcli.evaluation.record_lines import Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
@@ -62,7 +63,7 @@ def read_claims(
 
 def require_same_way(run: Run, now: Run, where: str) -> None:
     """DataError when the stated parameters do not make the records in the stated way."""
-    differences = list(replace(now, dataset=run.dataset).differences(run))
+    differences = list(msgspec.structs.replace(now, dataset=run.dataset).differences(run))
     if differences:
         raise DataError(
             f"{where} contradicts its method: {'; '.join(differences[:3])}",

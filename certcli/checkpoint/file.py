@@ -13,19 +13,23 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.checkpoint import shards
-from certcli.checkpoint.git_lfs import require_no_pointer
-from certcli.checkpoint.header import read_safetensors
+from certcli.checkpoint.header import (
+    in_file_order,
+    read_safetensors,
+    require_no_pointer,
+    write_one_by_one,
+)
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, one_line
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 from certcli.system.memory import free_bytes
 from certcli.system.reading import is_absent
 
 FLOAT8 = frozenset((torch.float8_e4m3fn, torch.float8_e5m2))
-"""8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has such tensors."""
+"""8-bit floats, read as plain numbers. A file with scales beside them is refused: no network has
+such tensors."""
 FLOATS = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64)) | FLOAT8
 LONGEST_NAME = 256
 INTEGERS = frozenset((torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64))
@@ -95,7 +99,8 @@ class Checkpoint:
 
 
 def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
-    """Return the sha256 over name, dtype, shape and bytes of every tensor, in the order of names."""
+    """Return the sha256 over name, dtype, shape and bytes of every tensor, in the order of
+    names."""
     hasher = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()
@@ -188,7 +193,8 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
 def write_safetensors(
     path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str], force: bool = False
 ) -> None:
-    """Write tensors and metadata atomically; UsageError when `path` exists and `force` is not set."""
+    """Write tensors and metadata atomically; UsageError when `path` exists and `force` is not
+    set."""
     require_absent(path, force)
     with atomic_file(path) as temporary:
         save_file(_separate(tensors), temporary, metadata)

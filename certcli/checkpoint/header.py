@@ -4,9 +4,11 @@ The format's own reader maps every file, and a mapped file that another program 
 without a word.
 """
 
+import json
 import mmap
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -17,13 +19,108 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.schema import decode
-from certcli.checkpoint.writer import CODES
 from certcli.system import watched
 from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.files import atomic_file
 from certcli.system.reading import open_regular
 
+_BEGINNING = b"version https://git-lfs.github.com/spec/"
+_LONGEST = 1024
+"""Bytes of a pointer at most, as its specification says."""
+
+
+def require_no_pointer(path: Path) -> None:
+    """Raise CheckpointError for a pointer, with the size of the file that it stands for."""
+    try:
+        with open_regular(path) as file:
+            text = file.read(_LONGEST)
+    except (OSError, Refused):
+        return  # reading the file raises the error
+    if not text.startswith(_BEGINNING):
+        return
+    size = re.search(rb"^size (\d{1,15})$", text, re.MULTILINE)
+    size_text = "" if size is None else f" of {int(size[1]):,} bytes"
+    raise CheckpointError(
+        f"{path} is a pointer of git-lfs, not the file{size_text} that it stands for",
+        "fetch the file itself: git lfs install, then git lfs pull in that folder, or `hf download OWNER/NAME`",
+    )
+
+
+CODES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+"""safetensors' names of types."""
+
+
+def in_file_order(likes: Mapping[str, Tensor]) -> list[str]:
+    """Return the names, those of the widest type first, so that every tensor is aligned."""
+    return sorted(likes, key=lambda name: (-likes[name].itemsize, name))
+
+
+def write_one_by_one(
+    path: Path,
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+    metadata: Mapping[str, str],
+    ending: tuple[str, Callable[[], str]] | None = None,
+) -> None:
+    """Write a safetensors file atomically.
+
+    Args:
+        likes: name to a tensor of the type and shape to be written; meta tensors will do.
+        tensors: the values, in the order of `in_file_order(likes)`.
+        ending: A text that occurs once in the metadata, and what gives the text of the same length
+            that replaces it once all tensors are written.
+
+    Raises:
+        OutputError: the file cannot be written.
+        ValueError: a tensor differs from its `like` in type or shape.
+    """
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    order = in_file_order(likes)
+    offset = 0
+    for name in order:
+        like = likes[name]
+        end = offset + like.numel() * like.itemsize
+        header[name] = {
+            "dtype": CODES[like.dtype],
+            "shape": list(like.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with atomic_file(path) as temporary, temporary.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, tensor in zip(order, tensors, strict=True):
+            like = likes[name]
+            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
+                raise ValueError(
+                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not as it was announced"
+                )
+            file.write(
+                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            )
+        if ending is not None:
+            blank, text_of = ending
+            file.seek(8 + text.index(blank.encode()))
+            file.write(text_of().encode())
+
+
 LONGEST_HEADER = 2**26
-"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are escaped."""
+"""Bytes of a header: a record of certvit's own has at most 16 MiB, before its quotes are
+escaped."""
 MOST_TENSORS = 2**17
 MOST_DIMENSIONS = 16
 """Dimensions of one tensor; most functions of torch take at most 64."""
@@ -73,7 +170,8 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str], int]:
-    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no header."""
+    """Return a file's tensors, its metadata, and how many bytes follow; Refused: it has no
+    header."""
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")

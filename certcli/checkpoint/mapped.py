@@ -14,10 +14,12 @@ from torch import Tensor
 from certcli.system.memory import free_bytes
 
 IN_MEMORY = 2**30
-"""Bytes up to which all copies of a network are made in memory, if they take at most a quarter of the free memory."""
+"""Bytes up to which all copies of a network are made in memory, if they take at most a quarter of
+the free memory."""
 
 SPARED = 2**28
-"""Bytes that a `Spool` keeps in memory. Lower than IN_MEMORY: its tensors are written once, trained weights often."""
+"""Bytes that a `Spool` keeps in memory. Lower than IN_MEMORY: its tensors are written once,
+trained weights often."""
 
 _SMALL = 2**16
 """Bytes below which a tensor is never mapped."""
@@ -31,7 +33,8 @@ def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> 
 
 
 class Spool:
-    """Keep tensors that come one by one: the first SPARED bytes in memory, all later ones mapped."""
+    """Keep tensors that come one by one: the first SPARED bytes in memory, all later ones
+    mapped."""
 
     def __init__(self) -> None:
         self.held = 0

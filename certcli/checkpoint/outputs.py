@@ -28,7 +28,8 @@ from certcli.system.files import is_stream, open_alone, require_absent, sweep
 from certcli.system.reading import is_absent, open_regular
 
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
-"""Endings of files that certvit writes and no dataset holds: such a file may be replaced in a folder of images."""
+"""Endings of files that certvit writes and no dataset holds: such a file may be replaced in a
+folder of images."""
 
 FIGURES = {".png": "png", ".svg": "svg", ".pdf": "pdf"}
 """Formats of figures, by the ending of the file's name."""

@@ -37,9 +37,11 @@ from certcli.system.errors import CheckpointError, Refused, one_line
 KEY = "certvit"
 SCHEMA = 1
 SEEN = "seen"
-"""The parameter of a step with the digests of the images it used (`certcli.evaluation.training_images`)."""
+"""The parameter of a step with the digests of the images it used
+(`certcli.evaluation.training_images`)."""
 MEAN = "mean"
-"""The step that makes one network of several, whose lineages come before it, one after the other."""
+"""The step that makes one network of several, whose lineages come before it, one after the
+other."""
 
 
 class Versioned(Struct):

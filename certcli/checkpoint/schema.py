@@ -75,7 +75,8 @@ Measured = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Upper = Measured | Literal["inf"]
 Interpolation = Literal["nearest", "bilinear", "bicubic", "box", "hamming", "lanczos"]
 CropMode = Literal["center", "squash", "border"]
-"""How an image becomes the input: its shorter side resized, both sides resized, or all of it within a border."""
+"""How an image becomes the input: its shorter side resized, both sides resized, or all of it
+within a border."""
 Json = dict[str, Any]
 T = TypeVar("T")
 
@@ -276,7 +277,8 @@ def decode(text: str | bytes, kind: type[T]) -> T:
 
 
 def _each_once(pairs: list[tuple[str, Any]]) -> None:
-    """Raise Refused where an object names a key twice: readers differ on which of the two counts."""
+    """Raise Refused where an object names a key twice: readers differ on which of the two
+    counts."""
     names = set()
     for key, _ in pairs:
         if key in names:
@@ -351,7 +353,8 @@ def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
 
 
 def require_bounded(value: Any) -> None:
-    """Raise Refused when free JSON is deeper, or holds longer texts, than anything certvit writes."""
+    """Raise Refused when free JSON is deeper, or holds longer texts, than anything certvit
+    writes."""
     layer: list[Any] = [value]
     for _ in range(DEEPEST):
         below: list[Any] = []

@@ -12,9 +12,9 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import require_state_of
 from certcli.checkpoint.schema import Json, decode
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.system.errors import CheckpointError, Refused
 
 _UNKNOWN = "?" * 64
@@ -87,6 +87,7 @@ def _canonical(about: Mapping[str, Any]) -> str:
 
 
 def _digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
-    """Return the sha256 of all tensors and of everything that stands beside them, but for itself."""
+    """Return the sha256 of all tensors and of everything that stands beside them, but for
+    itself."""
     rest = {name: value for name, value in about.items() if name != "digest"}
     return hashlib.sha256(_canonical({"about": rest, "tensors": digests}).encode()).hexdigest()

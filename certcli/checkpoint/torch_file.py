@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from certcli.checkpoint.git_lfs import require_no_pointer
+from certcli.checkpoint.header import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, PROGRAM, ZipRecord, stored_records
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import open_regular
@@ -67,7 +67,8 @@ _NAMES = frozenset(
         _ENCODE,
     )
 )
-"""Names that pickles may call, beside those of torch's types. None makes much of little: `bytearray(10**10)` would."""
+"""Names that pickles may call, beside those of torch's types. None makes much of little:
+`bytearray(10**10)` would."""
 
 
 _EXPORTED = ("archive_format", "serialized_exported_program.json")
@@ -163,7 +164,8 @@ def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
 
 
 def _require_names(content: IO[bytes]) -> None:
-    """Raise Refused for a pickle with names outside the closed list, or that makes too many objects."""
+    """Raise Refused for a pickle with names outside the closed list, or that makes too many
+    objects."""
     calls = 0
     longest = 0
     objects = marks = 0

@@ -23,7 +23,6 @@ from certcli.cli.shared import settings
 from certcli.cli.shared.command import EVERYTHING
 from certcli.cli.shared.output import Invocation, Sink, as_line
 from certcli.cli.shared.streams import Interrupts, guarded
-from certcli.cli.verify import alias
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
 from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
@@ -61,8 +60,7 @@ class _Untyped:
 
 
 class _Group(_Untyped, TyperGroup):
-    def parse_args(self, context: Any, words: list[str]) -> list[str]:
-        return super().parse_args(context, alias.moved(words))
+    pass
 
 
 class _Command(_Untyped, TyperCommand):
@@ -130,8 +128,10 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
                 )
             team().finish()
         except KeyboardInterrupt as stop:
-            hint = "nothing half-written was left; adapt, finetune, certify and attack go on with --resume"
-            raise Interrupted("interrupted", hint) from stop
+            raise Interrupted(
+                "interrupted",
+                "nothing half-written was left; adapt, finetune, certify and attack go on with --resume",
+            ) from stop
 
     return wrapped
 
@@ -199,11 +199,7 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
             "terminal_width": max(_columns, 40) if _columns < NARROWEST else None,
         },
     )
-    names: Sequence[str] = NAMES
-    if words and words[0] in NAMES:
-        asks_to_verify = any(word.startswith("--verify") for word in words)
-        names = [words[0], *(["verify"] if asks_to_verify else [])]
-    for name in names:
+    for name in words[:1] if words and words[0] in NAMES else NAMES:
         command = COMMANDS[name]
         app.command(
             name, cls=_Command, epilog=getattr(command, "epilog", None), help=_unwrapped(command)

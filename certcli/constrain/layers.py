@@ -27,10 +27,6 @@ Visit = Callable[[int, str, nn.Module, Tensor], None]
 """Called with the number of a batch, a path, its module and the module's input."""
 
 
-class StopBatch(Exception):
-    """Raised by a visitor of `stream` that needs nothing more of this batch."""
-
-
 def refusal(module: nn.Module) -> str | None:
     """Return why a module cannot be constrained; None if it can."""
     if isinstance(module, nn.Linear):
@@ -61,28 +57,21 @@ def module_at(model: nn.Module, path: str) -> Any:
         ) from None
 
 
-def all_of(batches: Batches) -> Iterable[Tensor]:
-    return batches() if callable(batches) else batches
-
-
-def stream(model: nn.Module, batches: Batches, paths: Sequence[str], visit: Visit) -> None:
-    """Run the batches, call `visit` at each call of a module of `paths`."""
+def run_batches(model: nn.Module, batches: Batches) -> None:
+    """Run the network on the batches. DataError: there are none."""
     count = 0
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with visiting(model, paths, visit), torch.inference_mode(), fast_products(model):
-        for batch in all_of(batches):
-            with contextlib.suppress(StopBatch):
-                model(sent(batch, device))
+    with torch.inference_mode(), fast_products(model):
+        for batch in batches() if callable(batches) else batches:
+            model(sent(batch, device))
             count += 1
     if count == 0:
         raise DataError("there are no calibration images", "give --dataset or a larger --limit")
 
 
 @contextlib.contextmanager
-def visiting(
-    model: nn.Module, paths: Sequence[str], visit: Visit, each: nn.Module | None = None
-) -> Iterator[None]:
-    """Call `visit` while the caller runs the model: a call of it (or of `each`) is a batch."""
+def visiting(model: nn.Module, paths: Sequence[str], visit: Visit) -> Iterator[None]:
+    """Call `visit` at each call of a module of `paths`, while the caller runs the model."""
     count = 0
 
     def hook_for(path: str) -> Callable[..., None]:
@@ -97,10 +86,10 @@ def visiting(
 
     with contextlib.ExitStack() as hooks:
         for path in paths:
-            hooks.enter_context(
-                module_at(model, path).register_forward_pre_hook(hook_for(path), with_kwargs=True)
-            )
-        hooks.enter_context((each or model).register_forward_hook(ended, always_call=True))
+            hook = hook_for(path)
+            layer = module_at(model, path)
+            hooks.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+        hooks.enter_context(model.register_forward_hook(ended))
         yield
 
 

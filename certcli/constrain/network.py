@@ -1,8 +1,8 @@
 """Constrain all layers of a network at one eta."""
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.mapped import Spool
+from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import Batches
 from certcli.constrain.parallel import (
     LayerResult,
@@ -20,18 +21,20 @@ from certcli.constrain.parallel import (
 )
 from certcli.constrain.projection import Eigenbasis
 from certcli.constrain.settings import ConstrainSettings
-from certcli.constrain.shared_layers import Packed, for_all, share_of
 from certcli.constrain.statistics import (
     LayerStatistics,
     bytes_of,
     collect_in_passes,
-    gather_grams,
+    gathering,
     work_bytes,
 )
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.memory import free_bytes, give_back
 from certcli.system.processes import ALONE, Team
+
+Computed = tuple[str, Any, Tensor]
+"""Of a layer: its path, plain values, its weight."""
 
 BASES_BYTES = 2**29
 """Most bytes of eigenbases kept for another eta: all of ViT-S's and Swin-T's, half of ViT-B's."""
@@ -71,7 +74,7 @@ class LayerCalibration:
     called: set[str] = field(default_factory=set)
     team: Team = ALONE
     _kept: list[LayerStatistics] | None = field(default=None, repr=False)
-    _seen: dict[str, Tensor] | None = field(default=None, repr=False)
+    _seen: dict[str, GramSums] | None = field(default=None, repr=False)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -79,9 +82,8 @@ class LayerCalibration:
         if self.held_out is None or self.memory_limit_bytes is not None:
             yield
             return
-        with gather_grams(self.model, self.own, self.sample) as grams:
+        with gathering(self.model, self.own, self.sample) as self._seen:
             yield
-        self._seen = grams
 
     def parts(self) -> Iterator[Iterator[LayerStatistics]]:
         """Yield the statistics of the layers that the forward pass calls, pass by pass.
@@ -151,36 +153,18 @@ def constrain_to(
     Large weights are mapped from files (`certcli.checkpoint.mapped`).
 
     Args:
-        bases: eigenbases known from another eta; new ones are added up to BASES_BYTES. The results
-            hold none.
+        bases: eigenbases known from another eta; new ones are added up to BASES_BYTES.
     """
-    spool = Spool()
 
-    def eta_of(layer: LayerStatistics) -> float:
+    def exactly(layer: LayerStatistics, basis: Eigenbasis | None) -> tuple[Any, Tensor, Eigenbasis]:
+        eta = settings.eta
         if settings.mean_squared is not None:
-            return layer.widened().eta_of(settings.mean_squared)
-        return settings.eta
+            eta = layer.eta_of(settings.mean_squared)
+        result, basis = constrain_layer(layer, replace(settings, eta=eta), basis)
+        return {**vars(result), "weight": None}, result.weight, basis
 
-    def one(layer: LayerStatistics) -> LayerResult:
-        basis = None if bases is None else bases.get(layer.path)
-        return constrain_layer(
-            layer, replace(settings, eta=eta_of(layer)), basis, keep_basis=bases is not None
-        )
-
-    def own_layers() -> Iterator[Packed]:
-        names = [item.name for item in fields(LayerResult) if item.name not in ("weight", "basis")]
-        for part in calibration.parts():
-            for result in side_by_side(one, part, calibration.workers):
-                _remember(bases, result.path, result.basis)
-                yield (
-                    result.path,
-                    {name: getattr(result, name) for name in names},
-                    spool.keep(result.weight),
-                )
-
-    for _, plain, weight in for_all(calibration, own_layers()):
-        assert weight is not None
-        yield LayerResult(**plain, weight=weight)
+    for _, plain, weight in _for_each(calibration, exactly, bases):
+        yield LayerResult(**{**plain, "weight": weight})
 
 
 def try_at(
@@ -189,21 +173,77 @@ def try_at(
     bases: dict[str, Eigenbasis] | None = None,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield path and weight of layers, near those of `constrain_to`: for trials only."""
+
+    def about(layer: LayerStatistics, basis: Eigenbasis | None) -> tuple[Any, Tensor, Eigenbasis]:
+        return None, *try_layer(layer, settings, basis)
+
+    for path, _, weight in _for_each(calibration, about, bases):
+        yield path, weight
+
+
+def _for_each(
+    calibration: LayerCalibration,
+    work: Callable[[LayerStatistics, Eigenbasis | None], tuple[Any, Tensor, Eigenbasis]],
+    bases: dict[str, Eigenbasis] | None,
+) -> Iterator[Computed]:
+    """Yield path, plain values and weight of every layer, whichever process computed it."""
     spool = Spool()
 
-    def one(layer: LayerStatistics) -> tuple[str, Tensor, Eigenbasis | None]:
-        weight, basis = try_layer(layer, settings, None if bases is None else bases.get(layer.path))
-        return layer.path, weight, basis if bases is not None else None
+    def one(layer: LayerStatistics) -> tuple[str, Any, Tensor, Eigenbasis | None]:
+        plain, weight, basis = work(layer, None if bases is None else bases.get(layer.path))
+        # a basis takes as much memory as the layer's Gram matrix
+        return layer.path, plain, weight, None if bases is None else basis
 
-    def own_trials() -> Iterator[Packed]:
+    def own_layers() -> Iterator[Computed]:
         for part in calibration.parts():
-            for path, weight, basis in side_by_side(one, part, calibration.workers):
+            for path, plain, weight, basis in side_by_side(one, part, calibration.workers):
                 _remember(bases, path, basis)
-                yield path, None, spool.keep(weight)
+                yield path, plain, spool.keep(weight)
 
-    for path, _, weight in for_all(calibration, own_trials()):
-        assert weight is not None
-        yield path, weight
+    yield from _for_all_processes(calibration, own_layers())
+
+
+def _for_all_processes(
+    calibration: LayerCalibration, own_results: Iterator[Computed]
+) -> Iterator[Computed]:
+    """Yield the results of all layers, from those of this process's own.
+
+    A result is what its process computed, to the bit: plain values as JSON, weights as they are.
+    """
+    team = calibration.team
+    if not team.several:
+        yield from own_results
+        return
+    mine = {path: (plain, weight) for path, plain, weight in own_results}
+    plain_values = {path: plain for path, (plain, _) in mine.items()}
+    results: dict[str, tuple[Any, Tensor]] = {}
+    everyone = team.everyone([sorted(calibration.called), plain_values])
+    for rank, (called, computed) in enumerate(everyone):
+        calibration.called |= set(called)
+        for path, plain in computed.items():
+            parameter: Any = calibration.model.get_submodule(path).weight
+            weight = mine[path][1] if path in mine else torch.empty_like(parameter)
+            team.spread(weight, rank)
+            results[path] = plain, weight
+    yield from ((path, *results[path]) for path in calibration.paths if path in results)
+
+
+def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
+    """Return this process's layers: the dearest first, to the process with the least work.
+
+    Cost: in^2 (in + out), of the eigenbasis and the products with it.
+    """
+    costs = {}
+    for path in paths:
+        weight: Any = model.get_submodule(path).weight
+        rows, columns = weight.flatten(1).shape
+        costs[path] = columns**2 * (columns + rows)
+    loads = [0] * team.size
+    rank_of = {}
+    for path in sorted(paths, key=lambda path: -costs[path]):
+        rank_of[path] = loads.index(min(loads))
+        loads[rank_of[path]] += costs[path]
+    return [path for path in paths if rank_of[path] == team.rank]
 
 
 def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:

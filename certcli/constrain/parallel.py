@@ -4,16 +4,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.projection import Eigenbasis, eigenbasis
-from certcli.constrain.settings import PENALTIES, ConstrainSettings
-from certcli.constrain.single_ellipsoid import roughly
+from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain.single_ellipsoid import least_norm, roughly
 from certcli.constrain.statistics import LayerStatistics
 
 T = TypeVar("T")
@@ -36,7 +35,6 @@ class LayerResult:
         ridge: isotropic part of the statistics, as a share of their mean eigenvalue.
         surrogate: the windows overlap; the minimised norm is that of the reshaped out x (in * kh *
             kw) matrix, which times sqrt(ceil(kernel / stride)) an axis bounds the operator's.
-        basis: that of the statistics, for this layer at another eta.
     """
 
     path: str
@@ -55,8 +53,7 @@ class LayerResult:
     inputs: int
     ridge: float
     seconds: float
-    surrogate: bool = False
-    basis: Eigenbasis | None = None
+    surrogate: bool
 
 
 def workers_for(device: torch.device | str) -> int:
@@ -89,26 +86,19 @@ def side_by_side(
 
 
 def constrain_layer(
-    layer: LayerStatistics,
-    settings: ConstrainSettings,
-    basis: Eigenbasis | None = None,
-    *,
-    keep_basis: bool = True,
-) -> LayerResult:
+    layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None = None
+) -> tuple[LayerResult, Eigenbasis]:
     """Constrain one layer, cast the result to the parameter's dtype, and measure what was cast.
 
     Args:
-        basis: that of the statistics, where it is known from another eta.
-        keep_basis: the result holds the basis, which takes as much memory as the layer's Gram
-            matrix.
+        basis: that of the statistics, where it is known from another eta; else it is computed, and
+            returned for the next one.
     """
     started = time.perf_counter()
-    result = constrain_matrix(layer, settings, basis)
-    if not keep_basis:
-        result = replace(result, basis=None)
-        basis = None
-    cast, error = cast_inside(layer, result.weight, settings.eta)
-    return LayerResult(
+    basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
+    solution = least_norm(layer, basis, settings)
+    cast, error = cast_inside(layer, solution.weight, settings.eta)
+    result = LayerResult(
         path=layer.path,
         kind=layer.kind,
         weight=cast,
@@ -117,34 +107,29 @@ def constrain_layer(
         error=error,
         held_out_error=layer.held_out_error(cast.flatten(1)),
         eta=settings.eta,
-        iterations=result.iterations,
-        primal_residual=result.primal_residual,
+        iterations=solution.iterations,
+        primal_residual=solution.residual,
         feasible=error <= settings.eta,
-        gap=result.objective / result.lower - 1 if result.lower > 0 else None,
-        rank=result.rank,
+        gap=solution.objective / solution.lower - 1 if solution.lower > 0 else None,
+        rank=basis.rank,
         inputs=layer.weight.shape[1],
-        ridge=result.ridge,
+        ridge=basis.ridge,
         seconds=time.perf_counter() - started,
         surrogate=layer.overlapping,
-        basis=result.basis,
     )
+    return result, basis
 
 
 def try_layer(
     layer: LayerStatistics, settings: ConstrainSettings, basis: Eigenbasis | None
-) -> tuple[Tensor, Eigenbasis | None]:
+) -> tuple[Tensor, Eigenbasis]:
     """Return a weight near `constrain_layer`'s, for a trial, and the basis of the statistics.
 
     It takes a third of the iterations and no float64 product: the weight is within the tolerance of
     the least norm as float32 sees it, and is not measured.
     """
     basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis
-    radius = settings.eta * settings.eta * float(layer.output_energy)
-    if radius == 0.0 or not bool(layer.weight.any()):
-        weight = layer.weight.float()
-    else:
-        weight = roughly(layer.weight, basis, radius, PENALTIES.load(settings.prox), settings)
-    return weight.to(layer.dtype).reshape(layer.shape), basis
+    return roughly(layer, basis, settings).to(layer.dtype).reshape(layer.shape), basis
 
 
 def cast_inside(layer: LayerStatistics, weight: Tensor, eta: float) -> tuple[Tensor, float]:

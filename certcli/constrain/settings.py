@@ -24,12 +24,6 @@ PENALTIES = Registry(
         "least sum of absolute weights (soft threshold), the paper's choice",
         "CertViT, Algorithm 1",
     ),
-    Entry(
-        "nuclear",
-        "certcli.constrain.prox:NUCLEAR",
-        "least sum of singular values (soft threshold of the singular values)",
-        "Cai, Candes & Shen 2010",
-    ),
 )
 """Penalties that Douglas-Rachford minimises over the layers of bounded output error."""
 
@@ -59,7 +53,7 @@ class ConstrainSettings:
     """
 
     panel: ClassVar[str] = "Method"
-    prox: str = option("spectral", "spectral, l1 (the paper's), nuclear.")
+    prox: str = option("spectral", "spectral, or l1 (the paper's).")
     beta: float | None = option(
         None,
         "Step of the proximal map (default 0.01): the pace of the run. How far norms fall is set by "

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
 from certcli.constrain.prox import Penalty
-from certcli.constrain.settings import BETA, ConstrainSettings
+from certcli.constrain.settings import BETA, PENALTIES, ConstrainSettings
+from certcli.constrain.statistics import LayerStatistics
 
 CHECK_EVERY = 10
 """Iterations between two float64 judgements, by Q and Y = -(Q - W0) G as well, of a run whose limits have not met."""
@@ -66,20 +67,30 @@ class Solution:
     lower: float
 
 
-def least_norm(
-    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
-) -> Solution:
-    """Minimise L(W), tr((W - W0) (G + ridge) (W - W0)^T) <= radius, W0 = `centre` (out, in).
+def least_norm(layer: LayerStatistics, basis: Eigenbasis, settings: ConstrainSettings) -> Solution:
+    """Minimise L(W), tr((W - W0) (G + ridge) (W - W0)^T) <= (eta |W0 X|_F)^2, W0 (out, in).
+
+    P = prox(Z), Q = proj(2P - Z), Z <- Z + relaxation (Q - P); the result is P inside, or Q. The
+    strength of the prox is at most beta * pace * |W0|* with the dual norm of W0, so that one beta
+    suits all layers. A converged result does not depend on beta. W is free in directions that no
+    calibration token excites, and has the least norm there; a ridge adds its share of the mean
+    eigenvalue to G, which is stricter.
 
     An invariant penalty runs in the eigenbasis of G, where the projection scales columns and needs
     no product. A tall W0 is F R there with orthonormal columns F (out, in), and only square
     matrices R are iterated. Large matrices are iterated in float32.
+    Source: CertViT, Algorithm 1; Combettes & Pesquet 2007.
     """
-    inside, frame = _framed(centre, basis, radius, penalty, settings)
+    penalty: Penalty = PENALTIES.load(settings.prox)
+    radius = settings.eta * settings.eta * float(layer.output_energy)
+    if radius == 0.0:
+        norm = float(penalty.value(layer.weight))
+        return Solution(layer.weight.clone(), 0, 0.0, norm, norm)
+    inside, frame = _framed(layer.weight, basis, radius, penalty, settings)
     exact = inside.centre
     single = exact.numel() >= SINGLE_FROM and settings.tolerance >= SINGLE_GAP
     fast = inside.to(torch.float32) if single else inside
-    prox = penalty.prox_of_a_run()
+    prox = penalty.sequence()
     asked = settings.tolerance * (_CAUTION if single else 1.0)
     best = (math.inf, exact)
     lower = 0.0
@@ -105,21 +116,23 @@ def least_norm(
     return Solution(weight, iteration, residual, objective, proven)
 
 
-def roughly(
-    centre: Tensor, basis: Eigenbasis, radius: float, penalty: Penalty, settings: ConstrainSettings
-) -> Tensor:
-    """Solve `least_norm` in float32 to the tolerance, without judging it: for a trial.
+def roughly(layer: LayerStatistics, basis: Eigenbasis, settings: ConstrainSettings) -> Tensor:
+    """Solve `least_norm` in float32 to the tolerance, without judging it, for a trial: (out, in).
 
-    centre (out, in) float64 -> float32. The units are |W0|_F and G's mean eigenvalue, because
-    float32 ends at 1e38.
+    The units are |W0|_F and G's mean eigenvalue, because float32 ends at 1e38.
     """
+    penalty: Penalty = PENALTIES.load(settings.prox)
+    centre = layer.weight
+    radius = settings.eta * settings.eta * float(layer.output_energy)
+    if radius == 0.0:
+        return centre.float()
     size = float(centre.norm())
     unit = float(basis.values.mean())
     single = replace(basis, values=(basis.values / unit).float(), vectors=basis.vectors.float())
     inside, frame = _framed(
         (centre / size).float(), single, radius / (size * size * unit), penalty, settings
     )
-    prox = penalty.prox_of_a_run()
+    prox = penalty.sequence()
     lower = 0.0
     for iteration, _, _, step in _iterates(inside, prox):
         lower = max(lower, step.lower)
@@ -138,9 +151,9 @@ def _framed(
     """Return the ellipsoid in the eigenbasis; F where matrices are of W0's column space."""
     turned = centre @ basis.vectors
     frame = None
-    if penalty.left_invariant and len(turned) > turned.shape[1]:
+    if penalty.invariant and len(turned) > turned.shape[1]:
         frame, turned = torch.linalg.qr(turned)
-    return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.right_invariant), frame
+    return _Ellipsoid(turned, basis, radius, penalty, settings, not penalty.invariant), frame
 
 
 def _iterates(

@@ -32,10 +32,10 @@ from certcli.constrain.layers import (
     refusal,
     require_finite,
     rows,
+    run_batches,
     sampled,
     visiting,
 )
-from certcli.constrain.resumed_forward import ResumedStream, Trunk
 from certcli.system.errors import UsageError
 
 MOST_ETA = 0.999
@@ -51,8 +51,7 @@ class LayerStatistics:
         gram: (in, in) float64, G = X X^T.
         kind: "linear" or "conv".
         shape, dtype: those of the parameter.
-        held_out: (in, in), the Gram matrix of images that take no part in the constraint; float32
-            where tokens are sampled, because it is only reported.
+        held_out: (in, in), the Gram matrix of images that take no part in the constraint.
         conv: see `layers.geometry`.
         tokens: the number of columns of X.
     """
@@ -80,9 +79,7 @@ class LayerStatistics:
         """Return the same ratio on the held-out images; None without them."""
         if self.held_out is None:
             return None
-        return float(
-            error_ratio(energy(weight - self.weight, self.held_out.double()), self._held_out_energy)
-        )
+        return float(replace(self, gram=self.held_out).relative_error(weight))
 
     def eta_of(self, mean_squared: float) -> float:
         """Return the relative error of this mean squared error, at most MOST_ETA.
@@ -92,11 +89,6 @@ class LayerStatistics:
         """
         size = float(self.output_energy)
         return min(MOST_ETA, math.sqrt(self.tokens * mean_squared / size)) if size > 0 else MOST_ETA
-
-    @cached_property
-    def _held_out_energy(self) -> Tensor:
-        assert self.held_out is not None
-        return energy(self.weight, self.held_out.double())
 
     @cached_property
     def before(self) -> float:
@@ -175,77 +167,58 @@ def collect_in_passes(
     memory_limit_bytes: int | None = None,
     held_out_batches: Batches | None = None,
     sample: int | None = None,
-    held_out: Mapping[str, Tensor] | None = None,
+    held_out: Mapping[str, GramSums] | None = None,
 ) -> Iterator[dict[str, LayerStatistics]]:
     """Yield statistics of as many layers as fit, one forward pass over `batches` a time.
 
     G is the sum of x x^T over the tokens. Memory: 8 * (1 + held out) * in^2 bytes a layer, plus 64
-    MiB. The caller
-    calls `widened` on one layer at a time. The model must not change before the last pass. In a
-    network with a trunk, each pass resumes where the one before stopped (`trunk`). A path that the
-    forward pass never calls as a module (weights used functionally) is absent.
+    MiB. The caller calls `widened` on one layer at a time. The model must not change before the
+    last pass. A path that the forward pass never calls as a module (weights used functionally) is
+    absent.
 
     Args:
         batches: tensors of images. Several passes need a list, or a function that returns an
             iterator.
         sample: most tokens of an image that count (None: all, in float64); the first one, a class
             token where there is one, always does.
-        held_out: the Gram matrices of the held-out images, where they are known already
-            (`gather_grams`).
+        held_out: the sums of the held-out images, where they are known already (`gathering`).
 
     Raises:
-        UsageError: training mode, a module that cannot be constrained, shared weights, or batches
-        that end.
-        DataError: NaN or infinite input of a layer.
+        UsageError: training mode, a module that cannot be constrained, or shared weights.
+        DataError: NaN or infinite input of a layer, or no images.
     """
     copies = 1 + (held_out_batches is not None)
-    passes = passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes)
-    if len(passes) > 1:
-        for source in (batches, held_out_batches):
-            if source is not None and not callable(source) and iter(source) is source:
-                raise UsageError(
-                    "several passes are needed, and the batches can be iterated once only"
-                )
-    trunk = Trunk.of(model, batches, paths) if len(passes) > 1 else None
-    streams = ResumedStream(model, batches, trunk)
-    held_out_streams = (
-        None if held_out_batches is None else ResumedStream(model, held_out_batches, trunk)
+    for part in passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes):
+        _check(model, part)
+        with gathering(model, part, sample) as sums_of:
+            run_batches(model, batches)
+        others = held_out or {}
+        if held_out is None and held_out_batches is not None:
+            with gathering(model, part, sample) as others:
+                run_batches(model, held_out_batches)
+        yield {
+            path: _statistics_of(path, module_at(model, path), sums_of[path], others.get(path))
+            for path in part
+            if path in sums_of
+        }
+
+
+def _statistics_of(
+    path: str, module: Any, sums: GramSums, held_out: GramSums | None
+) -> LayerStatistics:
+    """Return a layer's statistics; its weight shares the model's memory."""
+    weight = module.weight.detach()
+    return LayerStatistics(
+        path=path,
+        weight=weight.flatten(1),
+        gram=sums.gram,
+        kind="linear" if isinstance(module, nn.Linear) else "conv",
+        shape=tuple(weight.shape),
+        dtype=weight.dtype,
+        held_out=None if held_out is None else held_out.gram,
+        conv=sums.conv,
+        tokens=sums.tokens,
     )
-    for part, following in zip(passes, [*passes[1:], []]):
-        yield _collect(model, streams, part, held_out_streams, sample, held_out, following)
-
-
-def _collect(
-    model: nn.Module,
-    streams: ResumedStream,
-    paths: Sequence[str],
-    held_out_streams: ResumedStream | None,
-    sample: int | None,
-    held_out: Mapping[str, Tensor] | None,
-    following: Sequence[str],
-) -> dict[str, LayerStatistics]:
-    """Return a pass' statistics, sharing the model's weights. following: the next pass' layers."""
-    _check(model, paths)
-    sums = _accumulate(streams, paths, following, sample)
-    if held_out is None and held_out_streams is not None:
-        held_out = _reported(_accumulate(held_out_streams, paths, following, sample), sample)
-    statistics = {}
-    for path in paths:
-        if path in sums:
-            module = module_at(model, path)
-            weight = module.weight.detach()
-            statistics[path] = LayerStatistics(
-                path=path,
-                weight=weight.flatten(1),
-                gram=sums[path].gram,
-                kind="linear" if isinstance(module, nn.Linear) else "conv",
-                shape=tuple(weight.shape),
-                dtype=weight.dtype,
-                held_out=None if held_out is None else held_out.get(path),
-                conv=sums[path].conv,
-                tokens=sums[path].tokens,
-            )
-    return statistics
 
 
 def _check(model: nn.Module, paths: Sequence[str]) -> None:
@@ -267,34 +240,20 @@ def _check(model: nn.Module, paths: Sequence[str]) -> None:
         path_of[id(module.weight)] = path
 
 
-def _accumulate(
-    streams: ResumedStream,
-    paths: Sequence[str],
-    following: Sequence[str],
-    sample: int | None,
-) -> dict[str, GramSums]:
-    sums_of: dict[str, GramSums] = {}
-    streams.stream(paths, following, _adding(sums_of, sample))
-    return _ordinary(sums_of)
-
-
 @contextlib.contextmanager
-def gather_grams(
+def gathering(
     model: nn.Module, paths: Sequence[str], sample: int | None
-) -> Iterator[dict[str, Tensor]]:
-    """Yield path -> Gram matrix of the layer's inputs, filled once the caller ran the model."""
-    grams: dict[str, Tensor] = {}
+) -> Iterator[dict[str, GramSums]]:
+    """Yield path -> sums of the layer's inputs, complete once the caller ran the model."""
     sums_of: dict[str, GramSums] = {}
     with visiting(model, paths, _adding(sums_of, sample)):
-        yield grams
-    grams.update(_reported(_ordinary(sums_of), sample))
-
-
-def _reported(sums_of: dict[str, GramSums], sample: int | None) -> dict[str, Tensor]:
-    """Return held-out Gram matrices, in float32 of sampled tokens to save memory."""
-    return {
-        path: sums.gram if sample is None else sums.gram.float() for path, sums in sums_of.items()
-    }
+        yield sums_of
+    for path, sums in sums_of.items():
+        with torch.inference_mode():
+            sums.settle()
+            sums.mirror()
+        require_finite(path, sums.gram.diagonal())
+        sums_of[path] = replace(sums, gram=sums.gram.clone())  # autograd refuses inference tensors
 
 
 def _adding(sums_of: dict[str, GramSums], sample: int | None) -> Visit:
@@ -314,14 +273,3 @@ def _adding(sums_of: dict[str, GramSums], sample: int | None) -> Visit:
             require_finite(path, sums_of[path].gram.diagonal())
 
     return visit
-
-
-def _ordinary(sums_of: dict[str, GramSums]) -> dict[str, GramSums]:
-    """Settle the sums, and clone inference tensors, which autograd would refuse later."""
-    for path, sums in sums_of.items():
-        with torch.inference_mode():
-            sums.settle()
-            sums.mirror()
-        require_finite(path, sums.gram.diagonal())
-        sums_of[path] = replace(sums, gram=sums.gram.clone())
-    return sums_of

@@ -173,7 +173,8 @@ def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
 
 @curve(methods=("clamp", "clamp_", "clip", "clip_"), functions=(torch.clamp, torch.clip))
 def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
-    """t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a limit."""
+    """t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a
+    limit."""
     low, high = (
         None if limit is None else torch.as_tensor(limit, dtype=torch.float64).detach()
         for limit in (min, max)

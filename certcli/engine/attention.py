@@ -16,7 +16,8 @@ from certcli.engine.walk import Constant
 
 
 def attention_module(table: RuleTable) -> Register:
-    """Register a domain's rule for timm's multi-head attention; one with options is traced through."""
+    """Register a domain's rule for timm's multi-head attention; one with options is traced
+    through."""
     return table.module(Attention, when=_has_no_options)
 
 

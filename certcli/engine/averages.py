@@ -1,4 +1,5 @@
-"""Averages over windows and interpolation: a matrix along each of the last axes, one list of names."""
+"""Averages over windows and interpolation: a matrix along each of the last axes, one list of
+names."""
 
 import functools
 import math
@@ -127,38 +128,60 @@ MAX_WINDOWS = "kernel_size", "stride", "padding", "dilation", "ceil_mode", "retu
 _RESIZE = "size", "scale_factor", "mode", "align_corners", "recompute_scale_factor"
 
 
+def _of_one_tensor(
+    values: type | tuple[type, ...],
+    transfer: Callable[[Any, Any, Separable], Any],
+    describe: Callable[..., Separable],
+    **fixed: Any,
+) -> Any:
+    """Return a rule that hands over a tensor and its map."""
+
+    def apply(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
+        if not isinstance(x, values):
+            raise NoRule("an average of something else than one tensor")
+        shape: Shape = tuple(getattr(x, "shape", ()))
+        return transfer(ctx, x, describe(shape, *args, **named, **fixed))
+
+    return apply
+
+
 def register_averages(
     table: RuleTable,
     values: type | tuple[type, ...],
     transfer: Callable[[Any, Any, Separable], Any],
+    mark: Callable[[Any], Any] = lambda rule: rule,
 ) -> None:
-    """Register all names in a domain's table; transfer: (context, value, map) -> value."""
+    """Register all names in a domain's table; transfer: (context, value, map) -> value.
 
-    def rule(describe: Callable[..., Separable], **fixed: Any) -> Any:
-        def apply(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
-            if not isinstance(x, values):
-                raise NoRule("an average of something else than one tensor")
-            shape: Shape = tuple(getattr(x, "shape", ()))
-            return transfer(ctx, x, describe(shape, *args, **named, **fixed))
+    Args:
+        mark: adds to each rule what the domain notes of it.
+    """
+    of_lines, of_maps = (
+        mark(_of_one_tensor(values, transfer, over_windows, axes=axes)) for axes in (1, 2)
+    )
+    table.function(F.avg_pool1d, torch.avg_pool1d)(of_lines)
+    table.function(F.avg_pool2d)(of_maps)
+    table.module(nn.AvgPool1d)(with_attributes(of_lines, *_WINDOWS))
+    table.module(nn.AvgPool2d)(with_attributes(of_maps, *_WINDOWS, "divisor_override"))
+    for axes, function in (*enumerate(_ADAPTIVE, 1), (1, torch.adaptive_avg_pool1d)):
+        table.function(function)(mark(_of_one_tensor(values, transfer, adaptive, axes=axes)))
 
-        return apply
+
+def register_interpolation(
+    table: RuleTable,
+    values: type | tuple[type, ...],
+    transfer: Callable[[Any, Any, Separable], Any],
+) -> None:
+    """Register all names in a domain's table, as `register_averages` does."""
 
     def resized(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
         dtype = getattr(ctx, "dtype", None) or torch.float64
-        return rule(interpolation, dtype=dtype)(ctx, x, *args, **named)
+        return _of_one_tensor(values, transfer, interpolation, dtype=dtype)(ctx, x, *args, **named)
 
     table.function(F.interpolate)(resized)
     table.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(
         with_attributes(resized, *_RESIZE)
     )
-    of_lines, of_maps = (rule(over_windows, axes=axes) for axes in (1, 2))
-    table.function(F.avg_pool1d, torch.avg_pool1d)(of_lines)
-    table.function(F.avg_pool2d)(of_maps)
-    table.module(nn.AvgPool1d)(with_attributes(of_lines, *_WINDOWS))
-    table.module(nn.AvgPool2d)(with_attributes(of_maps, *_WINDOWS, "divisor_override"))
-    for axes, function in enumerate(_ADAPTIVE, 1):
-        table.function(function)(rule(adaptive, axes=axes))
-    table.function(torch.adaptive_avg_pool1d)(rule(adaptive, axes=1))
 
 
 _ADAPTIVE = F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d

@@ -265,6 +265,15 @@ def curve(
     return register
 
 
+def curve_of(module: nn.Module) -> Curve | None:
+    """Return the curve that a module is, if it is one without an option of its precision."""
+    for named in NAMED:
+        options = inspect.signature(named.describe).parameters
+        if type(module) in named.modules and "dtype" not in options:
+            return named.describe(**{name: getattr(module, name) for name in options})
+    return None
+
+
 def register_curves(
     table: RuleTable,
     values: type | tuple[type, ...],

@@ -4,14 +4,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from certcli.engine.tracer import tensors_of
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 MOVING = frozenset(
     ("index", "index_select", "gather", "cat", "stack", "clone", "roll", "flip", "repeat", "repeat_interleave", "copy",
-     "constant_pad_nd", "tril", "triu", "zeros", "ones", "full", "scalar_tensor",
+     "constant_pad_nd", "tril", "triu", "zeros", "ones", "eye", "full", "scalar_tensor",
      "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full")
 )  # fmt: skip
 """Operations whose results hold entries of their operands, and numbers of the code."""
@@ -19,7 +20,8 @@ MOVING = frozenset(
 
 @dataclass(frozen=True)
 class Computed:
-    """An operation (its name in aten) on tensors that do not depend on the image, and its result."""
+    """An operation (its name in aten) on tensors that do not depend on the image, and its
+    result."""
 
     name: str
     args: tuple[Any, ...]
@@ -66,8 +68,9 @@ class Moved(OperationMode):
         counted = not any(
             x.is_floating_point() for x in (*operands, *results)
         ) and not name.startswith("empty")
+        moving = name in MOVING or (name == "_to_copy" and _is_wider(results[0], operands[0]))
         # torch.tensor(numbers)
-        if name == "lift_fresh" or ((counted or name in MOVING) and places <= self.storages):
+        if name == "lift_fresh" or ((counted or moving) and places <= self.storages):
             self._kept += results
             self.storages.update(map(place_of, results))
         elif operands and all(place in self.storages or place in self.computed for place in places):
@@ -83,6 +86,11 @@ class Moved(OperationMode):
             for step in self.computed.values()
             for x in tensors_of((step.args, step.kwargs))
         )
+
+
+def _is_wider(result: Tensor, x: Tensor) -> bool:
+    """Tell whether a result's arithmetic has all numbers of x's."""
+    return torch.promote_types(result.dtype, x.dtype) == result.dtype
 
 
 def place_of(x: Tensor) -> int:

@@ -3,36 +3,36 @@
 The bound is one of the graph. It is the network's if the network runs that graph on every image, so
 here it is *run*. Each run has its own task:
 
-- the trace, of an image of noise: the graph, and its logits there. A cache that a first run fills
-  shows in the state,
+- the model on an image of noise, before anything else: what a first run fills, such as a cache, is
+  filled then,
+- the trace, of the same image: the graph, and the same logits,
 - the model on a saturated image: its operations on the image and on what is made of it, with shapes
-  and numbers. A branch
-  that no image shows is seen by what it reads: no operation may return a number,
+  and numbers. No operation may return a number,
 - the graph on that image: the same operations, and the same logits to the last places. What depends
-  on the image behind torch's back, on the type of a tensor or on an earlier run is another value
-  here than in the trace,
+  on the type of a tensor or on an earlier run is another value here than in the trace,
 - the model on both images in one batch: each image's logits are those of its single run, so they
-  depend neither on the batch's size, nor on the place in it, nor on the other image,
-- the model on the noise alone, as the graph.
+  depend neither on the batch's size, nor on the place in it, nor on the other image.
 
 Before and after, the state of the model (tensors by their content, attributes, training mode,
-hooks, the globals of code that is no library's) and the generators of random numbers are the same.
+hooks) and the generators of random numbers are the same. The network may surprise; it does not hide
+from its own user.
 """
 
 import copy
 import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
-from certcli.engine.trace import Trace, example_of, refuse_hooks, trace_model
+from certcli.engine.trace import Trace, example_of, refuse_hooks, result_of, trace_model
 from certcli.engine.tracer import Untraceable, reason_of
 from certcli.engine.watched_run import Operation, first_difference, followed
 from certcli.models.build import own_name
@@ -51,15 +51,17 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
 
     Untraceable says what differs, but only where the body had no reason of its own to refuse: that
     one names a module. Costs one run of the graph and two of the model besides the trace, one of
-    two images, and reading the state three times.
+    two images, and reading the state twice.
     """
     with torch.no_grad(), _random_states_saved():
         images = _images(model, size)
         refuse_hooks(model)  # before anything runs: training mode would change statistics
-        traced, before = _trace(model, images[0], tables)
+        first, _ = _run(model, images[0], watch=False)
+        before = state_of(model)
+        traced = trace_model(model, images[0], *tables)
         yield traced
         try:
-            _require_same_logits(traced, model, images)
+            _require_same_logits(traced, model, images, first)
         except Untraceable:
             refuse_hooks(model)
             _require_same_state(before, model)  # names what changes before the logits do
@@ -67,70 +69,34 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
         _require_same_state(before, model)
 
 
-def _trace(
-    model: nn.Module, image: Tensor, tables: Sequence[RuleTable]
-) -> tuple[Trace, dict[str, Any]]:
-    """Return a trace and its unchanged state; where a first run fills a cache, of a second."""
-    before = state_of(model)
-    try:
-        traced = trace_model(model, image, *tables)
-    except Untraceable:
-        try:
-            model(image.clone())
-        except Exception as failure:
-            raise Untraceable(
-                f"the network does not run on one image ({reason_of(failure)})"
-            ) from failure
-    else:
-        after = state_of(model)
-        if differs(before, after) is None:
-            return traced, after
-    before = state_of(model)
-    return trace_model(model, image, *tables), before
-
-
-def _require_same_logits(traced: Trace, model: nn.Module, images: list[Tensor]) -> None:
+def _require_same_logits(
+    traced: Trace, model: nn.Module, images: list[Tensor], first: Tensor
+) -> None:
     """Graph and model run the same operations to the same logits, of images alone and in batch."""
-    noise, saturated = images
-    logits, operations = _run(model, saturated)
-    _require_finite(model, logits)
-    _require_finite(model, traced.result)
+    logits, operations = _run(model, images[1])
+    for result in (logits, traced.result):
+        _require_finite(model, result)
     if logits.shape != traced.result.shape:
         raise Untraceable(
             f"the shape of the logits depends on the image: {_apart(logits, traced.result)}"
         )
     alone = torch.cat([traced.result, logits])
     as_it_ran = replace(traced, graph=traced.ran)
-    replay, steps = _run(lambda x: result_of(as_it_ran, x), saturated)
+    replay, steps = _run(lambda x: result_of(as_it_ran, x), images[1])
     if traced.ran is not traced.graph and not agree(
-        result_of(traced, saturated), replay, lambda _: movement(alone)
+        result_of(traced, images[1]), replay, lambda _: movement(alone)
     ):
         raise Untraceable("the network with its operations written out is another one")
-    same = _SameRun(replay, steps, movement(alone))
-    same.require(logits, operations)
-    _require_same_in_a_batch(model, images, alone)
-    replace(same, logits=traced.result).require(*_run(model, noise))
-
-
-@dataclass(frozen=True)
-class _SameRun:
-    """The graph on an image: logits, operations, and how far logits move between images."""
-
-    logits: Tensor
-    steps: list[Operation]
-    movement: float
-
-    def require(self, logits: Tensor, operations: list[Operation]) -> None:
-        """Raise Untraceable for a run of the network that is another one."""
-        if operations != self.steps:
-            difference = first_difference(operations, self.steps)
-            raise Untraceable(f"the network runs another graph than its trace: {difference}")
-        if not close(
-            logits, self.logits, SAME_SHAPE * torch.finfo(logits.dtype).eps * self.movement
-        ):
+    if operations != steps:
+        difference = first_difference(operations, steps)
+        raise Untraceable(f"the network runs another graph than its trace: {difference}")
+    last_places = SAME_SHAPE * torch.finfo(logits.dtype).eps * movement(alone)
+    for ran, of_graph in ((logits, replay), (first, traced.result)):
+        if not close(ran, of_graph, last_places):
             raise Untraceable(
-                f"the traced graph returns other logits than the network: {_apart(logits, self.logits)}"
+                f"the traced graph returns other logits than the network: {_apart(ran, of_graph)}"
             )
+    _require_same_in_a_batch(model, images, alone)
 
 
 def _require_finite(model: nn.Module, logits: Tensor) -> None:
@@ -157,48 +123,26 @@ def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
-def _run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Tensor, list[Operation]]:
+def _run(
+    function: Callable[[Tensor], Any], image: Tensor, watch: bool = True
+) -> tuple[Tensor, list[Operation]]:
+    """Return the logits of one image, and the operations where they are watched."""
     try:
-        result, operations = followed(function, image)
+        with BaseTorchFunctionMode():  # as in a watched run
+            result, operations = (
+                followed(function, image) if watch else (function(image.clone()), [])
+            )
     except Untraceable:
         raise
     except Exception as failure:
-        raise Untraceable(f"the network does not run ({reason_of(failure)})") from failure
+        raise Untraceable(
+            f"the network does not run on one image ({reason_of(failure)})"
+        ) from failure
     if not isinstance(result, Tensor):
         raise Untraceable("the network returns something other than one tensor of logits")
     if not result.dim():
         raise Untraceable("the network returns a single number for all images of a batch")
     return result, operations
-
-
-def result_of(traced: Trace, image: Tensor) -> Any:
-    *_, (_, result) = executed(traced, image)
-    return result
-
-
-def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
-    """Yield the graph node by node, output last: modules as they are, constants as traced."""
-    values: dict[fx.Node, Any] = {}
-    for node, module, unused in traced.steps:
-        args: Any = fx.node.map_arg(node.args, values.__getitem__)
-        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__) if node.kwargs else {}
-        if module is not None:
-            value = module(*args, **kwargs)
-        elif node.op == "placeholder":
-            value = image
-        elif node.op == "get_attr":
-            value = traced.constants[str(node.target)]
-        elif node.op == "call_method":
-            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        elif node.op == "call_function":
-            function: Any = node.target
-            value = function(*args, **kwargs)
-        else:
-            value = args[0]
-        values[node] = value
-        yield node, value
-        for argument in unused:
-            del values[argument]
 
 
 def _require_same_in_a_batch(model: nn.Module, images: list[Tensor], alone: Tensor) -> None:
@@ -208,21 +152,18 @@ def _require_same_in_a_batch(model: nn.Module, images: list[Tensor], alone: Tens
     last, in inference mode: a network that looks at these is another one there. The number of
     threads stays: a pool of threads that starts here would hang in processes that are forked.
     """
+    batch = torch.cat(images)
+    if batch.dim() == 4:
+        batch = batch.contiguous(memory_format=torch.channels_last)
     try:
         with torch.inference_mode():
-            together, _ = followed(model, _channels_last(torch.cat(images)))
-    except Untraceable:
-        raise
+            together = model(batch)
     except Exception:
         return
     if not isinstance(together, Tensor) or together.shape != alone.shape or len(alone) != 2:
         return
     if not agree(together, alone) and not _agrees_in_float64(model, images, together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
-
-
-def _channels_last(images: Tensor) -> Tensor:
-    return images.contiguous(memory_format=torch.channels_last) if images.dim() == 4 else images
 
 
 def _agrees_in_float64(
@@ -282,7 +223,8 @@ def movement_of_margins(logits: Tensor) -> float:
 
 
 _LAST_PLACES = 8.0
-"""Units of the last place that a logit's own size may add: a constant logit is computed to these."""
+"""Units of the last place that a logit's own size may add: a constant logit is computed to
+these."""
 
 
 def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:
@@ -305,38 +247,35 @@ def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
         raise Untraceable(f"{name} changes while the network runs")
 
 
+_GENERATORS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (random.getstate, random.setstate),
+    (np.random.get_state, np.random.set_state),
+    (
+        lambda: torch.get_rng_state().tolist(),
+        lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
+    ),
+    (
+        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        lambda states: torch.cuda.set_rng_state_all(states) if states else None,
+    ),
+)
+"""How the state of each generator that a process shares is read and written."""
+
+
 @contextmanager
 def _random_states_saved() -> Iterator[None]:
     """Untraceable where the body draws from shared generators, which are restored."""
-    numpy = sys.modules.get("numpy")
-    cuda = torch.cuda.is_initialized()
-
-    def states() -> list[Any]:
-        states: list[Any] = [random.getstate(), torch.get_rng_state().tolist()]
-        states.append(
-            [state.tolist() for state in torch.cuda.get_rng_state_all()] if cuda else None
-        )
-        if numpy is not None:
-            name, keys, *rest = numpy.random.get_state()
-            states.append((name, keys.tolist(), *rest))
-        return states
-
-    saved = states()
-    torch_state = torch.get_rng_state()
-    cuda_state = torch.cuda.get_rng_state_all() if cuda else []
+    saved = [read() for read, _ in _GENERATORS]
+    failure: Untraceable | None = None
     try:
-        try:
-            yield
-        except Untraceable as other:
-            if states() != saved:
-                raise Untraceable("the network draws random numbers") from other
-            raise
-        if states() != saved:
-            raise Untraceable("the network draws random numbers")
+        yield
+    except Untraceable as reason:
+        failure = reason
     finally:
-        random.setstate(saved[0])
-        torch.set_rng_state(torch_state)
-        if cuda:
-            torch.cuda.set_rng_state_all(cuda_state)
-        if numpy is not None:
-            numpy.random.set_state(saved[3])
+        drawn = [repr(read()) for read, _ in _GENERATORS] != list(map(repr, saved))
+        for (_, write), state in zip(_GENERATORS, saved, strict=True):
+            write(state)
+    if drawn:
+        failure = Untraceable("the network draws random numbers")
+    if failure is not None:
+        raise failure

@@ -24,7 +24,8 @@ _HARMLESS = frozenset(
      "__static_attributes__", "__firstlineno__", "__parameters__", "__orig_bases__", "extra_repr", "__repr__",
      "reset_parameters", "_init_weights", "__annotations_cache__", "__annotate_func__")
 )  # fmt: skip
-"""Names that a subclass may define while it still runs its parent's forward on its parent's parts."""
+"""Names that a subclass may define while it still runs its parent's forward on its parent's
+parts."""
 
 
 class NoRule(Exception):

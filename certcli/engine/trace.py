@@ -1,4 +1,5 @@
-"""The network as it is executed: torch.fx's graph of one real forward pass, with every shape known."""
+"""The network as it is executed: torch.fx's graph of one real forward pass, with every shape known; and
+its end, which margins do not see: log_softmax takes one number off all logits."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx, nn
 from torch.fx import _symbolic_trace
+from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from certcli.engine.derived_constants import Moved
@@ -54,7 +56,8 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
-        """The nodes in order: looking their modules up takes as long as running them on one image."""
+        """The nodes in order: looking their modules up takes as long as running them on one
+        image."""
         read: set[fx.Node] = set()
         steps: list[Step] = []
         for node in reversed(self.graph.nodes):
@@ -147,6 +150,37 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     )
 
 
+def result_of(traced: Trace, image: Tensor) -> Any:
+    """Return the graph's result on an image (1, c, h, w)."""
+    *_, (_, result) = executed(traced, image)
+    return result
+
+
+def executed(traced: Trace, image: Tensor) -> Iterator[tuple[fx.Node, Any]]:
+    """Yield the graph node by node, output last: modules as they are, constants as traced."""
+    values: dict[fx.Node, Any] = {}
+    for node, module, unused in traced.steps:
+        args: Any = fx.node.map_arg(node.args, values.__getitem__)
+        kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__) if node.kwargs else {}
+        if module is not None:
+            value = module(*args, **kwargs)
+        elif node.op == "placeholder":
+            value = image
+        elif node.op == "get_attr":
+            value = traced.constants[str(node.target)]
+        elif node.op == "call_method":
+            value = getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        elif node.op == "call_function":
+            function: Any = node.target
+            value = function(*args, **kwargs)
+        else:
+            value = args[0]
+        values[node] = value
+        yield node, value
+        for argument in unused:
+            del values[argument]
+
+
 @contextmanager
 def _nothing_wrapped() -> Iterator[None]:
     """Trace through functions marked with `torch.fx.wrap` too: fx would make them opaque."""
@@ -189,3 +223,41 @@ def refuse_hooks(root: nn.Module) -> None:
             raise Untraceable(f"{where} is in training mode")
         if module._forward_hooks or module._forward_pre_hooks:
             raise Untraceable(f"{where} has a forward hook")
+
+
+LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax, "log_softmax")
+
+
+def last_of(traced: Trace) -> fx.Node:
+    """Return the node whose value is the graph's result."""
+    (result,) = next(node for node in traced.graph.nodes if node.op == "output").all_input_nodes
+    return result
+
+
+def shifts_logits(node: fx.Node) -> bool:
+    """Tell whether the node is log_softmax of logits (b, k): z_i - z_j is that of its argument."""
+    if node.target not in LOG_SOFTMAX or len(node.all_input_nodes) != 1:
+        return False
+    axis = node.kwargs.get("dim", node.args[1] if len(node.args) > 1 else None)
+    return axis in (1, -1) and len(node.meta["shape"]) == 2
+
+
+def of_margins(traced: Trace) -> Trace:
+    """Return the graph whose margins are the network's."""
+    last = last_of(traced)
+    return until(traced, last.all_input_nodes[0]) if shifts_logits(last) else traced
+
+
+def until(traced: Trace, last: fx.Node) -> Trace:
+    """Return the graph whose output is `last`."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in traced.graph.nodes:
+        copies[node] = graph.node_copy(node, lambda n: copies[n])
+        if node is last:
+            break
+    graph.output(copies[last])
+    for node in reversed(list(graph.nodes)):
+        if not node.users and node.op not in ("placeholder", "output"):
+            graph.erase_node(node)
+    return replace(traced, graph=graph, scopes=())

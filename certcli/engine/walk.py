@@ -1,4 +1,5 @@
-"""Walk a traced graph once: every node gets its domain's value, by its rule or not at all."""
+"""Walk a traced graph once: every node gets its domain's value, by its rule or not at all; and back,
+from its result to its image: every node gets a derivative, by its pull."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -187,7 +188,8 @@ def called(
 
 
 def _shaped(domain: Domain, value: Any, shape: Any) -> bool:
-    """Tell whether a rule's result has the shape of the call, or each of several results its own."""
+    """Tell whether a rule's result has the shape of the call, or each of several results its
+    own."""
     if isinstance(shape, list):
         return all(
             _shaped(domain, part, part_shape) for part, part_shape in zip(value, shape, strict=True)
@@ -220,3 +222,27 @@ def _as_documented(
         if keyword is not None and len(args) == place:
             args = (*args, named.pop(keyword))
     return args, named
+
+
+Pull = Callable[[fx.Node, Any], list[tuple[fx.Node, Any]]]
+"""(node, derivative at its result) -> (argument, its part of the derivative there) for each."""
+
+
+def walk_back(traced: Trace, seed: Any, pull: Pull, meet: Callable[[Any, Any], Any]) -> Any:
+    """Return the derivative at the image; None where the result does not depend on it.
+
+    Args:
+        seed: the derivative at the graph's result.
+        meet: the sum of two parts of a node's derivative.
+    """
+    derivatives: dict[fx.Node, Any] = {}
+    for node in reversed(traced.graph.nodes):
+        if node.op == "output":
+            derivatives[node.args[0]] = seed
+        elif node.op == "placeholder":
+            return derivatives.get(node)
+        elif node in derivatives and node.op != "get_attr":
+            for argument, part in pull(node, derivatives.pop(node)):
+                before = derivatives.get(argument)
+                derivatives[argument] = part if before is None else meet(before, part)
+    raise AssertionError("a graph begins with its image")

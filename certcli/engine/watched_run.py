@@ -1,32 +1,25 @@
-"""Watch a run of a network: every operation on the image and on what is made of it, in order."""
+"""Watch a run of a network: every operation on the image and on what is made of it, in order; and
+whether the rows of a batch have an influence on each other.
+
+A count of votes, or a vote that a patch beside it could move, needs that of every batch. Comparing
+numbers shows it of one batch. It is proven of all by the operations: none of those that a run
+executes reads a value, compares, sorts or makes whole numbers, so each batch of the size runs the
+same ones, and a NaN goes through each of `FAITHFUL`. NaN in some images then comes out wherever
+these images have any influence.
+"""
 
 from collections.abc import Callable
+from itertools import combinations, islice
+from math import comb
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.engine.tracer import Untraceable, tensors_of
-from certcli.system.operations import OperationMode
-
-_READERS = frozenset(
-    (
-        Tensor.tolist,
-        Tensor.numpy,
-        Tensor.__array__,
-        Tensor.data_ptr,
-        Tensor.__dlpack__,
-        Tensor.untyped_storage,
-        Tensor.storage,
-        Tensor.__repr__,
-        Tensor.__format__,
-        Tensor.__reduce_ex__,
-        Tensor.__deepcopy__,
-    )
-)
-"""What takes a tensor's numbers out of torch without an operation of torch's: named in the reason."""
+from certcli.system.torch_modes import OperationMode
 
 _FROM_SHAPE = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
@@ -48,32 +41,37 @@ class Operation(NamedTuple):
     numbers: list[Any]
     dtype: torch.dtype | None = None
 
-
-class _Reads(Exception):
-    """The network takes a number out of a tensor that depends on the image."""
+    def __str__(self) -> str:
+        numbers = tuple(self.numbers) if self.numbers else ""
+        shapes = ", ".join(map(str, self.shapes)) or "nothing"
+        precision = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}{numbers} to {shapes}{precision}"
 
 
 class _Follow(OperationMode):
     """Write down the operations on an image and on what is made of it, in order.
 
     Attributes:
-        reads: The first reader that was refused: the network may catch the refusal.
+        reads: The first operation that gave a number: the network may catch the refusal.
     """
 
     def __init__(self, image: Tensor) -> None:
         super().__init__()
         self.operations: list[Operation] = []
-        self.reads: str | None = None
+        self.reads: Untraceable | None = None
         self.known = WeakTensorKeyDictionary({image: None})
 
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not self.depends(args, kwargs):
+        if name in _FROM_SHAPE or not any(x in self.known for x in tensors_of((args, kwargs))):
             return result
         tensors = tensors_of(result)
         if not tensors and result is not None:
-            self.refuse(name)
+            self.reads = Untraceable(
+                f"the network reads a tensor's value back into Python ({name})"
+            )
+            raise self.reads
         numbers = [value for value in args if isinstance(value, (bool, int, float))]
         shapes = [tuple(tensor.shape) for tensor in tensors]
         dtype = tensors[0].dtype if tensors else None
@@ -82,47 +80,15 @@ class _Follow(OperationMode):
             self.known[tensor] = None
         return result
 
-    def depends(self, *values: Any) -> bool:
-        """Tell whether a tensor among these depends on the image."""
-        return any(x in self.known for x in tensors_of(values))
-
-    def refuse(self, name: str) -> None:
-        """Raise _Reads, and remember it."""
-        self.reads = self.reads or name
-        raise _Reads(name)
-
-
-class _Readers(TorchFunctionMode):
-    """Name what reads a tensor that depends on the image."""
-
-    def __init__(self, follow: _Follow) -> None:
-        super().__init__()
-        self.follow = follow
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        if func in _READERS and self.follow.depends(args, kwargs or {}):
-            self.follow.refuse(func.__name__)
-        return func(*args, **(kwargs or {}))
-
 
 def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
     """Return function(image) and its operations. Untraceable where one reads a number."""
     image = image.clone()
     follow = _Follow(image)
-    try:
-        with _Readers(follow), follow:
-            result = function(image)
-    except Exception:
-        if follow.reads is None:
-            raise
+    with BaseTorchFunctionMode(), follow:  # torch's fused layers run their operations then
+        result = function(image)
     if follow.reads is not None:
-        raise Untraceable(f"the network reads a tensor's value back into Python ({follow.reads})")
+        raise follow.reads
     return result, follow.operations
 
 
@@ -130,14 +96,68 @@ def first_difference(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
     for number, (one, other) in enumerate(zip(ran, traced)):
         if one != other:
-            return f"step {number + 1} is {_shown(one)}, in the trace {_shown(other)}"
+            return f"step {number + 1} is {one}, in the trace {other}"
     if len(ran) > len(traced):
         return f"{len(ran) - len(traced)} more operations, from {ran[len(traced)].name}"
     return f"{len(traced) - len(ran)} fewer operations, from {traced[len(ran)].name}"
 
 
-def _shown(step: Operation) -> str:
-    numbers = tuple(step.numbers) if step.numbers else ""
-    shapes = ", ".join(map(str, step.shapes)) or "nothing"
-    precision = "" if step.dtype is None else f" of {str(step.dtype).removeprefix('torch.')}"
-    return f"{step.name}{numbers} to {shapes}{precision}"
+FAITHFUL = frozenset(
+    """
+    abs add add_ sub sub_ rsub mul mul_ div div_ neg reciprocal square sqrt rsqrt pow exp log sin cos
+    tanh erf sigmoid silu silu_ mish gelu relu relu_ hardsigmoid hardswish hardswish_ hardtanh
+    dropout leaky_relu elu softplus maximum minimum clamp clamp_min
+    softmax _softmax log_softmax _log_softmax sum mean amax amin var var_mean std linalg_vector_norm
+    addmm mm bmm baddbmm matmul linear einsum convolution conv1d conv2d _convolution
+    layer_norm native_layer_norm group_norm native_group_norm rms_norm _fused_rms_norm batch_norm
+    native_batch_norm _native_batch_norm_legit_no_training cudnn_batch_norm _batch_norm_impl_index
+    scaled_dot_product_attention _scaled_dot_product_flash_attention_for_cpu
+    _scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention
+    _scaled_dot_product_attention_math
+    avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d max_pool2d max_pool2d_with_indices
+    upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pad constant_pad_nd
+    pixel_shuffle pixel_unshuffle view _unsafe_view reshape reshape_as flatten unflatten _reshape_alias
+    unfold permute transpose t numpy_T movedim alias expand expand_as squeeze unsqueeze cat stack split
+    split_with_sizes chunk tensor_split unbind select slice narrow index index_select clone
+    contiguous detach copy_ _to_copy to type_as float lift_fresh roll flip repeat where masked_fill
+    """.split()  # noqa: SIM905
+)
+"""Operations of which a NaN comes out wherever that input has an influence. A condition of `where`
+cannot depend on the images: that would take an operation that is not named here."""
+
+
+def rows_are_apart(function: Callable[[Tensor], Tensor], batch: Tensor) -> bool:
+    """Tell whether it is proven that no row of such a batch has an influence on another's result.
+
+    Each ordered pair of rows is told apart by one run at least, in which the one is NaN and the
+    other is not: sets of equal size, none within another. log2(n) runs and a few.
+    """
+    try:
+        result, operations = followed(function, batch)
+    except Untraceable:
+        return False
+    names = {step.name for step in operations}
+    precise = all(step.dtype is not None and step.dtype.is_floating_point for step in operations)
+    if not (precise and names <= FAITHFUL and _is_finite(result).all()):
+        return False
+    members = _codes(len(batch)).to(batch.device)
+    for poisoned in members.unbind(1):
+        spoiled = batch.clone()
+        spoiled[poisoned] = torch.nan
+        if not torch.equal(_is_finite(function(spoiled)), ~poisoned):
+            return False
+    return True
+
+
+def _is_finite(result: Tensor) -> Tensor:
+    return torch.isfinite(result).flatten(1).all(1)
+
+
+def _codes(rows: int) -> Tensor:
+    """Return sets of rows as columns, (n, m) bool: each row is in half of them, no two in the
+    same."""
+    runs = next(m for m in range(1, rows + 2) if comb(m, m // 2) >= rows)
+    codes = torch.zeros(rows, runs, dtype=torch.bool)
+    for row, places in enumerate(islice(combinations(range(runs), runs // 2), rows)):
+        codes[row, list(places)] = True
+    return codes

@@ -90,8 +90,15 @@ def _sum_of_products(
     return write(operator.add, input if beta == 1 else write(operator.mul, input, beta), product)
 
 
+def _sum_with_product(write: _Writer, input: Any, a: Any, b: Any, value: Any = 1) -> fx.Node:
+    """x + (value a) b, entry by entry."""
+    product = write(operator.mul, a if value == 1 else write(operator.mul, a, value), b)
+    return write(operator.add, input, product)
+
+
 def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
-    """Of one tensor, or of two: a product of matrices for each label that both and the result have."""
+    """Of one tensor, or of two: a product of matrices for each label that both and the result
+    have."""
     parts = operands[0] if isinstance(operands[0], (list, tuple)) else operands
     terms = _labelled(equation, [len(write.shape(x)) for x in parts])
     if terms is None or len(parts) > 2:
@@ -187,6 +194,7 @@ def _labelled(equation: Any, axes: list[int]) -> list[str] | None:
 
 _WRITTEN: dict[Any, Callable[..., fx.Node | None]] = {
     torch.einsum: _einsum,
+    torch.addcmul: _sum_with_product,
     **dict.fromkeys(
         (torch.addmm, torch.baddbmm, "addmm", "addmm_", "baddbmm", "baddbmm_"), _sum_of_products
     ),

@@ -27,8 +27,7 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.radii import confidence
-from certcli.evaluation.record_lines import PatchOptions
-from certcli.evaluation.records import Run
+from certcli.evaluation.record_lines import PatchOptions, Run
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import DataError, Refused
 
@@ -78,8 +77,9 @@ def method_of(run: Run, path: Path) -> str:
         convert(parameters, OPTIONS[run.method])
         convert(common, dict[str, str])
     except Refused as refusal:
-        message = f"{path} states parameters that no {run.method} has: {refusal}"
-        raise DataError(message) from refusal
+        raise DataError(
+            f"{path} states parameters that no {run.method} has: {refusal}"
+        ) from refusal
     return run.method
 
 

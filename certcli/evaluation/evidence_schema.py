@@ -20,7 +20,7 @@ from certcli.checkpoint.schema import (
     convert,
 )
 from certcli.evaluation.radii import MOST_IMAGES, Norm
-from certcli.evaluation.record_lines import Draws, Length, PatchKey, PatchOptions
+from certcli.evaluation.record_lines import Draws, JudgedImages, Length, PatchKey, PatchOptions
 from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused
 
@@ -40,13 +40,6 @@ Setting = Seed | Number | bool | Attacks | None
 
 class _Closed(Struct, forbid_unknown_fields=True):
     pass
-
-
-class JudgedImages(_Closed):
-    name: Dataset
-    split: Text
-    images: ImageCount
-    digest: Digest
 
 
 class LipschitzParameters(_Closed):

@@ -147,8 +147,7 @@ class ReferenceLogits:
 
     def _batches_of(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield the images at these rows, which ascend, in batches."""
-        stored = sum(map(len, self._pixels))
-        early = rows[rows < stored]
+        early = rows[rows < sum(map(len, self._pixels))]
         if len(early):
             yield from torch.cat(self._pixels)[early].split(self.batch_size)
         if len(early) < len(rows):
@@ -217,8 +216,10 @@ class ReferenceLogits:
         if choices == 1 and count > 1:
             doubts.append("all images get the same first choice: their agreement says nothing")
         if self.labels is not None:
-            right = int((self.before.argmax(1) == self.labels).sum())
-            doubts += filter(None, [chance_doubt(right, count, classes)])
+            doubts += filter(
+                None,
+                [chance_doubt(int((self.before.argmax(1) == self.labels).sum()), count, classes)],
+            )
         return doubts
 
 
@@ -240,10 +241,9 @@ def expected_on_real(fidelity: Fidelity, channels: int) -> dict[str, float]:
     """
     if channels == 1 or fidelity.error > PREDICTABLE:
         return {}
-    changed = CHANGED_PER_ERROR * fidelity.error
     return {
         "logits_error_at_most": max(LEAST_EXPECTED, LOGITS_PER_ERROR * fidelity.error),
-        "agreement_at_least": max(0.0, 1 - max(LEAST_EXPECTED, changed)),
+        "agreement_at_least": max(0.0, 1 - max(LEAST_EXPECTED, CHANGED_PER_ERROR * fidelity.error)),
     }
 
 

@@ -115,23 +115,23 @@ def permutation_doubt(images: Images, predictions: Sequence[int], classes: int) 
     The numbering that agrees with most answers is fitted on every second image of each class, and
     judged on the others, by a sign test: on the same ones it would always seem better.
     """
-    from scipy.optimize import linear_sum_assignment
-
     labels = images.labels[: len(predictions)]
     answers = torch.tensor(predictions)
     fitted = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():
         fitted[(labels == label).nonzero().flatten()[::2]] = True
+    right = (labels == answers)[~fitted].tolist()
+    if not right or sum(right) >= _UNSURE * len(right):
+        return None
+    from scipy.optimize import linear_sum_assignment  # a second of a busy machine
+
     counts = torch.zeros(classes, classes)
     counts.index_put_((labels[fitted], answers[fitted]), torch.tensor(1.0), accumulate=True)
     # a class without answers stays where it is
     weights = counts * (classes + 1) + torch.eye(classes)
     number = torch.from_numpy(linear_sum_assignment(weights.numpy(), maximize=True)[1])
-    right = (labels == answers)[~fitted].tolist()
     renumbered = (number[labels] == answers)[~fitted].tolist()
-    if not right or sum(right) >= _UNSURE * len(right) or sum(renumbered) < len(right) / 2:
-        return None
-    if not _significantly_better(right, renumbered, _LEVEL):
+    if sum(renumbered) < len(right) / 2 or not _significantly_better(right, renumbered, _LEVEL):
         return None
     changed = [label for label in labels.unique().tolist() if number[label] != label]
     names = one_line(", ".join(f"{images.classes[k]} {int(number[k])}" for k in changed[:6]))[:160]

@@ -4,7 +4,9 @@ Nothing is taken from a line that is not a field here. Whether a line is true is
 `evaluation.resumed` computes lines again.
 """
 
+import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,8 +25,9 @@ from certcli.checkpoint.schema import (
     require_bounded,
 )
 from certcli.evaluation.intervals import MOST_DRAWS
-from certcli.evaluation.radii import LARGEST, Norm
+from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
 from certcli.evaluation.threat import Kind
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError, Refused
 
 LONGEST_LINE = 2**20
@@ -48,29 +51,90 @@ class _Fields(Struct, forbid_unknown_fields=True):
     pass
 
 
-class ImagesFields(_Fields):
+class JudgedImages(_Fields, frozen=True):
+    """Which images: the dataset's name, the split, how many, and the digest of their contents."""
+
     name: Dataset
     split: Text
-    images: Annotated[int, Meta(ge=1, le=2**53)]
+    images: Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
     digest: Digest
 
 
-class HeaderFields(_Fields):
-    """All that decides the records, and what was assumed in reading the network."""
+class Run(_Fields, frozen=True, kw_only=True):
+    """All that decides the records of a file: two runs that are equal write the same records.
 
-    schema: Literal["certvit-records/1"]
+    Attributes:
+        checkpoint: digest of the network's function.
+        method: of certificates, or the attacks in order.
+        norm: of the radii.
+        radii: at which images were attacked, empty for certificates, which find their own.
+        parameters: of the method.
+        network: what was assumed in reading it, which decides nothing.
+    """
+
+    schema: Literal["certvit-records/1"] = "certvit-records/1"
     command: Literal["certify", "attack"]
     checkpoint: Digest
-    dataset: ImagesFields
+    dataset: JudgedImages
     method: Name | list[list[Text]]
     norm: Kind | list[Norm]
-    radii: list[list[Length]]
-    parameters: Json
+    radii: list[list[Length]] = []
+    parameters: Json = {}
     network: Json = {}
 
     def __post_init__(self) -> None:
         require_bounded(self.parameters)
         require_bounded(self.network)
+
+    @staticmethod
+    def of(command: Any, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
+        """The run of a command on these images; `more` are the other fields."""
+        return Run(
+            command=command,
+            checkpoint=checkpoint,
+            dataset=JudgedImages(**describe(images)),
+            method=method,
+            **more,
+        )
+
+    def to_json(self) -> Json:
+        """Plain values, as they come back from a file."""
+        plain: Json = json.loads(
+            json.dumps(msgspec.to_builtins(self), sort_keys=True, allow_nan=False)
+        )
+        del plain["network"]
+        return plain
+
+    def differences(self, other: "Run") -> Iterator[str]:
+        """Yield "seed is 0 there and 1 here", for all in which `other` (there) differs."""
+        here = dict(_flat(self.to_json()))
+        there = dict(_flat(other.to_json()))
+        for name in [*here, *(name for name in there if name not in here)]:
+            if here.get(name) != there.get(name):
+                yield f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+
+
+def describe(images: Images) -> Json:
+    """Return `JudgedImages` of these images as plain values."""
+    return {
+        "name": images.name,
+        "split": images.split,
+        "images": len(images),
+        "digest": images.digest,
+    }
+
+
+def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _flat(inner, f"{path} {key}" if path else key)
+    else:
+        yield path, value
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 48 else f"{text[:16]}..."
 
 
 class _Record(_Fields, kw_only=True):
@@ -198,9 +262,9 @@ class PatchOptions(_Fields):
             raise ValueError(f"these are not the parameters of {self.procedure}")
 
 
-def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
+def parse(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
     """Header, plain records, and the end of each complete line; DataError names a bad line."""
-    header: HeaderFields | None = None
+    header: Run | None = None
     rows: list[Json] = []
     ends: list[int] = []
     start = 0
@@ -211,7 +275,7 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
                 raise Refused(f"a line of {end - start:,} bytes")
             line = data[start:end].decode()
             if header is None:
-                header = decode(line, HeaderFields)
+                header = decode(line, Run)
             else:
                 rows.append(
                     msgspec.to_builtins(
@@ -226,5 +290,4 @@ def parse(data: bytes, path: Path) -> tuple[Json, list[Json], list[int]]:
         start = end + 1
     if header is None:
         raise DataError(f"{path} holds no records", HINT)
-    run: dict[str, Any] = msgspec.to_builtins(header)
-    return run, rows, ends
+    return header, rows, ends

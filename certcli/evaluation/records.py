@@ -9,14 +9,13 @@ by image, and `file`, the image's name, where it has one.
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 from unicodedata import normalize
 
-from certcli.evaluation.record_lines import parse
+from certcli.evaluation.record_lines import Run, parse
 from certcli.images.labelled import DIGESTED, SPLITS, Images
 from certcli.system.errors import DataError, OutputError, Refused, UsageError
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
@@ -26,68 +25,9 @@ from certcli.system.reading import read_bounded
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
 
-SCHEMA = "certvit-records/1"
 PIXELS = "pixels"
 FILE = "file"
 NETWORK = "network"
-
-
-@dataclass(frozen=True)
-class Run:
-    """All that decides the records of a file: two runs that are equal write the same records.
-
-    Attributes:
-        checkpoint: digest of the network's function.
-        method: of certificates, or the attacks in order.
-        norm: of the radii.
-        radii: at which images were attacked, empty for certificates, which find their own.
-        parameters: of the method.
-    """
-
-    command: str
-    checkpoint: str
-    dataset: Mapping[str, Any]
-    method: Any
-    norm: Any
-    radii: Any = ()
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-
-    @staticmethod
-    def of(command: str, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
-        """The run of a command on these images; `more` are the other fields."""
-        return Run(command, checkpoint, describe(images), method, **more)
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, as they come back from a file."""
-        run = {
-            "schema": SCHEMA,
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(run, sort_keys=True, allow_nan=False))
-        return plain
-
-    @staticmethod
-    def from_json(header: Mapping[str, Any]) -> "Run":
-        """The run of a header that `record_lines` let in."""
-        return Run(**{name: header[name] for name in Run.__dataclass_fields__})
-
-    def differences(self, other: "Run") -> Iterator[str]:
-        """Yield "seed is 0 there and 1 here", for all in which `other` (there) differs."""
-        here = dict(_flat(self.to_json()))
-        there = dict(_flat(other.to_json()))
-        for name in [*here, *(name for name in there if name not in here)]:
-            if here.get(name) != there.get(name):
-                yield f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
-
-
-def describe(images: Images) -> dict[str, Any]:
-    """Which images: the dataset's name, the split, how many, and the digest of their contents."""
-    return {
-        "name": images.name,
-        "split": images.split,
-        "images": len(images),
-        "digest": images.digest,
-    }
 
 
 def digested(images: Images, team: Team) -> Images:
@@ -110,19 +50,6 @@ def packed(rows: Iterable[Any]) -> list[dict[str, Any]]:
 def unpacked(kind: Any, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
     """Return the records of this type that another process packed."""
     return [kind.from_json(row) for row in rows]
-
-
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            yield from _flat(inner, f"{path} {key}" if path else key)
-    else:
-        yield path, value
-
-
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 48 else f"{text[:16]}..."
 
 
 class RecordFile:
@@ -197,7 +124,7 @@ class RecordFile:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
         header, rows, self._ends = parse(data, path)
-        differences = list(self._run.differences(Run.from_json(header)))
+        differences = list(self._run.differences(header))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise UsageError(
@@ -246,8 +173,10 @@ class RecordFile:
             handle, self._handle = self._handle, None
             with contextlib.suppress(OSError):  # it would try to write what is buffered once more
                 handle.close()
-            hint = "free some space, then repeat the command with --resume"
-            raise OutputError(f"cannot write {self.path}: {failure.strerror}", hint) from failure
+            raise OutputError(
+                f"cannot write {self.path}: {failure.strerror}",
+                "free some space, then repeat the command with --resume",
+            ) from failure
 
     def __enter__(self) -> "RecordFile":
         return self
@@ -273,8 +202,7 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
-    header, rows, _ = parse(data, path)
-    run = Run.from_json(header)
+    run, rows, _ = parse(data, path)
     if run.command != command:
         raise DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows

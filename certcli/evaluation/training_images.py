@@ -120,9 +120,15 @@ def seen_by(record: Record) -> list[Seen]:
             ):
                 sources.append(Seen(step.command, name, "train", count))
             continue
-        resized = record.input.resized is not None
         sources.append(
-            Seen(step.command, fields.dataset, fields.split, fields.images, listed, resized)
+            Seen(
+                step.command,
+                fields.dataset,
+                fields.split,
+                fields.images,
+                listed,
+                record.input.resized is not None,
+            )
         )
     return sources
 
@@ -159,12 +165,11 @@ def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
 
 def trained_on(sources: Sequence[Seen], images: Images) -> bool:
     """Whether these images' training part, by name, was trained on: exact where all are listed."""
-    for step in sources:
-        if step.kind == TRAINED and step.dataset == images.name and step.split == "train":
-            few = images.limit(64, _SEED)
-            if not step.is_complete or shares([step], few):
-                return True
-    return False
+    return any(
+        not step.is_complete or bool(shares([step], images.limit(64, _SEED)))
+        for step in sources
+        if (step.kind, step.dataset, step.split) == (TRAINED, images.name, "train")
+    )
 
 
 def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:

@@ -88,8 +88,9 @@ def judged(sample: Sample, demand: Demand) -> Look:
     for count in planned:
         if count > len(sample.outcomes):
             break
-        hits = sum(sample.outcomes[:count])
-        look = _look(sample, count, chance, decided(hits, count, demand, chance))
+        look = _look(
+            sample, count, chance, decided(sum(sample.outcomes[:count]), count, demand, chance)
+        )
         if look.verdict != UNDECIDED:
             break
     return look

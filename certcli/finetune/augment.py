@@ -1,16 +1,20 @@
 """Move, mirror and colour training images in pixel space, with every draw from the run's own
 generator.
 
-The rules are those of timm's and torchvision's transforms, which draw from global generators: a
-resumed run could not restore these.
+Colours and squares are torchvision's transforms; its moves would take as long as a training step, so
+whole batches move here.
 """
 
+import certcli.system.compat  # noqa: F401 (before torchvision)
+
+# isort: split
 import torch
 from torch import Generator, Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
+from torchvision.transforms import v2
 
 from certcli.finetune.augmentations import CUTOUT, JITTER, jitter_reach
-from certcli.system.compat import ensure_torchvision
+from certcli.images.transforms import transform_each
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8
@@ -85,26 +89,14 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     Args:
         grey: (1, c, 1, 1).
     """
-    b, _, h, w = images.shape
-    if side > min(h, w):
+    h, w = images.shape[2:]
+    if side >= min(h, w):
         raise UsageError(
             f"cutout squares of {side} pixels do not fit into images of {w} x {h}", "smaller ones"
         )
-    rows_from = torch.randint(0, h - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
-        images.device
-    )
-    lefts = torch.randint(0, w - side + 1, (squares, b, 1, 1, 1), generator=generator).to(
-        images.device
-    )
-    rows = torch.arange(h, device=images.device).view(1, 1, 1, h, 1)
-    columns = torch.arange(w, device=images.device).view(1, 1, 1, 1, w)
-    inside = (
-        (rows >= rows_from)
-        & (rows < rows_from + side)
-        & (columns >= lefts)
-        & (columns < lefts + side)
-    )
-    return torch.where(inside.any(dim=0), grey.to(images), images)
+    area = (side * side / (h * w),) * 2
+    square = v2.RandomErasing(1.0, area, (1.0, 1.0), grey.flatten().tolist())
+    return transform_each(images, v2.Compose([square] * squares), _drawn_seed(generator))
 
 
 def color_jitter(
@@ -114,27 +106,13 @@ def color_jitter(
     its own random order: (b, c, h, w) -> (b, c, h, w).
 
     The first three factors lie within [1 - reach, 1 + reach], hue turns by up to its reach.
-    Images of one channel have neither saturation nor hue. Source: torchvision's ColorJitter.
+    Images of one channel have neither saturation nor hue.
     """
-    ensure_torchvision()
-    from torchvision.transforms import functional
+    return transform_each(images, v2.ColorJitter(*reach), _drawn_seed(generator))
 
-    changes = (
-        functional.adjust_brightness,
-        functional.adjust_contrast,
-        functional.adjust_saturation,
-        functional.adjust_hue,
-    )
-    b = len(images)
-    order = torch.rand(b, len(reach), generator=generator).argsort(dim=1)
-    amounts = torch.tensor(reach) * (2 * torch.rand(b, len(reach), generator=generator) - 1)
-    amounts[:, :3] += 1
-    images = images.clone()
-    for image, turn, amount in zip(images, order.tolist(), amounts.tolist()):
-        for number in turn:
-            if reach[number] > 0 and (number < 2 or len(image) == 3):
-                image.copy_(changes[number](image, amount[number]))
-    return images
+
+def _drawn_seed(generator: Generator) -> int:
+    return int(torch.randint(2**62, (), generator=generator))
 
 
 def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:

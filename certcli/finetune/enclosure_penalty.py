@@ -40,7 +40,7 @@ RAMP = 0.5
 """Share of the training in which the weight rises to its value."""
 _LENGTH = 1e-6
 """Least squared length of a token: a constant token has none."""
-_CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
+CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, FloorNorm)):
             yield "norm", module
-        elif isinstance(module, _CURVED):
+        elif isinstance(module, CURVED):
             yield "activation", module
         elif isinstance(module, (Attention, WindowAttention)):
             yield "softmax", module

@@ -26,7 +26,7 @@ from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.objective import Objective
 from certcli.finetune.optimisers import Rates, make_optimisers
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.shards import Shares, Stored
+from certcli.finetune.shards import Stored
 from certcli.finetune.state import TrainingState
 from certcli.finetune.step import Descent, Diverged
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
@@ -139,9 +139,8 @@ class Trainer:
                     f"the loss '{settings.loss}' needs a bound and there is none: {reason}",
                     "adapt the network first (`certvit adapt`), or train with --loss ce",
                 ) from reason
-        self.shares = Shares(model.parameters(), team) if sharded else None
-        trained = model.parameters() if self.shares is None else self.shares.rows
-        self.optimisers = make_optimisers(trained, self.orthogonal, settings)
+        self.sharded = sharded
+        self.optimisers = make_optimisers(model.parameters(), self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
         self.chain = (
@@ -156,7 +155,7 @@ class Trainer:
             model, settings, draws, teacher, self.chain, denoiser, self.enclosure
         )
         self.descent = Descent(
-            model, settings, self.objective, self.optimisers, self.pairs, team, self.shares
+            model, settings, self.objective, self.optimisers, self.pairs, team, sharded
         )
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.validation = Validation(
@@ -264,7 +263,7 @@ class Trainer:
             for name, value in tensors
             if value.is_floating_point() and not bool(torch.isfinite(shards.own(value)).all())
         ]
-        if self.shares is not None:
+        if self.sharded:
             bad = [name for names in self.team.everyone(bad) for name in names]
         if bad:
             raise Diverged(f"the weights '{bad[0]}' became NaN or infinite by step {self.step}")
@@ -325,9 +324,7 @@ class Trainer:
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
         parts: dict[str, dict[str, Any]] = {**self.descent.state()}
-        optimisers = [optimiser.state_dict() for optimiser in self.optimisers]
-        if self.shares is not None:
-            optimisers = [self.shares.stored(optimiser) for optimiser in optimisers]
+        optimisers = [shards.stored_state(each.state_dict()) for each in self.optimisers]
         if self.average is not None:
             parts["average"] = self.average.state()
         return TrainingState(
@@ -363,9 +360,7 @@ class Trainer:
             for name, value in current.items():
                 shards.put(value, state.net[name], self.team)
             for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-                optimiser.load_state_dict(
-                    stored if self.shares is None else self.shares.own_of(stored)
-                )
+                shards.load_optimiser(optimiser, stored, self.team)
             self.arithmetic.vectors = {
                 name: value.to(self.device) for name, value in state.vectors.items()
             }

@@ -9,7 +9,7 @@ process's rows in the same memory, `LocalRows` is a copy of them with the shape 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -168,7 +168,7 @@ def _require_called(model: PixelModel, device: torch.device, precision: str) -> 
     let_go(model.net)
 
 
-def is_sharded(value: Tensor) -> bool:
+def is_sharded(value: object) -> bool:
     return hasattr(value, "to_local")
 
 
@@ -235,67 +235,26 @@ def whole(
     return tensors
 
 
-class Shares:
-    """This process's rows of sharded parameters, as plain tensors of the same memory."""
-
-    def __init__(self, parameters: Iterable[nn.Parameter], team: Team) -> None:
-        self.team = team
-        self.parameters = list(parameters)
-        self.rows = [own(parameter).requires_grad_(True) for parameter in self.parameters]
-
-    def forget(self) -> None:
-        for parameter, rows in zip(self.parameters, self.rows, strict=True):
-            parameter.grad = rows.grad = None
-
-    def collect(self) -> None:
-        """Give rows their gradients, averaged and dealt by the backward pass."""
-        for parameter, rows in zip(self.parameters, self.rows, strict=True):
-            rows.grad = None if parameter.grad is None else own(parameter.grad)
-
-    def length(self, parts: Iterable[Tensor]) -> Tensor:
-        """Return the l2 norm of tensors of which each process holds rows: ()."""
-        squares = [part.norm().double() ** 2 for part in parts]
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        self.team.add_up([total])
-        return total.sqrt().float()
-
-    @torch.no_grad()
-    def clip(self, longest: float) -> None:
-        """Do what torch.nn.utils.clip_grad_norm_ does, over the rows of all processes."""
-        gradients = [rows.grad for rows in self.rows if rows.grad is not None]
-        factor = (longest / (self.length(gradients) + 1e-6)).clamp_max(1.0)
-        for gradient in gradients:
-            gradient.mul_(factor.to(gradient.dtype))
-
-    def stored(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the optimiser's state with `LocalRows` in place of tensors of rows."""
-        return self._changed(
-            state, lambda tensor, like: LocalRows(tensor.detach().cpu(), like.shape)
-        )
-
-    def own_of(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this process's part of a whole optimiser state. RuntimeError: another's."""
-
-        def part(tensor: Tensor, like: Tensor) -> Tensor:
-            if tensor.shape != like.shape:
-                raise RuntimeError(
-                    f"{tuple(tensor.shape)} is stored where {tuple(like.shape)} is expected"
-                )
-            return _rows(tensor, self.team).clone()
-
-        return self._changed(state, part)
-
-    def _changed(
-        self, state: dict[str, Any], change: Callable[[Tensor, Tensor], Any]
-    ) -> dict[str, Any]:
-        """Return the state with change(tensor, weight) of each weight's tensors; counters stay."""
-        entries = {
-            index: {
-                name: change(value, self.parameters[index])
-                if isinstance(value, Tensor) and value.dim() > 0
-                else value
-                for name, value in values.items()
-            }
-            for index, values in state["state"].items()
+def stored_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return an optimiser's state with `LocalRows` in place of sharded tensors."""
+    entries = {
+        index: {
+            name: stored_copy(value) if is_sharded(value) else value
+            for name, value in values.items()
         }
-        return {**state, "state": entries}
+        for index, values in state["state"].items()
+    }
+    return {**state, "state": entries}
+
+
+def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], team: Team) -> None:
+    """Load a stored state: of sharded weights this process's rows."""
+    parameters = [each for group in optimiser.param_groups for each in group["params"]]
+    entries: dict[int, dict[str, Any]] = {}
+    for index, values in state["state"].items():
+        entries[index] = dict(values)
+        for name, value in values.items():
+            if is_sharded(parameters[index]) and len(value.shape) > 0:
+                entries[index][name] = torch.empty_like(parameters[index].detach())
+                put(entries[index][name], value, team)
+    optimiser.load_state_dict({**state, "state": entries})

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.header import in_file_order
 from certcli.checkpoint.schema import TrainingFields
 from certcli.checkpoint.states import read_state, write_state
-from certcli.checkpoint.writer import in_file_order
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import LocalRows, Stored
 from certcli.images.labelled import Images

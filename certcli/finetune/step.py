@@ -9,15 +9,14 @@ from torch import Tensor
 from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
-from certcli.finetune.sam import climbed, length_of
+from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.shards import Shares
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
-from certcli.system.seeds import seed_all
+from certcli.system.torch_modes import seed_all
 
 _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
@@ -46,7 +45,7 @@ class Descent:
 
     Args:
         pairs: gives the trainable pair constants; called once a gradient.
-        shares: this process's rows of sharded weights; each process steps its own.
+        sharded: each process holds and steps rows of the weights, which share their gradients.
     """
 
     def __init__(
@@ -57,12 +56,12 @@ class Descent:
         optimisers: list[torch.optim.Optimizer],
         pairs: Callable[[], Tensor | None],
         team: Team = ALONE,
-        shares: Shares | None = None,
+        sharded: bool = False,
     ) -> None:
         self.settings = settings
         self.objective = objective
         self.team = team
-        self.shares = shares
+        self.sharded = sharded
         self.optimisers = optimisers
         self.pairs = pairs
         self.parameters = [
@@ -106,14 +105,10 @@ class Descent:
             batch = self.objective.prepare(train, local_part, share)
             loss = self._gradient(batch, weight, epsilon, where)
             if settings.sam > 0:
-                length = length_of if self.shares is None else self.shares.length
-                with climbed(self.parameters, settings.sam, length):
+                with climbed(self.parameters, settings.sam):
                     self._gradient(batch, weight, epsilon, where)
         if settings.clip_grad is not None:
-            if self.shares is None:
-                torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip_grad)
-            else:
-                self.shares.clip(settings.clip_grad)
+            torch.nn.utils.clip_grad_norm_(self.parameters, settings.clip_grad)
         for optimiser in self.optimisers:
             optimiser.step()
         return loss
@@ -132,32 +127,21 @@ class Descent:
         """Set every `.grad` to that of the mean loss over all processes; return the mean."""
         for optimiser in self.optimisers:
             optimiser.zero_grad(set_to_none=True)
-        if self.shares is not None:
-            self.shares.forget()
         loss = self.objective.value(batch, self.pairs, epsilon) * weight
         if self.penalty is not None:  # it reads the weights alone: each process adds its share
             loss = loss + self.penalty() / self.team.size
-        total = self._backward(loss, where)
-        if not self.team.several:
-            return total
-        added = torch.tensor(total, dtype=torch.float64)
-        if self.shares is None:
-            self.team.add_up([added, *(p.grad for p in self.parameters if p.grad is not None)])
-        else:
-            self.team.add_up([added])
-            self.shares.collect()
-        _require_finite(float(added), where)  # here, where all processes see it
-        return float(added)
-
-    def _backward(self, loss: Tensor, where: str) -> float:
-        """Add the gradient of the loss to every `.grad`, and return the loss."""
         value = float(loss.detach())
         if not self.team.several:
             _require_finite(value, where)
-        if self.shares is not None:
-            loss = loss * self.team.size  # the backward pass takes the mean over the processes
-        loss.backward()
-        return value
+        # of sharded weights the backward pass takes the mean over the processes
+        (loss * self.team.size if self.sharded else loss).backward()
+        if not self.team.several:
+            return value
+        added = torch.tensor(value, dtype=torch.float64)
+        summed = [] if self.sharded else self.parameters
+        self.team.add_up([added, *(p.grad for p in summed if p.grad is not None)])
+        _require_finite(float(added), where)  # here, where all processes see it
+        return float(added)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the penalty's vectors."""

@@ -26,7 +26,8 @@ DIGITS = "digits"
 
 _TEXTURES = 24
 _FINE = 96
-"""Sides below this are drawn at twice the size and averaged, as a camera does, so that edges are smooth."""
+"""Sides below this are drawn at twice the size and averaged, as a camera does, so that edges are
+smooth."""
 
 Array = np.ndarray[Any, np.dtype[np.float32]]
 

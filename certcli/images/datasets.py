@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 from certcli.checkpoint.record import InputSpec
-from certcli.images.class_order import order_note
 from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
+from certcli.images.splits import order_note
 from certcli.system.errors import DataError, one_line
 
 LARGEST_RAW = 2**28

@@ -57,7 +57,8 @@ def drop_leaves(image: Array, bank: Array, random: np.random.Generator) -> None:
 def _leaf(
     radius: float, shape: tuple[int, ...], textures: int, random: np.random.Generator
 ) -> tuple[list[float], Array, list[float]]:
-    """Draw the numbers, the tint and the angles of the sides of a leaf; an ellipse has none (NaN)."""
+    """Draw the numbers, the tint and the angles of the sides of a leaf; an ellipse has none
+    (NaN)."""
     channels, height, width = shape
     x = random.uniform(-0.08, 1.08) * width
     y = random.uniform(-0.08, 1.08) * height

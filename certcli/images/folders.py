@@ -14,11 +14,17 @@ from PIL import Image
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
-from certcli.images.class_order import in_order
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
 from certcli.images.opening import opened
 from certcli.images.prefetch import Ahead
-from certcli.images.splits import chosen_split, folders_in, role_of, splits_in, unused_folders
+from certcli.images.splits import (
+    chosen_split,
+    folders_in,
+    in_order,
+    role_of,
+    splits_in,
+    unused_folders,
+)
 from certcli.system.errors import DataError, Refused, one_line, plain
 from certcli.system.reading import is_absent, open_bounded
 

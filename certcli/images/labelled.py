@@ -17,7 +17,8 @@ Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
 
 OWN = "own answer"
-"""The split of images whose labels are the network's own answers: they do not measure its accuracy."""
+"""The split of images whose labels are the network's own answers: they do not measure its
+accuracy."""
 CACHE_BYTES = 2**22
 """Bytes of the images that a CPU runs at once (6 of 224 x 224 pixels): a layer's outputs then stay in the cache
 (docs/trials.md, *Batches that fit the cache*).
@@ -33,7 +34,8 @@ _SPLIT_SEED = (
 
 
 def sent(pixels: Tensor, device: torch.device) -> Tensor:
-    """Copy the pixels to the device; to a GPU from page-locked memory, while the caller continues."""
+    """Copy the pixels to the device; to a GPU from page-locked memory, while the caller
+    continues."""
     if device.type != "cuda" or pixels.device.type != "cpu":
         return pixels.to(device)
     return pixels.pin_memory().to(device, non_blocking=True)
@@ -201,7 +203,8 @@ class Images:
 
 
 def _balanced(labels: Tensor, count: int, seed: int) -> list[int]:
-    """Return positions of `count` images, the classes in turn, each class in a seeded random order."""
+    """Return positions of `count` images, the classes in turn, each class in a seeded random
+    order."""
     generator = torch.Generator().manual_seed(seed)
     classes = labels.unique()
     queues = []

@@ -11,7 +11,8 @@ MOST = 8
 """Threads by default at most: beyond, decoders wait for memory."""
 
 SMALL = 3 * 64 * 64
-"""Entries of an image that is decoded once: for a small network, decoding would take a fifth of each training step."""
+"""Entries of an image that is decoded once: for a small network, decoding would take a fifth of
+each training step."""
 ROOM = 1 << 28
 """Bytes for decoded images, beyond which they are decoded again."""
 

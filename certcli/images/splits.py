@@ -1,8 +1,9 @@
-"""Which folders of a dataset are its splits, and which of them is judged."""
+"""Which folders of a dataset are its splits and which of them is judged; the order of class folders, and
+where timm and torchvision differ."""
 
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from certcli.system.errors import DataError, one_line
@@ -62,7 +63,8 @@ def chosen_split(splits: Mapping[str, Path], split: str | None) -> str | None:
 def unused_folders(
     folder: Path, splits: Mapping[str, Path], split: str | None, chosen: str | None
 ) -> str:
-    """Return a note on the folders beside the judged one that nobody would expect to be left out."""
+    """Return a note on the folders beside the judged one that nobody would expect to be left
+    out."""
     notes = []
     others = [name for name in folders_in(folder) if name not in splits]
     if others:
@@ -76,3 +78,33 @@ def unused_folders(
     if len(rivals) > 1 and split not in splits:
         notes.append(f"of {', '.join(rivals)} {chosen} is taken: --split names another")
     return "; ".join(notes)
+
+
+def order_note(classes: Sequence[str]) -> str:
+    """Return a note where torchvision and timm number the classes differently, with the order
+    taken."""
+    if sorted(classes) == sorted(classes, key=_natural):
+        return ""
+    order = "in the order of the numbers (2 before 10), as timm has them"
+    if list(classes) == sorted(classes):
+        order = "by name, capitals first, as torchvision has them (timm counts no case, and numbers as numbers)"
+    shown = one_line(", ".join(classes[:6]))[:120]
+    return f"classes are numbered {order}: {shown}{', ...' * (len(classes) > 6)}; folders named 0, 1, ... fix another order"
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """timm's natural_key: without case, and each number by its size.
+
+    By length first: Python refuses to read a hostile number of many thousand digits."""
+    parts = (
+        part.lstrip("0") if part.isdigit() else part for part in re.split(r"([0-9]+)", name.lower())
+    )
+    return tuple((len(part) * (place % 2), part) for place, part in enumerate(parts))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Return the classes by name; where all are numbers, by number."""
+    estimates = list(names)
+    if not all(name.isascii() and name.isdigit() for name in estimates):
+        return sorted(estimates)
+    return sorted(estimates, key=lambda name: (_natural(name), name))

@@ -9,7 +9,8 @@ from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, real_sum
 
 FEATURES = "features"
 LOGITS = "logits"
-"""The outputs that a bound speaks of; a proof's root has the kind `FEATURES` where the network has no classifier."""
+"""The outputs that a bound speaks of; a proof's root has the kind `FEATURES` where the network has
+no classifier."""
 
 
 @dataclass(frozen=True, eq=False)

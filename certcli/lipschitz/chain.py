@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.engine.endings import of_margins
 from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import of_margins
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar

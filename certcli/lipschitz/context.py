@@ -242,7 +242,8 @@ class Context:
         return scalar
 
     def constant_tensor(self, argument: Any) -> Tensor:
-        """Return the tensor of an argument that does not depend on the pixels; NoRule if it does."""
+        """Return the tensor of an argument that does not depend on the pixels; NoRule if it
+        does."""
         if isinstance(argument, Constant):
             return argument.tensor
         if isinstance(argument, Tensor):

@@ -13,7 +13,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.lipschitz.bound import FEATURES, Bound
 from certcli.lipschitz.context import Charge
-from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Arithmetic
 from certcli.lipschitz.numerics.outward import gamma, scale_to_unit, up
 from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.propagate import Propagation, deep_recursion, propagate, trace_network
@@ -70,7 +70,7 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
     """Prove a module's bound on images (c, h, w); inf, with the reason, where there is none."""
     try:
         with replayed(model, size, rules) as traced:
-            outcome = propagate(traced, RigorousArithmetic())
+            outcome = propagate(traced, Arithmetic())
         with (
             torch.no_grad(),
             deep_recursion(),
@@ -95,7 +95,7 @@ def trial_upper(model: nn.Module, size: tuple[int, ...]) -> Real:
     """Bound the trace without a replay, in searches that end in `prove`. Never shown."""
     with torch.no_grad(), deep_recursion():
         try:
-            outcome = propagate(trace_network(model, size), RigorousArithmetic())
+            outcome = propagate(trace_network(model, size), Arithmetic())
         except (NoRule, Untraceable):
             return INF
         return outcome.context.settle(outcome.logits).base

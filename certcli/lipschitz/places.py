@@ -50,7 +50,8 @@ class Places:
 
     @property
     def of(self) -> Tensor:
-        """Return which entry each entry is, -1 beside them. Not stored: it is as large as the tensor."""
+        """Return which entry each entry is, -1 beside them. Not stored: it is as large as the
+        tensor."""
         return self.move.places(self.before)[self.part].int()
 
     @cached_property
@@ -78,7 +79,8 @@ class Places:
         return self.filled and self.times == 1 and math.prod(self.shape) == math.prod(self.before)
 
     def fibres(self, axis: int) -> tuple[int | None, float]:
-        """Return where the fibres along an axis lie, and how many of them one fibre there is made of."""
+        """Return where the fibres along an axis lie, and how many of them one fibre there is made
+        of."""
         if axis not in self._fibres:
             self._fibres[axis] = self._fibres_along(axis)
         return self._fibres[axis]

@@ -2,23 +2,12 @@
 
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cache, cached_property, reduce
 
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 
-
-class Lazy:
-    """A scalar that is computed on first use: most size bounds are never needed."""
-
-    def __init__(self, compute: Callable[[], Scalar]) -> None:
-        self._compute = compute
-
-    @cached_property
-    def value(self) -> Scalar:
-        return self._compute()
-
-
 Thunk = Callable[[], Scalar] | None
+"""A scalar that is computed on first use: most size bounds are never needed."""
 
 
 class Size:
@@ -49,9 +38,9 @@ class Size:
         self.arith = arith
         self.shape = shape
         self.axis = axis
-        self._fibre = None if fibre is None else Lazy(fibre)
-        self._total = None if total is None else Lazy(total)
-        self._peak = None if peak is None else Lazy(peak)
+        self._fibre = None if fibre is None else cache(fibre)
+        self._total = None if total is None else cache(total)
+        self._peak = None if peak is None else cache(peak)
 
     @property
     def fibre(self) -> Scalar:
@@ -62,13 +51,13 @@ class Size:
         """Return the largest fibre along this (negative) axis."""
         candidates: list[Scalar] = []
         if self._fibre is not None and (axis == self.axis or not self.shape):
-            candidates.append(self._fibre.value)
+            candidates.append(self._fibre())
             if not self.arith.rigorous:
                 return candidates[0]
         if self._peak is not None:
-            candidates.append(self._peak.value * self._root(self.shape[axis] if self.shape else 1))
+            candidates.append(self._peak() * self._root(self.shape[axis] if self.shape else 1))
         if self._total is not None:
-            candidates.append(self._total.value)
+            candidates.append(self._total())
         elif not candidates and self._fibre is not None:
             candidates.append(self.total)
         return self._least(candidates)
@@ -78,19 +67,17 @@ class Size:
         candidates: list[Scalar] = []
         count = math.prod(self.shape)
         if self._total is not None:
-            candidates.append(self._total.value)
+            candidates.append(self._total())
         if self._fibre is not None and self.shape:
-            candidates.append(
-                self._fibre.value * self._root(count // max(1, self.shape[self.axis]))
-            )
+            candidates.append(self._fibre() * self._root(count // max(1, self.shape[self.axis])))
         if self._peak is not None:
-            candidates.append(self._peak.value * self._root(count))
+            candidates.append(self._peak() * self._root(count))
         return self._least(candidates)
 
     @cached_property
     def peak(self) -> Scalar:
         return self._least(
-            [fact.value for fact in (self._peak, self._fibre, self._total) if fact is not None]
+            [fact() for fact in (self._peak, self._fibre, self._total) if fact is not None]
         )
 
     def along(self, axis: int) -> "Size":
@@ -102,8 +89,8 @@ class Size:
             self.shape,
             lambda: self.fibre_along(axis),
             axis,
-            self._of(self._total),
-            self._of(self._peak),
+            self._total,
+            self._peak,
         )
 
     def arranged(self, shape: tuple[int, ...], axis: int | None, factor: float = 1.0) -> "Size":
@@ -114,14 +101,23 @@ class Size:
             axis: Where fibres lie that consist of at most `factor` old fibres, or None where
                 nothing is known of fibres.
         """
-        fibre: Thunk = None
-        if axis is not None and self._fibre is not None:
-            fibre_norm = self._fibre
-            grown = lambda: fibre_norm.value * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
-            fibre = grown if factor != 1 else self._of(fibre_norm)
-        total = (lambda: self.total) if axis is None else self._of(self._total)
+        if axis is None:
+            return Size(self.arith, shape, total=lambda: self.total, peak=self._peak)
+        fibre = self._fibre
+        if fibre is not None and factor != 1:
+            longest = fibre
+            fibre = lambda: longest() * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
+        return Size(self.arith, shape, fibre, axis, self._total, self._peak)
+
+    def times(self, factor: Scalar) -> "Size":
+        """Return the bounds of a tensor whose entries are at most `factor` times as large."""
         return Size(
-            self.arith, shape, fibre, -1 if axis is None else axis, total, self._of(self._peak)
+            self.arith,
+            self.shape,
+            lambda: factor * self.fibre,
+            self.axis,
+            lambda: factor * self.total,
+            lambda: factor * self.peak,
         )
 
     def _root(self, count: int) -> Scalar:
@@ -130,11 +126,4 @@ class Size:
     def _least(self, candidates: list[Scalar]) -> Scalar:
         if not candidates:
             return self.arith.const(math.inf)
-        smallest = candidates[0]
-        for other in candidates[1:]:
-            smallest = self.arith.minimum(smallest, other)
-        return smallest
-
-    @staticmethod
-    def _of(fact: Lazy | None) -> Thunk:
-        return None if fact is None else (lambda: fact.value)
+        return reduce(self.arith.minimum, candidates)

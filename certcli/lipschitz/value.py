@@ -84,7 +84,8 @@ class Affine:
         return arith.matrix(torch.eye(self.width, dtype=torch.float64, device=place))
 
     def effective(self, arith: Arithmetic) -> Matrix | None:
-        """Return factor M diag(gain) P as one matrix, or None for the identity (and for P alone)."""
+        """Return factor M diag(gain) P as one matrix, or None for the identity (and for P
+        alone)."""
         matrix = self.matrix
         if matrix is None:
             if self.gain is None and self.factor == 1.0:
@@ -129,7 +130,8 @@ class Windows:
 
 
 _LARGEST_KERNEL = 2**20
-"""Entries of a kernel that is written out without groups, so that the map after it can be multiplied in."""
+"""Entries of a kernel that is written out without groups, so that the map after it can be
+multiplied in."""
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,8 @@ class LogProbabilities:
 
 
 Waiting = Affine | Convolution | Scores | Probabilities | LogProbabilities
-"""A pending operation: charged together with the next one, or by the rule registered with `rules.settles`."""
+"""A pending operation: charged together with the next one, or by the rule registered with
+`rules.settles`."""
 
 
 @dataclass(frozen=True)

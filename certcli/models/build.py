@@ -28,7 +28,7 @@ from certcli.nn import words
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
-from certcli.system.seeds import seed_all
+from certcli.system.torch_modes import seed_all
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from certcli.system.errors import ArchitectureError
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks

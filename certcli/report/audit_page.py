@@ -197,8 +197,7 @@ def _tables(audit: Audit) -> Iterator[Table]:
         NUMBERS,
         "; ".join(facts),
     )
-    changed = [compare.cells(change) for change in audit.changes]
-    yield Table(compare.TITLE, compare.COLUMNS, changed)
+    yield Table(compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in audit.changes])
     rows = [
         [shares.method, shares.about, shares.title, shares.statement]
         for shares in audit.certificates
@@ -247,8 +246,10 @@ def _commands(audit: Audit) -> Iterator[Command]:
         audit.reproduce,
     )
     for shares in audit.certificates:
-        what = f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:"
-        yield Command(what, certify_again(audit, shares.method))
+        yield Command(
+            f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:",
+            certify_again(audit, shares.method),
+        )
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
         "certvit verify FILE.safetensors",

@@ -15,17 +15,17 @@ def changes(before: Audit, after: Audit) -> list[Change]:
 
 
 def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
-    old, new = (
-        "not measured" if audit_of.bound is None else audit_of.bound.upper_text
-        for audit_of in (before, after)
-    )
     same = before.network.input == after.network.input
     why = "" if same else "inputs of other sizes"
-    yield Change(figure="Lipschitz bound", before=old, after=new, alike=same, why=why)
-    weights = [audit_of.attention_weight for audit_of in (before, after)]
-    if any(weight is not None for weight in weights):
-        old, new = ("not measured" if weight is None else f"{weight:.2g}" for weight in weights)
-        yield Change(figure="attention's weight", before=old, after=new, alike=same, why=why)
+    bounds = ["not measured" if a.bound is None else a.bound.upper_text for a in (before, after)]
+    weights = [
+        "not measured" if a.attention_weight is None else f"{a.attention_weight:.2g}"
+        for a in (before, after)
+    ]
+    yield Change(figure="Lipschitz bound", before=bounds[0], after=bounds[1], alike=same, why=why)
+    if set(weights) != {"not measured"}:
+        first, last = weights
+        yield Change(figure="attention's weight", before=first, after=last, alike=same, why=why)
 
 
 def _shares(before: Audit, after: Audit) -> Iterator[Change]:

@@ -9,6 +9,8 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+from msgspec.structs import asdict
+
 from certcli.evaluation.intervals import part_of
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.report.document import Audit
@@ -59,8 +61,9 @@ def outcomes(audit: Audit) -> Iterator[AuditOutcome]:
         for radius, count in audit.attack.fooled.items():
             fooled = part_of(count, audit.attack.clean.hits, "correct images")
             if count:
-                text = f"{names} fooled {fooled} at l2 {radius}"
-                yield AuditOutcome("certvit/fooled", text, f"{names}@{radius}")
+                yield AuditOutcome(
+                    "certvit/fooled", f"{names} fooled {fooled} at l2 {radius}", f"{names}@{radius}"
+                )
     for item in audit.skipped:
         yield AuditOutcome("certvit/not-done", f"{item.stage}: {item.why}", item.stage)
 
@@ -75,45 +78,44 @@ def as_annotations(audit: Audit) -> str:
 
 
 def _annotation(outcome: AuditOutcome, path: str | None) -> str:
-    properties = {} if path is None else {"file": path}
-    properties["title"] = outcome.rule.replace("/", ": ")
-    written = ",".join(f"{name}={_property(value)}" for name, value in properties.items())
-    return f"::{ANNOTATIONS[outcome.level]} {written}::{_message(outcome.text)}\n"
+    properties = {"file": path, "title": outcome.rule.replace("/", ": ")}
+    written = ",".join(
+        f"{name}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
+        for name, value in properties.items()
+        if value is not None
+    )
+    return f"::{ANNOTATIONS[outcome.level]} {written}::{_escaped(outcome.text)}\n"
 
 
-def _message(text: str) -> str:
+def _escaped(text: str) -> str:
     return plain_lines(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def _property(text: str) -> str:
-    return _message(text).replace(":", "%3A").replace(",", "%2C")
 
 
 def as_sarif(audit: Audit) -> str:
     """Return one run: each gate a result (kind pass or fail), what an audit warns of as notes."""
-    results = [_result(outcome) for outcome in outcomes(audit)]
     where = {"uri": quote(audit.network.path or audit.network.name)}
     where |= {} if audit.network.path is None else {"uriBaseId": ROOT}
-    for row in results:
-        row["locations"] = [
-            {"physicalLocation": {"artifactLocation": where, "region": {"startLine": 1}}}
-        ]
-    driver = {
-        "name": "certvit",
-        "version": audit.versions.get("certvit", "0"),
-        "rules": [{"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()],
-    }
-    invocation: dict[str, Any] = {"commandLine": audit.reproduce, "executionSuccessful": True}
-    if audit.date:
-        invocation["endTimeUtc"] = f"{audit.date}Z"
+    location = {"artifactLocation": where, "region": {"startLine": 1}}
+    ended = {"endTimeUtc": f"{audit.date}Z"} if audit.date else {}
     run = {
-        "tool": {"driver": driver},
-        "invocations": [invocation],
+        "tool": {
+            "driver": {
+                "name": "certvit",
+                "version": audit.versions.get("certvit", "0"),
+                "rules": [
+                    {"id": name, "shortDescription": {"text": text}} for name, text in RULES.items()
+                ],
+            }
+        },
+        "invocations": [{"commandLine": audit.reproduce, "executionSuccessful": True, **ended}],
         "originalUriBaseIds": {
             ROOT: {"description": {"text": "The root of the repository that holds the network."}}
         },
         "artifacts": [{"location": where, "hashes": {"certvit-function": audit.checkpoint}}],
-        "results": results,
+        "results": [
+            {**_result(outcome), "locations": [{"physicalLocation": location}]}
+            for outcome in outcomes(audit)
+        ],
         "properties": {"headline": audit.headline, **about(audit)},
     }
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
@@ -133,15 +135,11 @@ def _result(outcome: AuditOutcome) -> dict[str, Any]:
 
 def about(audit: Audit) -> dict[str, str]:
     """Return date, machine and versions under flat names."""
-    properties = {f"version.{name}": version for name, version in audit.versions.items()}
-    if audit.machine is not None:
-        machine = audit.machine
-        properties |= {
-            "cpu": machine.cpu,
-            "threads": str(machine.threads),
-            "device": machine.device,
-        }
-    return {"date": audit.date, **properties} if audit.date else properties
+    return {
+        **({"date": audit.date} if audit.date else {}),
+        **{f"version.{name}": version for name, version in audit.versions.items()},
+        **({} if audit.machine is None else {k: str(v) for k, v in asdict(audit.machine).items()}),
+    }
 
 
 def xml_text(text: str) -> str:
@@ -156,57 +154,45 @@ def as_junit(audit: Audit) -> str:
     Allowed by Ant's JUnit.xsd (windyroad), the strictest, and by Jenkins' junit-10.xsd. Documents
     travel: no host is named.
     """
-    failed = sum(not row.passed for row in audit.gate.judged)
-    total = len(audit.gate.judged) + len(audit.skipped) + 1
+    name = xml_text(audit.network.name)
+    element = ElementTree.SubElement
+    root = ElementTree.Element("testsuites")
     counts = {
-        "tests": str(total),
-        "failures": str(failed),
+        "name": name,
+        "tests": str(len(audit.gate.judged) + len(audit.skipped) + 1),
+        "failures": str(sum(not row.passed for row in audit.gate.judged)),
         "errors": "0",
         "skipped": str(len(audit.skipped)),
-    }
-    name = xml_text(audit.network.name)
-    root = ElementTree.Element("testsuites")
-    counts |= {
         "id": "0",
         "package": "certvit.audit",
         "hostname": "localhost",
         "time": f"{audit.seconds:.2f}",
+        "timestamp": audit.date or "1970-01-01T00:00:00",
     }
-    counts["timestamp"] = audit.date or "1970-01-01T00:00:00"
-    suite = ElementTree.SubElement(root, "testsuite", {"name": name, **counts})
-    properties = ElementTree.SubElement(suite, "properties")
+    suite = element(root, "testsuite", counts)
+    properties = element(suite, "properties")
     for key, value in (figures(audit) | about(audit)).items():
-        ElementTree.SubElement(properties, "property", {"name": key, "value": xml_text(value)})
+        element(properties, "property", {"name": key, "value": xml_text(value)})
 
     def case(what: str, seconds: float = 0.0) -> ElementTree.Element:
-        words = {
-            "classname": f"certvit.audit.{name}",
-            "name": xml_text(what),
-            "time": f"{seconds:.2f}",
-        }
-        return ElementTree.SubElement(suite, "testcase", words)
+        words = {"classname": f"certvit.audit.{name}", "name": xml_text(what)}
+        return element(suite, "testcase", {**words, "time": f"{seconds:.2f}"})
 
     case("audit", audit.seconds)
     for row in audit.gate.judged:
-        element = case(row.fail_on)
+        test = case(row.fail_on)
         if not row.passed:
             message = xml_text(row.reason)
             kind = "gate" if row.verdict == "failed" else "gate not decided"
-            ElementTree.SubElement(
-                element, "failure", {"message": message, "type": kind}
-            ).text = message
+            element(test, "failure", {"message": message, "type": kind}).text = message
     for item in audit.skipped:
-        ElementTree.SubElement(case(item.stage), "skipped", {"message": xml_text(item.why)})
-    ElementTree.SubElement(suite, "system-out").text = xml_text(
-        "\n".join(filter(None, (audit.headline, *audit.verdict)))
-    )
-    ElementTree.SubElement(suite, "system-err")
+        element(case(item.stage), "skipped", {"message": xml_text(item.why)})
+    said = "\n".join(filter(None, (audit.headline, *audit.verdict)))
+    element(suite, "system-out").text = xml_text(said)
+    element(suite, "system-err")
     ElementTree.indent(root, " ")
-    return (
-        '<?xml version="1.0" encoding="UTF-8"?>\n'
-        + ElementTree.tostring(root, encoding="unicode")
-        + "\n"
-    )
+    text = ElementTree.tostring(root, encoding="unicode")
+    return f'<?xml version="1.0" encoding="UTF-8"?>\n{text}\n'
 
 
 def figures(audit: Audit) -> dict[str, str]:

@@ -26,18 +26,16 @@ HEIGHT = 292
 """Of the chart, in CSS pixels: about the width of a phone, so that its text is readable there."""
 MOST_CONSTANTS = 60
 MOST_TICKS = 6
-TONES = 5
-"""Colours of files that one chart compares, with that of the first."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A share at a radius, with the ends of its 95 % interval where they are known."""
+    """A share at a radius, with the ends of its 95 % interval."""
 
     radius: float
     share: float
-    low: float | None = None
-    high: float | None = None
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -48,19 +46,12 @@ class PlotLine:
         kind: "proven", "probability" or "attacked".
         points: (radius, share beyond it), ascending.
         marks: shares at the radii of the plan, drawn as dots with their intervals.
-        tone: colour by file, from 1 on; 0: by kind.
     """
 
     label: str
     kind: str
     points: Sequence[tuple[float, float]]
     marks: Sequence[Mark] = ()
-    tone: int = 0
-
-    @property
-    def style(self) -> str:
-        """Classes of the page's style sheet."""
-        return f"{self.kind} tone{self.tone % TONES}" if self.tone else self.kind
 
 
 @dataclass(frozen=True)
@@ -177,8 +168,7 @@ def proven_steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, flo
         points: (radius, share certified there), ascending.
     """
     shares = [share for _, share in points]
-    radii = [radius for radius, _ in points]
-    return [points[0], *zip(radii, [*shares[1:], shares[-1]])]
+    return [points[0], *zip([radius for radius, _ in points], [*shares[1:], shares[-1]])]
 
 
 def ticks(end: float) -> list[float]:
@@ -215,21 +205,15 @@ def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
         falls = curve.kind == "proven" and curve.points[-1][1] == 0
         last = RIGHT if falls else x(curve.points[-1][0])
         path += f"H{RIGHT}" if falls else ""
-        dots = [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks]
-        whiskers = [
-            f"M{x(mark.radius)} {y(mark.low)}V{y(mark.high)}"
-            for mark in curve.marks
-            if mark.low is not None and mark.high is not None
-        ]
-        # several files would mix their colours
-        area = "" if curve.kind == "attacked" or curve.tone else f"{path}H{last}V{BOTTOM}H{LEFT}Z"
         lines.append(
             {
-                "style": curve.style,
+                "style": curve.kind,
                 "path": path,
-                "area": area,
-                "dots": dots,
-                "whiskers": "".join(whiskers),
+                "area": "" if curve.kind == "attacked" else f"{path}H{last}V{BOTTOM}H{LEFT}Z",
+                "dots": [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks],
+                "whiskers": "".join(
+                    f"M{x(mark.radius)} {y(mark.low)}V{y(mark.high)}" for mark in curve.marks
+                ),
             }
         )
     return {

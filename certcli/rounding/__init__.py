@@ -4,10 +4,12 @@ from certcli.rounding import (  # noqa: F401 (for their decorators)
     curves,
     executed_attention,
     executed_curves,
+    executed_deviations,
     executed_mixing,
     executed_moves,
     executed_norms,
     executed_products,
+    executed_windows,
     moves,
     sums,
 )

@@ -23,6 +23,7 @@ class ErrorStep:
     Attributes:
         node: the name of the node that made it.
         shifts: it is the logits' log_softmax, whose margins are theirs.
+        hides: as in `Followed`.
     """
 
     node: str
@@ -32,6 +33,7 @@ class ErrorStep:
     box: Executed
     entries: int
     shifts: bool = False
+    hides: bool = False
 
 
 def carried(factors: Sequence[Real], values: Sequence[Real]) -> Real:

@@ -8,22 +8,37 @@ q.k by at most ds = t (|dq| |k| + |q| |dk| + |dq| |dk|) beside their own roundin
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
+from timm.models.convit import GPSA
 from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
+from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
+from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.conv_attention import ConvAttention
+from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
+from certcli.nn.lnorm_attention import FLOOR, LipschitzNormAttention
 from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.executed_windows import require_plain_convolutions
+from certcli.rounding.operation_errors import (
+    Followed,
+    Operation,
+    Rounding,
+    Sizes,
+    rules,
+)
 from certcli.rounding.precisions import Precision, compounded
-from certcli.rounding.stored import LinearMap, largest
+from certcli.rounding.stored import LinearMap, Stored, largest
 
 
 @dataclass(frozen=True)
@@ -86,11 +101,23 @@ def dot_product(
     op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False
 ) -> Rounding:
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * module.num_heads)
+    heads = _dot_products(op, parts, module.num_heads, module.scale)
+    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+
+
+def _dot_products(
+    op: Operation,
+    parts: Sequence[LinearMap],
+    count: int,
+    scale_of_scores: float,
+    mask: Any = None,
+) -> Callable[[Real], list[tuple[Real, Real, AttentionRow]] | None]:
+    """Return a rule for heads s q k^T + mask, of the maps of all queries, keys and values."""
+    positions = Positions(*of_mask(op, mask))
     p = op.precision
-    count = module.num_heads
-    parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * count)
-    scale = as_real(module.scale * (1 + 2.0**-50))
-    width = module.head_dim
+    width = parts[0].out
+    scale = as_real(scale_of_scores * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []
@@ -103,24 +130,76 @@ def dot_product(
             # |dq| |dk| is inside: sizes are of executed rows
             score_error = (q.error * k.size + q.size * k.error) * scale
             rounding = score * p.products(width) + p.lost(width, 1.0)
-            facts.append((score + rounding, score_error + rounding, v))
+            facts.append((*_placed(p, score + rounding, score_error + rounding, positions), v))
         return facts
 
-    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+    return heads
 
 
-def _positions(op: Operation, module: LipschitzAttention, mask: Any) -> tuple[Real, Real]:
-    """Return the largest |entry| added to the scores (positions, mask), and its storage error."""
-    op.require(not module.gated, "attention whose positions have a gate")
-    added = [] if module.window_size is None else [op.stored(module.relative_position_bias_table)]
-    if mask is not None:
-        added.append(op.stored(op.tensor(mask)))
-    size = ZERO
-    error = ZERO
-    for part in added:
-        size = size + largest(part.number)
-        error = error + part.farthest
-    return size, error
+def of_mask(op: Operation, mask: Any) -> tuple[Real, Real]:
+    """Return the largest finite |entry| of a constant mask, and how far one is off; where it is
+    -inf, or a mask of yes and no, the probability is 0 exactly.
+    """
+    if mask is None:
+        return ZERO, ZERO
+    tensor = op.tensor(mask)
+    hidden = tensor == -math.inf
+    if bool(hidden.any()) or not tensor.is_floating_point():
+        op.require_own(tensor)
+    if not tensor.is_floating_point():
+        return ZERO, ZERO
+    added = (
+        Stored.of(tensor.masked_fill(hidden, 0.0), op.precision)
+        if bool(hidden.any())
+        else op.operand(tensor)
+    )
+    return largest(added.number), added.farthest
+
+
+@rules.module(nn.MultiheadAttention)
+@covers("any order", "softmax")
+def multihead(op: Operation, module: nn.MultiheadAttention, query: Followed, key: Any, value: Any,
+              key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, *_: Any,
+              **__: Any) -> Rounding:  # fmt: skip
+    """torch's attention of a tensor with itself, on any path, under one mask."""
+    parts = _heads(op, module.in_proj_weight, module.in_proj_bias, 3 * module.num_heads)
+    mask = key_padding_mask if attn_mask is None else attn_mask
+    heads = _dot_products(op, parts, module.num_heads, module.head_dim**-0.5, mask)
+    tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
+    proj = op.map(module.out_proj.weight, module.out_proj.bias)
+    return _attended(op, query, proj, heads, tokens=tokens)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What no image changes: the largest |entry| added to the scores (positions, mask), how far it
+    is off, and of gated averages (1 - g) P + g B how far, in l1, g and B move a row.
+    """
+
+    size: Real = ZERO
+    error: Real = ZERO
+    gates: Real = ZERO
+
+
+def _positions(op: Operation, module: LipschitzAttention, mask: Any, tokens: int) -> Positions:
+    size, error = of_mask(op, mask)
+    if module.window_size is not None:
+        table = op.stored(module.relative_position_bias_table)
+        size, error = size + largest(table.number), error + table.farthest
+    return Positions(size, error, _gates(op, module, tokens) if module.gated else ZERO)
+
+
+def _gates(op: Operation, module: Any, tokens: int) -> Real:
+    """|(1 - g') P + g' B' - (1 - g) P - g B|_1 <= 2 |g' - g| + |B' - B|_1, and a few roundings of
+    rows of sum 1. B = softmax(W r + b), r three numbers of at most 2 n, g = sigmoid(t) of slope 1/4.
+    """
+    p, layer = op.precision, op.map(module.pos_proj.weight, module.pos_proj.bias)
+    offsets = as_real(4.0 * tokens)
+    gate = op.stored(module.gating_param).farthest + 4 * p.function
+    score_error = layer.rounding(offsets) + layer.norm * offsets * (4 * p.unit)
+    score = layer.reach(offsets) + score_error
+    maps = softmax_error(p, tokens, score, score_error)
+    return maps + gate * 2.0 + compounded(as_real(8 * p.unit)) + p.lost(1, 1.0) * (4.0 * tokens)
 
 
 def _attended(
@@ -128,15 +207,21 @@ def _attended(
     x: Followed,
     proj: LinearMap,
     heads: Callable[[Real], list[tuple[Real, Real, AttentionRow]] | None],
+    gates: Real = ZERO,
+    normalised: bool = False,
+    tokens: int | None = None,
 ) -> Rounding:
     """Return the rounding of softmax attention behind a rule for its heads.
 
     Args:
+        tokens: of an image; by default the axis before the last.
+        gates: as in `Positions`.
+        normalised: rows are divided by their sums, which are 1 but for what they are off.
         heads: from the longest token, of each head the size of its scores, how far they are off,
             and its values; None where they may overflow.
     """
     p = op.precision
-    tokens = x.shape[-2]
+    tokens = x.shape[-2] if tokens is None else tokens
 
     def rounding(sizes: Sizes) -> Real:
         facts = heads(sizes(x).fibre)
@@ -145,31 +230,40 @@ def _attended(
         if facts is None:
             return INF
         for score, score_error, value in facts:
-            errors.append(averaged(p, tokens, softmax_error(p, tokens, score, score_error), value))
+            row_error = softmax_error(p, tokens, score, score_error) + gates
+            if normalised:
+                row_error = compounded(
+                    row_error * 2.0 + p.products(tokens) * 2.0 + 4 * p.unit
+                ) + p.lost(tokens, 1.0)
+            errors.append(averaged(p, tokens, row_error, value))
             lengths.append(value.size)
         return _output(errors, lengths, proj, tokens) * as_real(float(x.rows // tokens)).sqrt()
 
     return rounding
 
 
-@rules.module(L2Attention)
+@rules.module(L2Attention, L2UntiedValueAttention)
 @covers("any order", "softmax")
-def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
+def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False,
        mask: Any = None) -> Rounding:  # fmt: skip
-    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, moved by 8 |q| |dq|."""
+    """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, moved by 8 |q| |dq|.
+    Values are q, or a map of their own.
+    """
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = [getattr(module, name) for name in ("query", "value") if hasattr(module, name)]
     op.require(
-        all(runs_known_code(part, nn.Linear) for part in (module.query, module.proj)),
+        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
         "a replaced linear layer",
     )
-    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
-    parts = _heads(op, module.query.weight, module.query.bias, module.num_heads)
+    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
+    maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
         facts = []
-        for layer in parts:
-            q = AttentionRow.of(layer, token)
+        for parts in zip(*maps, strict=True):
+            rows = [AttentionRow.of(layer, token) for layer in parts]
+            q = rows[0]
             square = q.size * q.size * 4.0
             if not p.fits(square):
                 return None
@@ -179,22 +273,61 @@ def l2(op: Operation, module: L2Attention, x: Followed, attn_mask: Any = None, i
                 square * scale * compounded(p.products(width) * 2.0) + p.lost(width, 1.0) * 4.0
             )
             facts.append(
-                (*_placed(p, square * scale + rounding, score_error + rounding, positions), q)
+                (
+                    *_placed(p, square * scale + rounding, score_error + rounding, positions),
+                    rows[-1],
+                )
             )
         return facts
 
-    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    return _attended(op, x, proj, heads, positions.gates)
+
+
+@rules.module(GPSA)
+@covers("any order", "softmax", "function")
+def gated_positional(op: Operation, module: GPSA, x: Followed) -> Rounding:
+    """(1 - g) P + g B, each row divided by its sum, of values of their own."""
+    qk = _heads(op, module.qk.weight, module.qk.bias, 2 * module.num_heads)
+    values = _heads(op, module.v.weight, module.v.bias, module.num_heads)
+    heads = _dot_products(op, [*qk, *values], module.num_heads, module.scale)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    return _attended(op, x, proj, heads, _gates(op, module, x.shape[-2]), normalised=True)
+
+
+@rules.module(ConvAttention)
+@covers("any order")
+def token_convolution(
+    op: Operation, module: ConvAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False
+) -> Rounding:  # fmt: skip
+    """Two linear maps: of all tokens, then of each."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    conv, (images, tokens, _) = module.convolution, x.shape
+    require_plain_convolutions(op)
+    pads = padding_of(conv.padding, conv.kernel_size, conv.dilation)
+    geometry = Geometry(conv.stride, pads, conv.dilation, conv.groups, (tokens,))
+    mixed = op.map(conv.weight, conv.bias, geometry)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    root = as_real(float(images * tokens)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        total = sizes(x).total
+        error = mixed.rounding(total, x.rows)
+        reach = mixed.norm * total + mixed.shift * root + error
+        return (proj.norm + proj.moved) * error + proj.rounding(reach, x.rows)
+
+    return rounding
 
 
 def _placed(
-    p: Precision, score: Real, score_error: Real, positions: tuple[Real, Real]
+    p: Precision, score: Real, score_error: Real, positions: Positions
 ) -> tuple[Real, Real]:
     """Return size and error of scores to which positions and a mask, two numbers, were added."""
-    if positions[0] == ZERO:
+    if positions.size == ZERO:
         return score, score_error
-    whole = score + positions[0]
+    whole = score + positions.size
     rounded = whole * compounded(as_real(4 * p.unit))
-    return whole + rounded, score_error + positions[1] + rounded
+    return whole + rounded, score_error + positions.error + rounded
 
 
 @rules.module(CosineAttention)
@@ -208,7 +341,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
         all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
         "a replaced linear layer",
     )
-    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask)
+    p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
     maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
     # of |w|^2 + 1, which is no less than 1
@@ -245,4 +378,44 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             )
         return facts
 
-    return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    return _attended(op, x, proj, heads, positions.gates)
+
+
+@rules.module(LipschitzNormAttention)
+@covers("any order", "function", "softmax")
+def normed_scores(op: Operation, module: LipschitzNormAttention, x: Followed, attn_mask: Any = None,
+                  is_causal: bool = False, mask: Any = None) -> Rounding:  # fmt: skip
+    """By Theorem 10.2 of docs/bounds.md the averages move by (sqrt(n) + 1) |dv| + 2 |dq| + 2 |dk| at
+    most. Scores q.k / M are <= 1, off by what q.k and M lose, M >= FLOOR.
+    """
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = (module.query, module.key, module.value, module.proj)
+    op.require(all(runs_known_code(part, nn.Linear) for part in layers), "a replaced linear layer")
+    p, tokens, width = op.precision, x.shape[-2], module.head_dim
+    op.require(p.tiny * 2.0**12 < FLOOR, f"a least divisor that vanishes in {p.name}")
+    query, key, value, proj = (op.map(layer.weight, layer.bias) for layer in layers)
+    positions = _positions(op, module, mask, tokens)
+    relative = p.products(width) + p.products(tokens * width) + 2 * p.function + 12 * p.unit
+    # lengths are roots of sums of squares, which may underflow
+    lost = (as_real(tokens * width + 8) * p.tiny).sqrt() * 4.0 + p.lost(width, 1.0)
+
+    def rounding(sizes: Sizes) -> Real:
+        q, k, v = (AttentionRow.of(layer, sizes(x).fibre) for layer in (query, key, value))
+        root = as_real(float(tokens)).sqrt()
+        if not p.fits(q.size * q.size * float(tokens), k.size * k.size, v.size * v.size):
+            return INF
+        error = compounded(relative) + (q.size * root + k.size + v.size + 1.0) * lost / FLOOR
+        score, score_error = _placed(p, ONE + error, error, positions)
+        row_error = softmax_error(p, tokens, score, score_error) + positions.gates
+        own = averaged(p, tokens, row_error, AttentionRow(v.size, ZERO)) * math.sqrt(
+            module.num_heads * (1 + 2.0**-40)
+        )
+        passed = (root + 1.0) * v.error + (q.error + k.error) * 2.0
+        row = own + passed * root  # the errors of all tokens may come together in one
+        images = as_real(float(x.rows // tokens)).sqrt()
+        mixed = (own + passed) * root
+        longest = v.size * math.sqrt(module.num_heads * (1 + 2.0**-40)) + row
+        return ((proj.norm + proj.moved) * mixed + proj.rounding(longest) * root) * images
+
+    return rounding

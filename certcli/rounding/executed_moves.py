@@ -12,11 +12,12 @@ from torch import nn
 from torch.nn import functional
 
 from certcli.engine import moves
+from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import ZERO, as_real
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, rules
+from certcli.rounding.operation_errors import Followed, Operand, Operation, Rounding, rules
 from certcli.rounding.stored import Stored
 
 
@@ -34,7 +35,7 @@ def joined(op: Operation, *args: Any, **named: Any) -> Rounding:
     """Entries are moved; those of constants are stored."""
     error = ZERO
     for constant in moves.constants_in((args, named)):
-        error = error + op.stored(constant).moved
+        error = error + op.operand(constant).moved
     return lambda sizes: error
 
 
@@ -53,12 +54,17 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 
 rules.module(
-    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.MaxPool2d,
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.MaxPool2d,
 )(exact)  # fmt: skip
-rules.method(*moves.METHODS, "abs", "relu", "neg", "amax", "amin", "to", "type_as", "double")(exact)
+rules.method(
+    *moves.METHODS, "abs", "relu", "neg", "amax", "amin", "to", "type_as", "double", "relu_", "abs_"
+)(exact)
 rules.function(
     *moves.FUNCTIONS, torch.relu, functional.relu, operator.neg, functional.dropout, torch.amax, torch.amin, torch.abs,
-    torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool2d,
+    torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool1d,
+    functional.adaptive_max_pool2d, functional.adaptive_max_pool3d, torch.relu_, functional.relu6,
+    functional.dropout1d, functional.dropout2d, functional.dropout3d,
 )(exact)  # fmt: skip
 
 
@@ -72,8 +78,10 @@ def padded(
     return lambda sizes: error
 
 
-@rules.method("clamp", "clamp_", "clamp_min", "clamp_max")
-@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max)
+@rules.method(
+    "clamp", "clamp_", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "clip", "clip_"
+)  # fmt: skip
+@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max, torch.clip)
 @covers("moves")
 def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     """Entries are compared with limits that are stored."""
@@ -84,13 +92,42 @@ def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
     return lambda sizes: error
 
 
-@rules.module(nn.ReLU6, nn.Hardtanh)
+@rules.function(functional.hardtanh, functional.hardtanh_)
 @covers("moves")
-def clipped(op: Operation, module: nn.Hardtanh, x: Followed) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    limits = torch.tensor([module.min_val, module.max_val], dtype=torch.float64)
-    error = Stored.of(limits, op.precision).farthest * as_real(float(x.entries)).sqrt()
+def clipped(
+    op: Operation, x: Followed, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
+) -> Rounding:
+    return clamped(op, x, min_val, max_val)
+
+
+rules.module(nn.ReLU6, nn.Hardtanh)(with_attributes(clipped, "min_val", "max_val"))
+
+
+@rules.function(torch.where)
+@covers("moves")
+def chosen(op: Operation, condition: Any, a: Any, b: Any) -> Rounding:
+    """Entries of either, by a mask of the network's own; those of a constant are stored."""
+    op.require_own(op.tensor(condition))
+    error = Operand.of(op, a).shift + Operand.of(op, b).shift
     return lambda sizes: error
+
+
+rules.method("where")(
+    covers("moves")(lambda op, x, condition, other: chosen(op, condition, x, other))
+)
+rules.method("masked_fill", "masked_fill_")(
+    rules.function(torch.masked_fill)(
+        covers("moves")(lambda op, x, mask, value: chosen(op, mask, value, x))
+    )
+)
+
+
+@rules.method("max", "min")
+@rules.function(torch.max, torch.min)
+@covers("moves")
+def largest(op: Operation, x: Any, *other: Any) -> Rounding:
+    """The largest of all entries, or the larger of two tensors."""
+    return larger(op, x, other[0]) if other else exact(op, x)
 
 
 @rules.module(ClippedReLU)

@@ -9,20 +9,30 @@ import certcli.system.compat  # noqa: F401 (before timm)
 import torch
 from timm.layers.grn import GlobalResponseNorm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
+from timm.layers.norm import RmsNorm2d
+from timm.layers.norm_act import RmsNormAct2d
 from torch import nn
 from torch.nn import functional
 
+from certcli.engine.curves import curve_of
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.nn.heads import L2Pool
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.algorithms import covers
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules
+from certcli.rounding.operation_errors import (
+    Executed,
+    Followed,
+    Operation,
+    Rounding,
+    Sizes,
+    Steep,
+    rules,
+)
 from certcli.rounding.precisions import FLOAT32, compounded
 from certcli.rounding.stored import largest, length
 
 
-def _gain(
+def with_gain(
     op: Operation, x: Followed, weight: Any, bias: Any, factor: float, n: Real, error: Real
 ) -> Real:
     """Return gain n + bias' error, n off by `error`, of norm `n` as executed, of x's size.
@@ -42,6 +52,12 @@ def _gain(
         root = as_real(x.entries / tensor.numel()).sqrt()
         total = total + (length(shift.number) * relative + shift.moved) * root
     return total + (gain + 1.0) * op.underflow()
+
+
+def _gain(op: Operation, weight: Any) -> Real:
+    """Return the largest gain, and room for the rounding of a slope."""
+    largest_gain = ONE if weight is None else largest(op.stored(op.tensor(weight)).number)
+    return largest_gain * (1 + 2.0**-40)
 
 
 def _normalised(
@@ -74,7 +90,7 @@ def _normalised(
     each = float(longest * (p.products(d) + 2 * p.unit)) if is_measured else math.inf
     deviation = max(deviation, (size.deviation - 4 * each) * (1 - 2.0**-40))
     variance = as_real(deviation) * deviation
-    if not p.fits(square) or not variance > _least_square(op, d):
+    if not p.fits(square) or not variance > least_square(op, d):
         return INF
     centring_error = size.total * (p.products(d) + 2 * p.unit) * 5.0 / deviation
     rounding = compounded(
@@ -83,18 +99,18 @@ def _normalised(
         )
     )
     n = as_real(float(x.entries)).sqrt() + centring_error
-    return _gain(op, x, weight, bias, 1.0, n, centring_error + n * rounding)
+    return with_gain(op, x, weight, bias, 1.0, n, centring_error + n * rounding)
 
 
-def _least_square(op: Operation, d: int) -> float:
+def least_square(op: Operation, d: int) -> float:
     """Return what variance + eps of a row must exceed, so that underflow is a small error."""
     return 2.0**12 * (d + 8) * op.precision.tiny
 
 
-def _least_deviation(op: Operation, eps: float, d: int) -> float:
+def least_deviation(op: Operation, eps: float, d: int) -> float:
     """Return sqrt(eps), rounded down; a smaller eps than the arithmetic needs is noted."""
     smallest = math.sqrt(eps) * (1 - 2.0**-40)
-    if smallest * smallest <= (needed := _least_square(op, d)):
+    if smallest * smallest <= (needed := least_square(op, d)):
         place = op.call.path if op.call is not None else "LayerNorm"
         wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
         why = (
@@ -112,8 +128,12 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
         isinstance(normalized_shape, int) or len(normalized_shape) == 1,
         "a norm over more than the last axis",
     )
-    deviation = _least_deviation(op, eps, x.shape[-1])
-    return lambda sizes: _normalised(op, x, sizes, deviation, weight, bias)
+    deviation = least_deviation(op, eps, x.shape[-1])
+    gain = _gain(op, weight)
+    return Steep(
+        lambda sizes: _normalised(op, x, sizes, deviation, weight, bias),
+        lambda sizes: gain / max(deviation, sizes(x).deviation),
+    )
 
 
 rules.module(nn.LayerNorm, TimmLayerNorm)(
@@ -132,7 +152,7 @@ def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, 
     loses too.
     """
     group = math.prod(x.shape[1:]) // num_groups
-    deviation = _least_deviation(op, eps, group)
+    deviation = least_deviation(op, eps, group)
     once = len(x.shape) in (4, 5)
     return lambda sizes: (
         _normalised(op, x, sizes, deviation, weight, bias, group)
@@ -174,20 +194,30 @@ rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "
 def rms_norm(
     op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, eps: float | None = None
 ) -> Rounding:
-    """x / sqrt(|x|^2 / d + eps), rows <= sqrt(d): relative errors of |x|^2 and of roundings."""
     op.require(
         len(normalized_shape) == 1 and eps is not None,
         "a norm over more than the last axis, or without eps",
     )
+    return _root_mean_square(op, x, x.shape[-1], weight, float(eps or 0.0))
+
+
+def _root_mean_square(
+    op: Operation, x: Followed, d: int, weight: Any, eps: float, last: bool = True
+) -> Rounding:
+    """x / sqrt(|x|^2 / d + eps), fibres <= sqrt(d): relative errors of |x|^2 and of roundings.
+
+    Args:
+        last: of fibres along the last axis.
+    """
     p = op.precision
-    d = x.shape[-1]
-    deviation = _least_deviation(op, float(eps or 0.0), d)
+    deviation = least_deviation(op, eps, d)
     n = as_real(float(x.entries)).sqrt()
+    gain = _gain(op, weight) * as_real(float(d)).sqrt()
 
     def rounding(sizes: Sizes) -> Real:
         square = as_real(deviation) * deviation
-        size = sizes(x).fibre
-        if not p.fits(size * size) or not square > _least_square(op, d):
+        size = sizes(x).fibre if last else sizes(x).total
+        if not p.fits(size * size) or not square > least_square(op, d):
             return INF
         relative = compounded(
             p.products(d)
@@ -195,7 +225,40 @@ def rms_norm(
             + 12 * p.unit
             + float((d + 8) * p.tiny / float(square)) * 2
         )
-        return _gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
+        return with_gain(op, x, weight, None, 1.0, n + n * relative, n * relative)
+
+    def slope(sizes: Sizes) -> Real:
+        return gain / sizes(x).shortest if last and sizes(x).shortest > 0 else INF
+
+    return Steep(rounding, slope)
+
+
+rules.module(RmsNorm2d)(
+    covers("any order", "function")(
+        lambda op, module, x: _root_mean_square(
+            op, x, x.shape[1], module.weight, float(module.eps), last=False
+        )
+    )
+)
+
+
+@rules.module(RmsNormAct2d)
+@covers("any order", "function")
+def rms_norm_and_curve(op: Operation, module: RmsNormAct2d, x: Followed) -> Rounding:
+    """The norm's error times the slope of the curve, and what the curve loses."""
+    d = x.shape[1]
+    normalised = _root_mean_square(op, x, d, module.weight, float(module.eps), last=False)
+    rule, known = rules.find(module.act), curve_of(module.act)
+    op.require(rule is not None and known is not None, f"the activation {module.act}")
+    assert rule is not None
+    assert known is not None
+    curve = rule.apply(op, module.act, x)
+    gain = largest(op.stored(module.weight).number)
+
+    def rounding(sizes: Sizes) -> Real:
+        error = normalised(sizes)
+        row, whole = (as_real(float(n)).sqrt() * gain + error for n in (d, x.entries))
+        return error * known.slope + curve(lambda _: Executed(x.shape, whole, row, row))
 
     return rounding
 
@@ -230,24 +293,10 @@ def normalize(
         longest = sizes(x).total
         return total + op.underflow() if precision.fits(longest * longest) else INF
 
-    return rounding
-
-
-@rules.module(L2Pool)
-@covers("any order", "function")
-def l2_pool(op: Operation, module: L2Pool, x: Followed) -> Rounding:
-    """Roots of sums of squares, without cancelling: relative errors, and what underflows."""
-    p = op.precision
-    reach = module.side // module.windows
-    # one sum of all squares of a window, in any order, or one of each row and then one of these
-    relative = compounded(p.products(reach * reach) + p.function + 4 * p.unit)
-    underflow = (as_real(reach * reach + 8) * p.tiny).sqrt() * as_real(float(op.entries)).sqrt()
-
-    def rounding(sizes: Sizes) -> Real:
-        size = sizes(x).total
-        return size * relative + underflow * 2.0 if p.fits(size * size * 2.0) else INF
-
-    return rounding
+    last = dim in (-1, len(x.shape) - 1)
+    return Steep(
+        rounding, lambda sizes: (ONE + 2.0**-40) / max(smallest, sizes(x).shortest if last else 0.0)
+    )
 
 
 @rules.module(FloorNorm)
@@ -314,7 +363,7 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
         if not op.precision.fits(total * as_real(float(d)).sqrt()):
             return INF
         error = total * relative
-        return _gain(
+        return with_gain(
             op, x, module.weight, module.bias, d / (d - 1) * (1 + 2.0**-50), total + error, error
         )
 

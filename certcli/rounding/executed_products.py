@@ -9,19 +9,29 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.attention import CAUSAL, fused_attention
-from certcli.engine.endings import LOG_SOFTMAX
+from certcli.engine.averages import pair
 from certcli.engine.table import with_attributes
+from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
+from certcli.lipschitz.rules.moves import windows_of
 from certcli.rounding.algorithms import covers
-from certcli.rounding.executed_attention import AttentionRow, averaged, softmax_error
-from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules, scaled
+from certcli.rounding.executed_attention import AttentionRow, averaged, of_mask, softmax_error
+from certcli.rounding.operation_errors import (
+    Followed,
+    Operand,
+    Operation,
+    Rounding,
+    Sizes,
+    rules,
+    scaled,
+)
 from certcli.rounding.precisions import compounded
-from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest, length
+from certcli.rounding.stored import BlockMap, LinearMap, largest, length
 
 
-@rules.method("mul", "mul_")
-@rules.function(operator.mul, operator.imul, torch.mul)
+@rules.method("mul", "mul_", "multiply")
+@rules.function(operator.mul, operator.imul, torch.mul, torch.multiply)
 @covers("entries")
 def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     """A rounding a product: |a b| <= max |a_i| |b| of two tensors, one perhaps repeated."""
@@ -95,6 +105,40 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
     return lambda sizes: layer.rounding(sizes(x).total * copies, rows)
 
 
+@rules.method("lerp", "lerp_")
+@rules.function(torch.lerp)
+@covers("entries")
+def interpolated(op: Operation, x: Any, end: Any, weight: Any) -> Rounding:
+    """x + w (y - x), or y - (1 - w) (y - x): a few roundings of (1 + 2 |w|) (|x| + |y|)."""
+    one, other, share = Operand.of(op, x), Operand.of(op, end), op.factor(weight)
+    reach = largest(share.number) * 2.0 + 1.0
+    relative = reach * compounded(as_real(8 * op.precision.unit)) + share.farthest
+    shift = (one.shift + other.shift) * reach
+    return lambda sizes: (
+        (one.size(sizes) + other.size(sizes)) * relative + shift + op.underflow() * reach * 4.0
+    )
+
+
+@rules.function(functional.fold)
+@covers("any order")
+def folded(
+    op: Operation, x: Followed, output_size: Any, kernel_size: Any, dilation: Any = 1, padding: Any = 0, stride: Any = 1
+) -> Rounding:  # fmt: skip
+    """A pixel is a sum over the windows that it lies in, which half precisions store step by step."""
+    taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
+    times = math.prod(windows_of(k, s, d) for k, s, d in taps)
+    root = as_real(float(times)).sqrt()
+    relative = compounded(as_real((times + 2) * op.precision.unit))
+
+    def rounding(sizes: Sizes) -> Real:
+        reached = sizes(x).total * root
+        if not op.precision.fits(reached):
+            return INF
+        return reached * relative + op.precision.lost(times, op.entries)
+
+    return rounding
+
+
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 @covers("softmax")
@@ -143,22 +187,8 @@ def fused(
     width = key.shape[-1]
     factor = as_real(abs(scale if scale is not None else width**-0.5) * (1 + 2.0**-50))
     fixed = None if isinstance(query, Followed) else op.operand(op.tensor(query))
-    bias = ZERO
-    moved_bias = ZERO
-    if mask is not None and mask is not CAUSAL:
-        tensor = op.tensor(mask)
-        hidden = tensor == -math.inf  # of probability 0, exactly
-        if not tensor.is_floating_point():
-            op.require_own(tensor)
-        else:
-            added = (
-                Stored.of(tensor.masked_fill(hidden, 0.0), p)
-                if bool(hidden.any())
-                else op.operand(tensor)
-            )
-            op.require_own(tensor) if bool(hidden.any()) else None
-            bias = largest(added.number)
-            moved_bias = added.farthest
+    constant = None if mask is CAUSAL or isinstance(mask, Followed) else mask
+    bias, moved_bias = of_mask(op, constant)
 
     def rounding(sizes: Sizes) -> Real:
         q = (
@@ -174,6 +204,7 @@ def fused(
         score = product * factor
         rounding = score * p.products(width) + p.lost(width, 1.0) + q.error * k * factor
         whole = score + rounding + bias
+        whole = whole + sizes(mask).peak if isinstance(mask, Followed) else whole
         rounding = rounding + moved_bias + whole * compounded(as_real(2 * p.unit))
         error = averaged(
             p, tokens, softmax_error(p, tokens, whole + rounding, rounding), AttentionRow(v, ZERO)

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm)
-from certcli.engine.endings import last_of
 from certcli.engine.table import runs_known_code
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, last_of
 from certcli.lipschitz.numerics.real import Real
 from certcli.rounding.precisions import Precision
 from certcli.rounding.stored import LinearMap

@@ -18,7 +18,7 @@ inequality adds them.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -27,14 +27,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.endings import of_margins, shifts_logits
-from certcli.engine.replay import executed, noise_like, replayed
+from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, Rule, RuleTable
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed, of_margins, shifts_logits
 from certcli.engine.tracer import Untraceable
-from certcli.engine.walk import Call, walk
+from certcli.engine.walk import Call, Constant, Unproven, walk
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
@@ -42,7 +41,7 @@ from certcli.lipschitz.table import rules as slopes
 from certcli.lipschitz.value import Value
 from certcli.rounding.enclosed import EnclosedErrors, ErrorStep, carried, errors_of_pairs
 from certcli.rounding.head import head_of
-from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, Steep, rules
 from certcli.rounding.precisions import Precision
 from certcli.rounding.program_comparison import require_same_program
 from certcli.rounding.running_error import written_out
@@ -54,6 +53,8 @@ _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
 """Images whose sizes are found together."""
+_UNSEEN = 2.0**-500
+"""Above the length of what is so small that its square underflows, in tensors of 2^50 entries."""
 
 
 class _Rules:
@@ -91,12 +92,17 @@ class _Looked:
 
 
 class _Stepwise(GlobalDomain):
-    """Follows a graph by operation; nothing waits to be folded: each one is executed."""
+    """Follows a graph by operation; nothing waits to be folded: each one is executed.
+
+    Attributes:
+        tensors: by node, which of its results are followed.
+    """
 
     def __init__(self, operation: Operation) -> None:
-        super().__init__(RigorousArithmetic())
+        super().__init__(Arithmetic())
         self.operation = operation
         self.steps: list[ErrorStep] = []
+        self.tensors: dict[str, list[int]] = {}
         self.errors: list[Real] = []
         self.rules = _Rules(self)  # type: ignore[assignment]
 
@@ -129,7 +135,10 @@ class _Stepwise(GlobalDomain):
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
             if ctx.call.dtype not in (None, torch.float64):
                 raise NoRule(f"a precision of its own, {ctx.call.dtype}")
+            args, hides = _without_hidden(ctx.call.kind, args)
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
+            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
+                raise NoRule("scores of -inf in something else than a softmax")
             try:
                 operands = [
                     self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
@@ -140,10 +149,22 @@ class _Stepwise(GlobalDomain):
                 raise NoRule(next(iter(whys), str(reason))) from reason
             if not operands:
                 raise NoRule("an operation without a tensor that depends on the image")
+            if isinstance(operands[0], (Constant, Unproven)):
+                return operands[0]
             own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
             several = isinstance(operands[0], list)
             parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            steps = [self._step(ctx.call, sources, values, own_rounding) for values in parts]
+            assert ctx.call.node is not None
+            proven = [
+                place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
+            ]
+            self.tensors[ctx.call.node.name] = proven
+            steps = [
+                self._step(ctx.call, sources, values, own_rounding, hides)
+                if place in proven
+                else values[0]
+                for place, values in enumerate(parts)
+            ]
             return steps if several else steps[0]
 
         return apply
@@ -161,9 +182,15 @@ class _Stepwise(GlobalDomain):
         values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
         result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
         shape = ctx.call.shape
+        if isinstance(result, (Constant, Unproven)):
+            return result
         if isinstance(result, (list, tuple)):
-            return [ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
-                    for x, s in zip(result, shape, strict=True)]  # fmt: skip
+            return [
+                x
+                if isinstance(x, Unproven)
+                else ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                for x, s in zip(result, shape, strict=True)
+            ]
         return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
 
     def _value(self, x: Followed, base: Real) -> Value:
@@ -180,6 +207,7 @@ class _Stepwise(GlobalDomain):
         sources: Sequence[Followed],
         values: Sequence[Value],
         rounding: Callable[[Sizes], Real],
+        hides: bool,
     ) -> Followed:
         shape = tuple(values[0].shape)
         size = values[0].size
@@ -190,8 +218,8 @@ class _Stepwise(GlobalDomain):
         box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
         assert call.node is not None
         entries, shifts = math.prod(shape), shifts_logits(call.node)
-        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts)
-        return self._kept(step, error)
+        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts, hides)
+        return replace(self._kept(step, error), hides=hides)
 
     def shape(self, value: Any) -> Any:
         return value.shape
@@ -203,6 +231,14 @@ def _followed_in(x: Any) -> list[Followed]:
     if isinstance(x, (list, tuple)):
         return [value for part in x for value in _followed_in(part)]
     return _followed_in(list(x.values())) if isinstance(x, dict) else []
+
+
+def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """Return the arguments with 0 for a number of -inf that stands in place of scores."""
+    if kind not in ("where", "masked_fill", "masked_fill_"):
+        return args, False
+    shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
+    return shown, shown != args
 
 
 def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
@@ -242,7 +278,7 @@ class NeighbourErrors:
             with graph as self._traced, torch.no_grad(), deep_recursion():
                 domain = _Stepwise(Operation(precision, self._traced.made))
                 self._last: Followed = walk(self._traced, domain)
-                self._steps = domain.steps
+                self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)
                 require_same_program(model, size, precision, self._traced, self.tables)
         except Untraceable as reason:
@@ -265,25 +301,87 @@ class NeighbourErrors:
         )
         self._known: dict[tuple[int, int], Tensor] = {}
 
+    def _tensors_of(self, image: Tensor) -> Iterator[Tensor]:
+        """Yield every step's tensor at one image, scores of -inf as 0: (c, h, w)."""
+        yield image
+        place = 0
+        for node, value in executed(self._traced, image[None]):
+            parts = value if isinstance(value, (list, tuple)) else [value]
+            for number in self._tensors.get(node.name, ()):
+                place += 1
+                part = parts[number]
+                hides = self._steps[place].hides
+                yield part.masked_fill(part == -math.inf, 0.0) if hides else part
+
     def _lengths_of(self, image: Tensor) -> Tensor:
         """Return |v(x)| of every step at one image, rounded up: (c, h, w) -> (steps,).
 
         That of float64, and its error, which is below e of any arithmetic.
         """
-        lengths = []
-        for node, value in executed(self._traced, image[None]):
-            if node.op not in ("get_attr", "output"):
-                parts = value if isinstance(value, (list, tuple)) else [value]
-                lengths += [torch.linalg.vector_norm(part) for part in parts]
-        if len(lengths) != len(self._steps):
-            raise NoRule("the graph makes other tensors than its rules say")
-        return torch.stack(lengths) * (1 + 2.0**-20) + self._widest
+        lengths = [torch.linalg.vector_norm(part) for part in self._tensors_of(image)]
+        return torch.stack(lengths) * (1 + 2.0**-20) + _UNSEEN + self._widest
 
     @torch.no_grad()
     def _lengths(self, images: Tensor) -> Tensor:
         """Return `_lengths_of` each image, a traced batch of its own: (b, c, h, w) -> (b, steps)."""
         with written_out():
             return torch.vmap(self._lengths_of, chunk_size=_AT_ONCE)(images)
+
+    @torch.no_grad()
+    def evaluated(
+        self, images: Tensor, classes: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the graph's logits z of each image alone, and how far they lie from real ones.
+
+        By the sizes of the very tensors of which they were computed, in this arithmetic.
+
+        Args:
+            images: (b, c, h, w).
+            classes: i, by default the top one, (b,).
+
+        Returns:
+            (b, k); bounds on the rounding of z_i - z_j, (b, k), and of each logit, (b, 1).
+        """
+        rows, of_pairs, of_logits = [], [], []
+        for number, image in enumerate(images):
+            with written_out():
+                logits, sizes = self._measured(image)
+            executed_sizes, errors = self._errors(sizes)
+            pairs = errors_of_pairs(
+                self._steps,
+                self._last.place,
+                self._head,
+                self.precision,
+                executed_sizes,
+                errors,
+            ).to(images.device)
+            top = logits.argmax() if classes is None else classes[number]
+            rows.append(logits)
+            of_pairs.append(pairs[top])
+            of_logits.append(errors[self._last.place])
+        return torch.stack(rows), torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
+
+    def _measured(self, image: Tensor) -> tuple[Tensor, list[Executed]]:
+        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way."""
+        sizes = []
+        logits = image
+        for place, part in enumerate(self._tensors_of(image)):
+            rows = part.reshape(-1, part.shape[-1]) if part.dim() else part.reshape(1, 1)
+            lengths = rows.norm(dim=1)
+            sizes.append(torch.stack([
+                lengths.norm(), lengths.amax(), rows.abs().amax(), rows.std(1, unbiased=False).amin(), lengths.amin(),
+            ]))  # fmt: skip
+            logits = part.flatten() if place == self._last.place else logits
+        measured = []
+        for step, numbers in zip(self._steps, torch.stack(sizes).tolist(), strict=True):
+            total, fibre, peak = (
+                as_real(x) * (1 + 2.0**-20) + _UNSEEN if x >= 0 else INF for x in numbers[:3]
+            )
+            # the deviation of a row is rounded as its entries are
+            deviation = numbers[3] * (1 - 2.0**-20) - numbers[1] * 2.0**-30
+            shortest = numbers[4] * (1 - 2.0**-20)
+            measured.append(Executed(step.box.shape, total, fibre, peak, deviation, shortest))
+        return logits, measured
 
     @cached_property
     def on_box(self) -> Tensor:
@@ -314,7 +412,8 @@ class NeighbourErrors:
                 raise
             # an operation that is not known for many images
             return self.on_box[predictions]
-        near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
+        moved = _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
+        near = at_images + torch.where(radii[:, None] > 0, moved, 0.0)
         grown = torch.stack(
             [(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1
         )
@@ -351,6 +450,23 @@ class NeighbourErrors:
         return errors_of_pairs(
             self._steps, self._last.place, self._head, self.precision, sizes, errors
         )
+
+    def _errors(self, measured: Sequence[Executed]) -> tuple[list[Executed], list[Real]]:
+        """Return the sizes of tensors that were executed, and how far each is from the real one.
+
+        A slope counts between the two: their rows lie within the error of the executed ones.
+        """
+        sizes: list[Executed] = []
+        errors: list[Real] = []
+        for step, size in zip(self._steps, measured, strict=True):
+            added = step.rounding(lambda x: sizes[x.place])
+            slopes_here = step.slopes
+            if isinstance(step.rounding, Steep):
+                slopes_here = (min(slopes_here[0], step.rounding.slope(lambda x: sizes[x.place])),)
+            error = carried(slopes_here, [errors[source] for source in step.sources]) + added
+            errors.append(error if size.peak < self.precision.largest else INF)
+            sizes.append(size.within_reach(error))
+        return sizes, errors
 
 
 def _floats(values: Sequence[Real]) -> Tensor:

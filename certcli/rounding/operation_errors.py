@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -12,9 +12,7 @@ import certcli.system.compat  # noqa: F401 (before timm)
 import torch
 from timm.layers import LayerScale
 from torch import Tensor, nn
-from torch.nn import functional
 
-from certcli.engine.averages import pair
 from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Call, Constant
@@ -24,7 +22,6 @@ from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding.algorithms import covers
 from certcli.rounding.computed_constants import error_of
-from certcli.rounding.moves import overlap, windows_of_entry
 from certcli.rounding.precisions import FLOAT64, Precision, compounded
 from certcli.rounding.stored import LinearMap, Stored, largest, length
 
@@ -37,6 +34,7 @@ class Executed:
 
     Attributes:
         deviation: from below, of every row's entries.
+        shortest: from below, of every row's length.
     """
 
     shape: tuple[int, ...]
@@ -44,6 +42,17 @@ class Executed:
     fibre: Real
     peak: Real
     deviation: float = 0.0
+    shortest: float = 0.0
+
+    def within_reach(self, error: Real) -> "Executed":
+        """Return the sizes with lower bounds that hold for all rows up to this far away."""
+        away = float(error) * (1 + 2.0**-40) if error.finite else math.inf
+        root = math.sqrt(self.shape[-1]) if self.shape else 1.0
+        return replace(
+            self,
+            deviation=max(0.0, self.deviation - away / root * (1 + 2.0**-40)),
+            shortest=max(0.0, self.shortest - away),
+        )
 
     def within(self, total: Real) -> "Executed":
         """Return the lesser bounds of a tensor of this norm."""
@@ -62,10 +71,15 @@ class Executed:
 
 @dataclass(frozen=True)
 class Followed:
-    """A tensor of the graph: its place among those that were followed, and its shape."""
+    """A tensor of the graph: its place among those that were followed, and its shape.
+
+    Attributes:
+        hides: scores, some of which a constant -inf replaces in every arithmetic; they count as 0.
+    """
 
     place: int
     shape: tuple[int, ...]
+    hides: bool = False
 
     @property
     def entries(self) -> int:
@@ -83,6 +97,17 @@ Rounding = Callable[[Sizes], Real]
 
 
 @dataclass(frozen=True)
+class Steep:
+    """A rounding, and a slope that is less where rows are long: by sizes of all tensors between."""
+
+    rounding: Rounding
+    slope: Rounding
+
+    def __call__(self, sizes: Sizes) -> Real:
+        return self.rounding(sizes)
+
+
+@dataclass(frozen=True)
 class Operation:
     """The first argument of every rule.
 
@@ -97,10 +122,14 @@ class Operation:
     vanished: list[str] = field(default_factory=list)
 
     @property
-    def entries(self) -> int:
-        """Return the number of entries of the result."""
+    def shape(self) -> Any:
+        """Return the shape of the result."""
         assert self.call is not None
-        return math.prod(self.call.shape)
+        return self.call.shape
+
+    @property
+    def entries(self) -> int:
+        return math.prod(self.shape)
 
     def require(self, condition: bool, reason: str) -> None:
         if not condition:
@@ -158,30 +187,6 @@ def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
     return lambda sizes: layer.rounding(sizes(x).total, x.rows)
 
 
-def _runs_nnpack() -> bool:
-    """Return whether torch may convolve batches of 16 and more by NNPACK on this processor."""
-    nnpack, onednn = torch.backends.nnpack, torch.backends.mkldnn
-    replaced = onednn.is_available() and onednn.enabled
-    return not replaced and nnpack.is_available() and torch._C._get_nnpack_enabled()
-
-
-@rules.module(
-    nn.Conv2d,
-    when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
-)
-@covers("any order")
-def convolution(op: Operation, module: nn.Conv2d, x: Followed) -> Rounding:
-    op.require(
-        not (op.precision.dtype == torch.float32 and _runs_nnpack()),
-        "NNPACK's convolutions by Winograd's and Fourier's transforms, which torch runs without "
-        "oneDNN; torch.backends.nnpack.set_flags(False) ends them",
-    )
-    padding: Any = tuple((int(p), int(p)) for p in module.padding)
-    options: Any = module.stride, padding, module.dilation, module.groups, tuple(x.shape[-2:])
-    layer = op.map(module.weight, module.bias, Geometry(*options))
-    return lambda sizes: layer.rounding(sizes(x).total, op.entries // module.out_channels)
-
-
 @rules.module(PixelNormalize)
 @covers("entries")
 def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
@@ -199,33 +204,51 @@ def pixels(op: Operation, module: PixelNormalize, x: Followed) -> Rounding:
     return rounding
 
 
-@rules.method("add", "add_", "sub", "sub_")
-@rules.function(operator.add, operator.iadd, torch.add, operator.sub, operator.isub, torch.sub)
-@covers("entries")
-def added(op: Operation, a: Any, b: Any) -> Rounding:
-    """The result is rounded; a constant is stored first."""
-    error = ZERO
-    constant = ZERO
-    tensors = []
-    for part in (a, b):
-        if isinstance(part, Followed):
-            tensors.append((part, as_real(op.entries / part.entries).sqrt()))
-        elif isinstance(part, Constant):
-            stored = op.operand(part.tensor)
-            root = as_real(op.entries / max(1, part.tensor.numel())).sqrt()
-            error, constant = error + stored.moved * root, constant + length(stored.number) * root
+@dataclass(frozen=True)
+class Operand:
+    """Any operand of a call, repeated to `entries` entries: its size as executed, and how far a
+    constant is off.
+    """
+
+    size: Callable[[Sizes], Real]
+    shift: Real
+
+    @classmethod
+    def of(cls, op: Operation, x: Any, entries: int | None = None) -> "Operand":
+        entries = op.entries if entries is None else entries
+        if isinstance(x, Followed):
+            root = as_real(entries / max(1, x.entries)).sqrt()
+            return cls(lambda sizes: sizes(x).total * root, ZERO)
+        if isinstance(x, Constant):
+            stored = op.operand(x.tensor)
+            root = as_real(entries / max(1, x.tensor.numel())).sqrt()
+            shift = stored.moved * root
+            size = length(stored.number) * root + shift
         else:
-            size = as_real(abs(float(part))) * as_real(float(op.entries)).sqrt()
-            error = error + size * (2 * op.precision.unit)
-            constant = constant + size
+            size = as_real(abs(float(x))) * as_real(float(entries)).sqrt()
+            shift = size * (2 * op.precision.unit)
+            size = size + shift
+        op.require(size.finite, "a constant that is not finite")
+        return cls(lambda sizes: size, shift)
 
-    def rounding(sizes: Sizes) -> Real:
-        total = constant + error
-        for x, root in tensors:
-            total = total + sizes(x).total * root
-        return total * op.precision.unit + error + op.underflow()
 
-    return rounding
+@rules.method("add", "add_", "sub", "sub_")
+@rules.function(
+    operator.add, operator.iadd, torch.add, operator.sub, operator.isub, torch.sub, torch.subtract,
+    torch.rsub,
+)  # fmt: skip
+@covers("entries")
+def added(op: Operation, a: Any, b: Any, alpha: float = 1) -> Rounding:
+    """The result is rounded, and alpha b; a constant is stored first."""
+    factor = abs(float(alpha))
+    one, other = Operand.of(op, a), Operand.of(op, b)
+    error = one.shift + other.shift * factor
+    roundings = compounded(as_real(4 * op.precision.unit)) if alpha != 1 else op.precision.unit
+    return lambda sizes: (
+        (one.size(sizes) + other.size(sizes) * factor) * roundings
+        + error
+        + op.underflow() * (1 + factor)
+    )
 
 
 def scaled(op: Operation, x: Followed, factor: Stored) -> Rounding:
@@ -240,8 +263,8 @@ rules.module(LayerScale)(
 )
 
 
-@rules.method("div", "div_")
-@rules.function(operator.truediv, operator.itruediv, torch.div)
+@rules.method("div", "div_", "true_divide")
+@rules.function(operator.truediv, operator.itruediv, torch.div, torch.true_divide)
 @covers("entries")
 def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     """x / d, or x times a rounded 1 / d: |1/d' - 1/d| <= |d' - d| / (|d'| |d|)."""
@@ -252,48 +275,6 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
     relative = compounded(as_real(4 * op.precision.unit) + stored.farthest / smallest) / smallest
     root = as_real(op.entries / x.entries).sqrt()
     return lambda sizes: sizes(x).total * root * relative + op.underflow() * (ONE + ONE / smallest)
-
-
-@rules.module(nn.AvgPool2d)
-@covers("any order")
-def averaged(op: Operation, module: nn.AvgPool2d, x: Followed) -> Rounding:
-    kernel = pair(module.kernel_size)
-    stride = pair(module.stride)
-    plain = (
-        module.padding in (0, (0, 0)) and not module.ceil_mode and module.divisor_override is None
-    )
-    op.require(plain, "a pooling whose windows have different sizes")
-    count = math.prod(kernel)
-    return _means(op, x, count, count, overlap(kernel, stride))
-
-
-@rules.function(
-    functional.adaptive_avg_pool1d, functional.adaptive_avg_pool2d, torch.adaptive_avg_pool1d
-)
-@covers("any order")
-def averaged_adaptively(op: Operation, x: Followed, output_size: Any) -> Rounding:
-    assert op.call is not None
-    axes = int(op.call.kind[-2])  # adaptive_avg_pool2d
-    sizes = x.shape[-axes:]
-    counts = op.call.shape[-axes:]
-    op.require(all(c <= s for s, c in zip(sizes, counts, strict=True)), "a pooling that enlarges")
-    fewest, most_entries = (
-        math.prod(s // c + more * (s % c > 0) for s, c in zip(sizes, counts, strict=True))
-        for more in (0, 2)
-    )
-    return _means(op, x, fewest, most_entries, windows_of_entry(sizes, counts))
-
-
-def _means(op: Operation, x: Followed, fewest: int, entries: int, windows: float) -> Rounding:
-    """A mean of k entries is <= its window's length / sqrt(k); entries lie in some windows."""
-    share = (as_real(windows) / fewest).sqrt() * op.precision.products(entries)
-
-    def rounding(sizes: Sizes) -> Real:
-        if not op.precision.fits(sizes(x).peak * float(entries)):
-            return INF
-        return sizes(x).total * share + op.precision.lost(entries, op.entries)
-
-    return rounding
 
 
 @rules.method("mean", "sum")

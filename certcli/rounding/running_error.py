@@ -37,7 +37,7 @@ from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.tracer import tensors_of
 from certcli.models.build import own_name
 from certcli.nn.activations import SoftMaxMin
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 ROUNDED = 1 + 2.0**-20
 """Above (1 - u)^-n for n = 2^31 roundings."""

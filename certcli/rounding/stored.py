@@ -7,14 +7,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.rounding.precisions import Precision
 
-_ARITHMETIC = RigorousArithmetic()
+_ARITHMETIC = Arithmetic()
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,8 @@ class LinearMap:
             return INF
         if not bool(operator.any()):
             return ZERO
+        if self.geometry is not None and len(self.geometry.stride) > 2:
+            return _by_windows(operator, self.geometry)
         if self.geometry is not None:
             return _ARITHMETIC.convolution(operator, 0.0, self.geometry)
         return _ARITHMETIC.sigma(_ARITHMETIC.matrix(operator))
@@ -135,6 +137,15 @@ class LinearMap:
         sums = ((mass + size) * 0.5 + mass * p.order(self.terms)) * ((self.terms + 8) * p.sums.unit)
         inside = factors + sums + mass * (2 * p.sums.unit)
         return error + inside + (size + inside) * p.stored + p.lost(self.terms, rows * self.out)
+
+
+def _by_windows(kernel: Tensor, geometry: Geometry) -> Real:
+    """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix: docs/bounds.md, 2.3."""
+    parts = kernel.flatten(1).chunk(geometry.groups)
+    taps = zip(kernel.shape[2:], geometry.stride, geometry.dilation, strict=True)
+    count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
+    largest = max(spectral_norms([part for part in parts if bool(part.any())]))
+    return as_real(largest) * as_real(float(count)).sqrt()
 
 
 class BlockMap(LinearMap):

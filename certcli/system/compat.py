@@ -39,7 +39,8 @@ def ensure_torchvision() -> None:
 
 
 def _unmarked(function: Any = None, *_: Any, **__: Any) -> Any:
-    """Return the function itself, in place of `torch.compiler.disable` with or without arguments."""
+    """Return the function itself, in place of `torch.compiler.disable` with or without
+    arguments."""
     return function if callable(function) else (lambda marked: marked)
 
 

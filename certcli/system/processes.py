@@ -301,7 +301,8 @@ ALONE = Team()
 
 @cache
 def team() -> Team:
-    """Return the processes that torchrun started, by RANK and WORLD_SIZE; `ALONE` without torchrun."""
+    """Return the processes that torchrun started, by RANK and WORLD_SIZE; `ALONE` without
+    torchrun."""
     rank = os.environ.get("RANK")
     size = os.environ.get("WORLD_SIZE")
     if rank is None or size is None or size == "1":

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 FEWEST_PRODUCTS = 2**20
-"""Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some 20 microseconds."""
+"""Multiplications of a matrix product from which oneDNN is the faster one: a call of it takes some
+20 microseconds."""
 FEWEST_PARAMETERS = 2**17
-"""Of a network: seeing each operation takes some 3 microseconds, half as long again as a step of one with 60,000."""
+"""Of a network: seeing each operation takes some 3 microseconds, half as long again as a step of
+one with 60,000."""
 FEWEST_COLUMNS = 16
 """Of each operand: for narrow ones the libraries are alike."""
 CPU_INFO = Path("/proc/cpuinfo")

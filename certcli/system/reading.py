@@ -1,4 +1,5 @@
-"""The one reader of whole files of strangers: a regular file of bounded size, or Refused in a line."""
+"""The one reader of whole files of strangers: a regular file of bounded size, or Refused in a
+line."""
 
 import errno
 import io
@@ -57,7 +58,8 @@ def open_bounded(path: Path, largest: int) -> Iterator[BinaryIO]:
 
 
 def read_bounded(path: Path, largest: int = LARGEST_CONFIG) -> bytes:
-    """Return a file's bytes, or raise as `open_bounded` does; also for a file that grows meanwhile."""
+    """Return a file's bytes, or raise as `open_bounded` does; also for a file that grows
+    meanwhile."""
     with open_bounded(path, largest) as file:
         data = file.read(largest + 1)
     if len(data) > largest:

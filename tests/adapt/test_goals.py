@@ -89,7 +89,7 @@ def test_training_to_follow_is_announced(
     [
         (("--goal", "certify"), [128, 128]),
         (("--goal", "certify", "--head", "keep"), None),
-        (("--goal", "certify", "--head", "flat"), []),
+        (("--goal", "certify", "--head", "16"), [16]),
         ((), None),
     ],
 )

@@ -1,17 +1,11 @@
 """Where adapted parts start: floors, folded and fitted norms, least squares."""
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from certcli.adapt.start import (
-    LeastSquares,
-    between_inputs,
-    compose_inputs,
-    fold_center_norm,
-)
+from certcli.adapt.calibration_shards import Pairs, Shards
+from certcli.adapt.start import compose_inputs, fit_layer, fold_center_norm
 from certcli.nn.norms import CenterNorm, FloorNorm
-
-CPU = torch.device("cpu")
 
 
 def test_floor_norm_is_layer_norm_above_its_floor() -> None:
@@ -49,31 +43,32 @@ def test_folding_a_centre_norm_keeps_the_function() -> None:
         assert torch.allclose(layer(x), before, atol=1e-5)  # float32 weights are rounded once
 
 
-def test_least_squares_finds_the_minimiser() -> None:
+def in_two_shards(x: Tensor, y: Tensor) -> tuple[Shards, Pairs]:
+    shards = Shards(2, number=2)
+    return shards, lambda shard: zip(x[shard::2].split(7), y[shard::2].split(7), strict=True)
+
+
+def test_a_fitted_layer_is_the_minimiser() -> None:
     torch.manual_seed(0)
     x = torch.randn(50, 5)
     y = torch.randn(50, 3)
-    solver = LeastSquares(5, 3, CPU)
     layer = nn.Linear(5, 3)
-    for part in range(0, 50, 7):
-        solver.add(x[part : part + 7], y[part : part + 7])
-    solver.solve_into(layer, ridge=0.0)
+    fit_layer(layer, *in_two_shards(x, y), ridge=0.0)
     with torch.no_grad():
         best = (layer(x) - y).square().sum()
         for _ in range(20):
+            weight = layer.weight.clone()
             layer.weight += 0.01 * torch.randn_like(layer.weight)
             assert (layer(x) - y).square().sum() > best
-            solver.solve_into(layer, ridge=0.0)
+            layer.weight.copy_(weight)
 
 
-def test_least_squares_without_images_keeps_the_prior() -> None:
+def test_a_layer_that_no_image_excites_keeps_its_prior() -> None:
     layer = nn.Linear(5, 3)
     weight = layer.weight.detach().clone()
     bias = layer.bias.detach().clone()
-    solver = LeastSquares(5, 3, CPU)
-    solver.add(torch.zeros(4, 5), torch.ones(4, 3))
-    solver.solve_into(layer, keep=True)
-    assert torch.allclose(layer.weight, weight)  # no image excites them
+    fit_layer(layer, *in_two_shards(torch.zeros(4, 5), torch.ones(4, 3)), keep=True)
+    assert torch.allclose(layer.weight, weight)
     assert not torch.allclose(layer.bias, bias)
 
 
@@ -84,9 +79,6 @@ def test_composed_inputs_undo_a_linear_change_of_them() -> None:
     new = old @ torch.randn(4, 4) + torch.randn(4)
     with torch.no_grad():
         wanted = [layer(old) for layer in layers]
-        solver = between_inputs(layers)
-        for part in (slice(30), slice(30, None)):
-            solver.add(new[part], old[part])
-        compose_inputs(layers, solver, ridge=1e-12)
+        compose_inputs(layers, *in_two_shards(new, old), ridge=1e-12)
         for layer, goal in zip(layers, wanted, strict=True):
             assert torch.allclose(layer(new), goal, atol=1e-4)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt import trials
-from certcli.adapt.keep import Keeper
+from certcli.adapt import keep as keeping
+from certcli.adapt.adaptation import RaisedFloor
+from certcli.adapt.keep import Keeper, cheapest_first
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.trials import RaisedFloor, Trials
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import datasets
@@ -28,19 +28,17 @@ from tests.helpers.commands import attempt
 CPU = torch.device("cpu")
 
 
-def test_a_part_is_moved_on_at_a_rising_price(plain: Checkpoint, split: Any) -> None:
+def test_a_part_is_moved_on_at_a_rising_price() -> None:
     """The changes of one norm end at the most digits; none is dearer than a mixture of two others."""
-    keeper = Keeper(plain, AdaptSettings(), split[0].tensors()[0], CPU)
-    tried = Trials(keeper.student, keeper.images, 50)
-    path = next(iter(tried.norms))
     generator = torch.Generator().manual_seed(0)
     for _ in range(200):
         draws = torch.rand(6, 2, generator=generator).tolist()
-        tried.candidates = [RaisedFloor(path, 1.0, digits - 0.2, error) for digits, error in draws]
-        corners = [(0.0, 0.0), *((each.digits, each.error**2) for each in tried.changes())]
+        tried = [RaisedFloor("norm", 1.0, digits - 0.2, error) for digits, error in draws]
+        changes = cheapest_first(tried)
+        corners = [(0.0, 0.0), *((each.digits, each.error**2) for each in changes)]
         prices = [max(0.0, b - a) / (y - x) for (x, a), (y, b) in pairwise(corners)]
         assert prices == sorted(prices)
-        assert corners[-1][0] == max([0.0, *(each.digits for each in tried.candidates)])
+        assert corners[-1][0] == max([0.0, *(each.digits for each in tried)])
 
 
 @pytest.fixture(scope="module")
@@ -98,9 +96,9 @@ def test_trials_leave_the_network_as_it_was(plain: Checkpoint, split: Any) -> No
     keeper = Keeper(plain, AdaptSettings(), split[0].tensors()[0], CPU)
     list(keeper.run())
     before = {name: value.clone() for name, value in keeper.student.net.state_dict().items()}
-    tried = Trials(keeper.student, keeper.images, 50)
-    assert len(list(tried.run())) > 4
-    assert tried.changes()
+    tried = list(keeper.try_floors())
+    assert len(tried) > 4
+    assert cheapest_first(tried)
     after = keeper.student.net.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -110,7 +108,7 @@ def test_without_a_bound_nothing_is_traded(
     plain: Checkpoint, split: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No digits can be gained: the floors are all, and the record says None, which JSON can hold."""
-    monkeypatch.setattr(trials, "trial_upper", lambda *_: INF)
+    monkeypatch.setattr(keeping, "trial_upper", lambda *_: INF)
     learnt, choosing = split
     keeper = Keeper(plain, AdaptSettings(keep=0.5), learnt.tensors()[0], CPU)
     keeper.choose_by(ReferenceLogits(keeper.teacher, choosing))

@@ -221,7 +221,7 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
         while stage.rest:
             stage.go(clock, 1e6)
             counts.append(stage.count)
-        assert counts == [4, 10]
+        assert counts == ([1, 3, 7, 10] if stage.first == 1 else [4, 10])
         if isinstance(stage, Attacking):
             alike = zip(itertools.chain(*whole), stage.records, strict=True)
             assert all(one.agrees(other) for one, other in alike)
@@ -241,8 +241,8 @@ def test_an_attack_that_is_broken_off_keeps_the_radii_that_ended(workshop: Path)
     stage = Attacking(
         build.load(checkpoint), images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4
     )
-    whole = stage.judge([0, 1, 2, 3])
-    del stage._mine[5:]  # in the second radius
+    whole = stage.judge([0])
+    del stage._mine[1:]  # in the second radius
     stage.broken = True
     stage.take([])
     assert stage.rows == [records[:1] for records in whole]

@@ -17,7 +17,7 @@ from certcli.certify.chains import sequential
 from certcli.certify.chains.sequential import Activation, AffineStep, Moves, SequentialNetwork
 from certcli.enclosure.zonotopes import rounding
 from certcli.lipschitz.chain import LinearLayer, read_chain
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from tests.certify.test_local_lip import SIZE, images, network
 from tests.helpers.sites import Site, Sites
 
@@ -75,7 +75,7 @@ def test_a_step_has_its_proven_norm() -> None:
     body, last = read_chain(network("conv"), SIZE)
     for step in (*body, last):
         if isinstance(step, LinearLayer):
-            assert AffineStep.of(step).norm == float(step.norm(RigorousArithmetic()))
+            assert AffineStep.of(step).norm == float(step.norm(Arithmetic()))
 
 
 def largest(*reach: float) -> Tensor:

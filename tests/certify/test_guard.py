@@ -23,7 +23,7 @@ from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
-from certcli.engine.rows import FAITHFUL, rows_are_apart
+from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
 from certcli.system.ambient import SETTINGS
 from certcli.system.errors import NoBoundError

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from scipy import stats
@@ -23,7 +24,8 @@ from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import method_of
 from certcli.evaluation.radii import proven_percent
-from certcli.evaluation.records import Run, read_records
+from certcli.evaluation.record_lines import JudgedImages, Run
+from certcli.evaluation.records import read_records
 from certcli.models.in_memory import open_module
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -243,10 +245,18 @@ def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], 
 )
 def test_parameters_from_a_file_are_not_believed(given: dict[str, Any]) -> None:
     honest = {name: getattr(Smoothing(), name) for name in STATED} | {"noise": noise.VERSION}
-    run = Run("certify", "0" * 64, {}, "smoothing", "l2", parameters=honest)
+    images = JudgedImages("digits", "test", 1, "0" * 64)
+    run = Run(
+        command="certify",
+        checkpoint="0" * 64,
+        dataset=images,
+        method="smoothing",
+        norm="l2",
+        parameters=honest,
+    )
     assert method_of(run, Path("r")) == "smoothing"
     with pytest.raises(DataError, match="states parameters that no smoothing has"):
-        method_of(replace(run, parameters={**honest, **given}), Path("r"))
+        method_of(msgspec.structs.replace(run, parameters={**honest, **given}), Path("r"))
 
 
 # the command

@@ -13,7 +13,7 @@ from certcli.certify.smoothing.cost import SHORT, duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
-from certcli.cli.shared.output import Bar
+from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
@@ -108,8 +108,11 @@ def test_telling_the_cost_changes_neither_draws_nor_checks(
 
 def test_the_bar_moves_by_draws() -> None:
     shown: list[float] = []
-    progress: Any = SimpleNamespace(update=lambda _, completed, **__: shown.append(completed))
-    bar = Bar(progress, 0)
+    progress: Any = SimpleNamespace(
+        add_task=lambda *_, **__: 0, update=lambda _, completed, **__: shown.append(completed)
+    )
+    sink = Sink(as_json=False, quiet=True)
+    bar = Bar(sink, progress, "certify", 0, 0, lines=False)
     for part in (0.25, 1.5):
         bar.within(part)
     bar.advance(2)

@@ -15,9 +15,9 @@ import torch
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint import mapped
 from certcli.checkpoint.file import Checkpoint, read_tensors
+from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import last_command, remove
 from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, named
-from certcli.checkpoint.writer import in_file_order, write_one_by_one
 from certcli.constrain import network
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CheckpointError, OutputError, UsageError

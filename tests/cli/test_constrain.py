@@ -164,7 +164,7 @@ def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, p
         parameters = Checkpoint.read(target).record.lineage[-1].parameters
         assert (parameters["beta"], parameters["relaxation"]) == (beta, 1.3)
     assert bounds[0] < bounds[1] - 0.1
-    for other in ("--eta 0.1", "--keep 0.9", "--prox nuclear"):
+    for other in ("--eta 0.1", "--keep 0.9", "--prox l1"):
         with pytest.raises(UsageError, match="--preset sets"):
             _raised(attempt(*words, *words_typed(other)))
     with pytest.raises(UsageError, match="unknown preset"):

@@ -1,10 +1,10 @@
 """certify --method patch, predict and attack --norm patch: records, their check, what is refused."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from PIL import Image
@@ -17,8 +17,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import decode
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.record_lines import PatchCertificateFields
-from certcli.evaluation.records import Run
+from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models import build
@@ -109,10 +108,18 @@ def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
         "cell": [1, 1],
         "rows": 8,
     }
-    run = Run("certify", "0" * 64, {}, "patch", "patch", parameters=honest)
+    images = JudgedImages("digits", "test", 1, "0" * 64)
+    run = Run(
+        command="certify",
+        checkpoint="0" * 64,
+        dataset=images,
+        method="patch",
+        norm="patch",
+        parameters=honest,
+    )
     assert method_of(run, Path("r.jsonl")) == "patch"
     with pytest.raises(DataError, match="states parameters that no patch has"):
-        method_of(replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
+        method_of(msgspec.structs.replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
 
 
 @pytest.mark.parametrize(

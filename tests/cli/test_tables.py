@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from certcli.cli.lipschitz.blocks import BlockRow
+from certcli.cli.lipschitz.view import BlockRow
 from certcli.cli.shared.output import Sink, percent, wrapped
 from certcli.cli.shared.tables import Layout
 from tests.helpers.commands import console

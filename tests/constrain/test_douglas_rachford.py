@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from certcli.constrain import network
-from certcli.constrain.douglas_rachford import constrain_matrix
 from certcli.constrain.network import LayerCalibration, constrain_to
 from certcli.constrain.parallel import side_by_side, try_layer
-from certcli.constrain.projection import Eigenbasis
+from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
+from certcli.constrain.single_ellipsoid import Solution, least_norm
 from certcli.constrain.statistics import LayerStatistics
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import UsageError
@@ -33,6 +33,12 @@ from tests.helpers.constrain_layers import (
 # Douglas-Rachford
 
 
+def solved(statistics: LayerStatistics, settings: ConstrainSettings) -> Solution:
+    solution = least_norm(statistics, eigenbasis(statistics.gram, settings.ridge), settings)
+    assert float(statistics.relative_error(solution.weight)) <= settings.eta * (1 + ROUNDING)
+    return solution
+
+
 def pulled_inside(matrix: Tensor, statistics: LayerStatistics, eta: float) -> Tensor:
     """Return W0 + s (W - W0), the largest s <= 1 of error eta."""
     ratio = float(statistics.relative_error(matrix)) / eta
@@ -47,8 +53,7 @@ SHAPES = {"tall": (12, 9, 80), "wide": (6, 14, 90), "square": (10, 10, 60)}
 def test_spectral_prox_reaches_its_lower_limit(shape: tuple[int, int, int], eta: float) -> None:
     """No other matrix of this error beats the limit; one whose values are cut does not even tie."""
     statistics, _ = anisotropic_layer(*shape)
-    result = constrain_matrix(statistics, ConstrainSettings(eta=eta, iterations=2000, ridge=None))
-    assert result.feasible
+    result = solved(statistics, ConstrainSettings(eta=eta, iterations=2000, ridge=None))
     assert (
         result.lower <= result.objective <= (1 + 1e-3) * result.lower
     )  # the tolerance that was asked for
@@ -88,8 +93,8 @@ def test_a_converged_result_does_not_depend_on_beta(
 ) -> None:
     statistics, _ = anisotropic_layer()
     penalty = PENALTIES.load(name)
-    reference = constrain_matrix(statistics, ConstrainSettings(name, iterations=3000, ridge=None))
-    result = constrain_matrix(
+    reference = solved(statistics, ConstrainSettings(name, iterations=3000, ridge=None))
+    result = solved(
         statistics,
         ConstrainSettings(name, beta, relaxation=relaxation, iterations=3000, ridge=None),
     )
@@ -120,16 +125,15 @@ def test_a_few_iterations_suffice_and_float64_judges_them(
     to 16.
     """
     for statistics in (anisotropic_layer(*shape, 3 * shape[1])[0], massive(*shape)):
-        result = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3))
+        result = solved(statistics, ConstrainSettings(eta=eta, ridge=0.3))
         assert result.iterations <= 25
-        assert result.feasible
         assert result.objective <= (1 + 1e-3) * result.lower
         # iterated in float32 from 2^15 entries on, and in a tall matrix's column space; what is
         # said is of the matrix
         assert result.objective == pytest.approx(
             float(torch.linalg.matrix_norm(result.weight, 2)), rel=ROUNDING
         )
-        exact = constrain_matrix(statistics, ConstrainSettings(eta=eta, ridge=0.3, tolerance=9e-5))
+        exact = solved(statistics, ConstrainSettings(eta=eta, ridge=0.3, tolerance=9e-5))
         assert exact.objective <= (1 + 9e-5) * exact.lower  # in float64 all the way
         assert result.lower <= exact.objective * (1 + ROUNDING)
         assert exact.lower <= result.objective * (1 + ROUNDING)
@@ -244,7 +248,6 @@ def test_bases_that_fit_are_kept_for_another_eta_and_change_nothing(
     for eta in (0.1, 0.2):
         options = ConstrainSettings(eta=eta, ridge=0.3)
         again = list(constrain_to(calibration, options, bases=bases))
-        assert all(result.basis is None for result in again)
         assert sum(basis.vectors.nbytes for basis in bases.values()) <= limit
         for one, two in zip(again, constrain_to(calibration, options)):
             assert torch.equal(one.weight, two.weight)

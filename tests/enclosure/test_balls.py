@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.comparison import _certified
+from certcli.cli.log.run import _certified
 from certcli.cli.log.view import sentence
 from certcli.enclosure.balls import activations, layers
 from certcli.enclosure.balls.attention import nonnegative_norm

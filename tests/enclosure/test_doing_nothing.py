@@ -11,7 +11,7 @@ from torch.nn import functional
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 
 SIZE = (1, 4, 8)
@@ -71,7 +71,7 @@ def network(first: str, operation: Callable[[Tensor], Tensor], tokens: int = 4) 
 
 
 def bound(net: nn.Module) -> float:
-    outcome = propagate(trace_network(net, SIZE), RigorousArithmetic())
+    outcome = propagate(trace_network(net, SIZE), Arithmetic())
     return float(outcome.context.settle(outcome.logits).base)
 
 

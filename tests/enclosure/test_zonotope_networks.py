@@ -22,7 +22,7 @@ from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.memory import affordable
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.search import certified_radius
-from certcli.engine.replay import executed
+from certcli.engine.trace import executed
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols

@@ -88,8 +88,8 @@ def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
     run = replay._run
 
-    def shifted(function: Callable[[Tensor], Any], image: Tensor, *watch: Any) -> Any:
-        result, operations = run(function, image, *watch)
+    def shifted(function: Callable[[Tensor], Any], image: Tensor, watch: bool = True) -> Any:
+        result, operations = run(function, image, watch)
         return result + (not image.equal(image.round())), operations
 
     assert bound_network(net, SIZE, 2).upper.finite

@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from certcli.certify import methods
@@ -17,11 +18,12 @@ from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.radii import attacked_percent
-from certcli.evaluation.records import PIXELS, RecordFile, Run, read_records
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import PIXELS, RecordFile, read_records
 from certcli.evaluation.resumed import FEW
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
-from certcli.report import curve
+from certcli.report import figures
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
@@ -178,16 +180,19 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
     )
     with RecordFile(tmp_path / "r.jsonl", run, images):
         pass
-    turned = replace(run, parameters={"n": 100, "sigma": 0.25})
+    turned = msgspec.structs.replace(run, parameters={"n": 100, "sigma": 0.25})
     assert json.dumps(run.to_json()) == json.dumps(turned.to_json())
     for other, named in (
-        (replace(run, method="local"), "method is smoothing there and local here"),
+        (msgspec.structs.replace(run, method="local"), "method is smoothing there and local here"),
         (
-            replace(run, parameters={"sigma": 0.5, "n": 100}),
+            msgspec.structs.replace(run, parameters={"sigma": 0.5, "n": 100}),
             "parameters sigma is 0.25 there and 0.5 here",
         ),
-        (replace(run, parameters={"sigma": 0.25}), "parameters n is 100 there and null here"),
-        (replace(run, norm="linf"), "norm is l2 there and linf here"),
+        (
+            msgspec.structs.replace(run, parameters={"sigma": 0.25}),
+            "parameters n is 100 there and null here",
+        ),
+        (msgspec.structs.replace(run, norm="linf"), "norm is l2 there and linf here"),
     ):
         with pytest.raises(UsageError, match=named):
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
@@ -245,7 +250,7 @@ def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> No
                 RecordFile(path, run, images, **options)
         assert path.read_bytes() == whole
     with pytest.raises(UsageError, match="another run") as refused:
-        RecordFile(path, replace(run, norm="linf"), images, resume=True)
+        RecordFile(path, msgspec.structs.replace(run, norm="linf"), images, resume=True)
     assert refused.tb is not None  # it holds the refused object, which must not hold the file
     for kept in (len(whole), 20):  # stopped behind its header, and within it
         path.write_bytes(whole[:kept])
@@ -319,8 +324,10 @@ def test_a_figure_compares_the_images_that_both_know(
         attacked,
     )
     drawn: list[tuple[Any, ...]] = []
-    draw = curve.draw_certified
-    monkeypatch.setattr(curve, "draw_certified", lambda *given: (drawn.append(given), draw(*given)))
+    draw = figures.draw_certified
+    monkeypatch.setattr(
+        figures, "draw_certified", lambda *given: (drawn.append(given), draw(*given))
+    )
     words = ("certify", proven, "-e", 0.3, "--limit", 60, "--plot", tmp_path / "f.png", "--force")
     whole = document(*words)
     common = document(*words, "--attack-records", attacked)
@@ -408,7 +415,7 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     )
     run, rows = read_records(path, "certify")
     assert found["checkpoint"] == run.checkpoint == Checkpoint.read(proven).digest
-    assert found["dataset"] == run.dataset
+    assert found["dataset"] == msgspec.to_builtins(run.dataset)
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]

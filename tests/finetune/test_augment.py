@@ -69,28 +69,6 @@ def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved
     assert torch.equal(jittered, again)
 
 
-def test_an_image_takes_its_own_changes_of_torchvision_in_its_own_order() -> None:
-    """Brightness doubled and clipped, then hue turned, differs from the other order."""
-    transforms = pytest.importorskip("torchvision.transforms.functional")
-    images = torch.rand(1, 3, 6, 6, generator=torch.Generator().manual_seed(1)).repeat(64, 1, 1, 1)
-    reach = (0.9, 0.0, 0.0, 0.5)
-    jittered = moves.color_jitter(images, reach, torch.Generator().manual_seed(0))
-    generator = torch.Generator().manual_seed(0)
-    order = torch.rand(64, 4, generator=generator).argsort(dim=1)
-    amounts = torch.tensor(reach) * (2 * torch.rand(64, 4, generator=generator) - 1)
-    bright_first = (order == 0).int().argmax(dim=1) < (order == 3).int().argmax(dim=1)
-    assert 0 < int(bright_first.sum()) < 64
-    for image, result, first, amount in zip(images, jittered, bright_first, amounts):
-        bright = float(1 + amount[0])
-        hue = float(amount[3])
-        if first:
-            bright_image = transforms.adjust_brightness(image, bright)
-            assert torch.equal(result, transforms.adjust_hue(bright_image, hue))
-        else:
-            turned = transforms.adjust_hue(image, hue)
-            assert torch.equal(result, transforms.adjust_brightness(turned, bright))
-
-
 @pytest.mark.parametrize(
     "name", ["color-jitter:2", "color-jitter:0", "color-jitter:0x0x0x0.6", "color-jitter:1.1.1"]
     + ["color-jitter", "color-jitter:0.1x0.1x0.1x0.1x0.1"],
@@ -138,7 +116,7 @@ def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
     two = moves.augment(images, ("cutout:2x3",), grey, torch.Generator().manual_seed(0))
     assert 9 < int((two == -1.0).flatten(1).sum(1).max()) <= 18
     with pytest.raises(UsageError, match="do not fit"):
-        moves.augment(images, ("cutout:2x9",), grey, torch.Generator())
+        moves.augment(images, ("cutout:2x8",), grey, torch.Generator())
     for wrong in ("cutout", "cutout:2", "cutout:0x3", "cutout:2x0"):
         with pytest.raises(UsageError, match="unknown augmentation"):
             FinetuneSettings(augment=(wrong,))

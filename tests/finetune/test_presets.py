@@ -20,12 +20,6 @@ RADII = {"mnist": 1.58, "cifar10": 36 / 255, "cifar100": 36 / 255, "tinyimagenet
 """At which the paper certifies each data set."""
 
 
-def typed(options: dict[str, str]) -> list[str]:
-    return [
-        word for name, text in options.items() for word in (f"--{name.replace('_', '-')}", text)
-    ]
-
-
 def parsed(*words: str) -> dict[str, Any]:
     """Return the parameters of a call of finetune, which is not run."""
     command = get_command(program()).commands["finetune"]  # type: ignore[attr-defined]
@@ -34,7 +28,7 @@ def parsed(*words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_is_what_its_options_are_when_typed(name: str) -> None:
-    words = typed(dict(PRESETS[name].options))
+    words = PRESETS[name].typed.split()
     assert parsed("--preset", name) == parsed(*words) | {"preset": name}
     assert parsed("--preset", name) != parsed() | {"preset": name}
 
@@ -48,7 +42,7 @@ def test_its_values_are_settings_and_train_at_no_smaller_radius_than_they_certif
     settings = FinetuneSettings(
         **{key: value for key, value in taken.items() if key in names and key != "batch_size"}
     )
-    assert settings.optimiser == ("sgd" if name.startswith("cauchy") else "adamw")
+    assert settings.optimiser == ("sgd" if name.startswith(("cauchy", "specformer")) else "adamw")
     if settings.loss != "ce":
         assert settings.epsilon >= RADII[name.rpartition("-")[2]]
 
@@ -97,9 +91,9 @@ def test_what_is_typed_comes_before_the_preset_also_where_it_is_the_default(
 ) -> None:
     """0.5 is what --epsilon is without any word: only the place of the word tells the two apart."""
     words = ["--preset", "gloro-mnist"]
-    chosen = {option: value}
-    assert parsed(*words, *typed(chosen))[option] == float(value)
-    assert parsed(*typed(chosen), *words)[option] == float(value)
+    typed = [f"--{option}", value]
+    assert parsed(*words, *typed)[option] == float(value)
+    assert parsed(*typed, *words)[option] == float(value)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +104,7 @@ def test_what_is_typed_comes_before_the_preset_also_where_it_is_the_default(
         ("local-lip-tinyimagenet", "certvit_4c3f"),
         ("certvit-mnist", "certvit_vit_digits"),
         ("cauchy", "certvit_vit_digits"),
+        ("specformer-adversarial", "certvit_vit_digits"),
     ],
 )
 def test_each_kind_runs_and_its_lineage_holds_the_values(
@@ -123,8 +118,8 @@ def test_each_kind_runs_and_its_lineage_holds_the_values(
     attempt("finetune", source, "--preset", preset, *words, "--validation-limit", 10)
     (*_, step) = document("log", output)["lineage"]
     assert step["parameters"]["batch_size"] == 8
-    assert step["parameters"]["schedule"] == PRESETS[preset].options["schedule"]
-    assert step["parameters"]["loss"] == PRESETS[preset].options["loss"]
+    for name in ("schedule", "loss"):
+        assert step["parameters"][name] == PRESETS[preset].options[name]
 
 
 def test_an_unknown_preset_is_refused_by_name() -> None:
@@ -136,10 +131,9 @@ def test_an_unknown_preset_is_refused_by_name() -> None:
 def test_the_page_has_every_preset_with_its_options_and_how_it_is_read() -> None:
     text = PAGE.read_text()
     flat = " ".join(text.split())
-    for preset in PRESETS.values():
-        row = f"| `{preset.name}` | `{' '.join(typed(dict(preset.options)))}` |"
-        assert row in text, row
-        assert preset.read_as in flat, preset.name
+    for name, preset in PRESETS.items():
+        assert f"| `{name}` | `{preset.typed}` | {preset.table.source} |" in text, name
+        assert preset.table.read_as in flat, name
 
 
 def test_help_names_presets_that_exist() -> None:

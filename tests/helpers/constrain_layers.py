@@ -57,7 +57,7 @@ def collect(
 
 
 def constrain(statistics: LayerStatistics, **options: Any) -> LayerResult:
-    return constrain_layer(statistics, ConstrainSettings(**{"ridge": None, **options}))
+    return constrain_layer(statistics, ConstrainSettings(**{"ridge": None, **options}))[0]
 
 
 def constrainable(model: nn.Module) -> list[str]:

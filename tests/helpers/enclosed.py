@@ -19,7 +19,7 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.engine.replay import executed
+from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm
 from certcli.models.pixels import PixelModel
 from tests.helpers.reached import Entry, recorded

@@ -59,7 +59,7 @@ class Ordered(TorchDispatchMode):
         if name in ("addmm", "baddbmm"):
             beta, alpha = ((kwargs or {}).get(name, 1) for name in ("beta", "alpha"))
             return args[0] * beta + self.product(*args[1:3]) * alpha
-        if name == "convolution" and args[8] == 1:
+        if name == "convolution" and args[8] == 1 and args[1].dim() == 4 and not args[6]:
             x, weight, bias, stride, padding, dilation = args[:6]
             columns = F.unfold(
                 x.float() if x.dtype != torch.float64 else x,

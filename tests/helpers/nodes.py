@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.replay import executed, replayed
+from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
+from certcli.engine.trace import executed
 from certcli.engine.walk import walk
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
@@ -35,7 +36,7 @@ class _Noted(GlobalDomain):
     """Keeps the value of every node."""
 
     def __init__(self) -> None:
-        super().__init__(RigorousArithmetic())
+        super().__init__(Arithmetic())
         self.values: dict[fx.Node, Any] = {}
 
     def observe(self, node: fx.Node, value: Any) -> None:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_map_only
 
-from certcli.engine.replay import executed, noise_like
+from certcli.engine.replay import noise_like
+from certcli.engine.trace import executed
 from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
 from certcli.rounding.enclosed import ErrorStep

@@ -50,6 +50,7 @@ class SideBySide(nn.Module):
         self.register_buffer("slope", torch.tensor([-0.7]))
         self.register_buffer("mask", seeded_tensor(4, 8) > 0)
         self.register_buffer("places", torch.tensor([2, 0, 3, 3]))
+        self.register_buffer("kernel", seeded_tensor(3, 2, 2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.tokens:
@@ -413,6 +414,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: batched((2 * alone(x)).addmm_(alone(x), m.matrix)),
         lambda m, x: x.baddbmm(x, m.matrix[None]),
         lambda m, x: (2 * x).baddbmm_(x, m.matrix[None]),
+        lambda m, x: batched(torch.addmm(alone(x), alone(x), m.matrix)),
+        lambda m, x: batched(alone(x).addmm(alone(x), m.matrix, alpha=2)),
+        lambda m, x: torch.lerp(x, x.flip(1), 0.3),
+        lambda m, x: x.lerp(m.row, 0.7),
         lambda m, x: (2 * x).lerp_(x.flip(1), 0.3),
         lambda m, x: torch.norm(x, dim=2, keepdim=True),
         lambda m, x: torch.linalg.vector_norm(x, dim=1, keepdim=True),
@@ -470,6 +475,10 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: functional.batch_norm(x, m.two, m.two),
         lambda m, x: functional.max_pool2d(x, 3, 1, 1),
         lambda m, x: functional.adaptive_max_pool2d(x, 3),
+        lambda m, x: functional.avg_pool2d(x, 2),
+        lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
+        lambda m, x: torch.conv1d(x.flatten(2), m.kernel[..., 0]),
+        lambda m, x: torch.conv3d(x[:, :, None], m.kernel[:, :, None]),
         parts=(
             nn.ChannelShuffle(2),
             nn.ReflectionPad2d(1),

@@ -13,7 +13,7 @@ from torch.nn import functional
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.lipschitz.network import bound_network, pair_constants
 from certcli.lipschitz.numerics import arithmetic
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
@@ -34,7 +34,7 @@ CLOSE = 1e-4
 
 
 def constant(
-    net: nn.Module, size: tuple[int, ...], arithmetic: TrainableArithmetic | RigorousArithmetic
+    net: nn.Module, size: tuple[int, ...], arithmetic: TrainableArithmetic | Arithmetic
 ) -> Tensor:
     outcome = propagate(trace_network(net, size), arithmetic)
     return outcome.context.settle(outcome.logits).base  # type: ignore[no-any-return]
@@ -64,7 +64,7 @@ def test_every_rule_gives_what_is_proven(name: str) -> None:
 def test_every_network_gives_what_is_proven(name: str) -> None:
     net = build_network(name)
     with torch.no_grad():
-        proven = float(constant(net, SPEC.size, RigorousArithmetic()))
+        proven = float(constant(net, SPEC.size, Arithmetic()))
     check(net, SPEC.size, proven)
 
 
@@ -275,7 +275,7 @@ def test_batches_of_heads_equal_single_matrices() -> None:
     heads = [Matrix(torch.randn(4, 12, dtype=torch.float64)) for _ in range(3)]
     others = [Matrix(torch.randn(4, 9, dtype=torch.float64)) for _ in range(3)]
     trainable = TrainableArithmetic(CPU)
-    rigorous = RigorousArithmetic()
+    rigorous = Arithmetic()
     pairs = list(zip(heads, others, strict=True))
     for ours, proven in zip(
         [*trainable.sigmas(heads, "h"), *trainable.sigma_products(pairs, "p")],
@@ -310,9 +310,9 @@ def test_resumed_estimates_are_the_same_bits() -> None:
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
     zeros = Matrix(torch.zeros(2, 2).double(), 3.0)
     two = Matrix(2 * torch.eye(2).double())
-    assert RigorousArithmetic()._product_of(zeros, two) >= 6
-    assert RigorousArithmetic()._product_of(two, zeros) >= 6
-    assert RigorousArithmetic()._product_of(replace(zeros, error=0.0), two) == 0
+    assert Arithmetic()._product_of(zeros, two) >= 6
+    assert Arithmetic()._product_of(two, zeros) >= 6
+    assert Arithmetic()._product_of(replace(zeros, error=0.0), two) == 0
 
 
 @pytest.mark.parametrize("lost", [0.0, 2.0**-10])
@@ -328,7 +328,7 @@ def test_what_a_factor_lacks_counts_whole(lost: float, monkeypatch: pytest.Monke
     # 1e-14: the numbers here are rounded, and those there outward
     assert (
         squared * (1 - 1e-14)
-        <= float(RigorousArithmetic().sigma_product(unit, unit)) ** 2
+        <= float(Arithmetic().sigma_product(unit, unit)) ** 2
         <= squared * (1 + 1e-14)
     )
 
@@ -339,7 +339,7 @@ def test_each_pair_counts_what_its_own_factor_lacks(monkeypatch: pytest.MonkeyPa
         torch.linalg, "cholesky_ex", lambda grams: (torch.stack([whole, half]), torch.zeros(2))
     )
     unit = Matrix(torch.tensor([[1.0, 0.0]]).double())
-    _, second = RigorousArithmetic().sigma_products([(unit, unit), (unit, unit)], "pair")
+    _, second = Arithmetic().sigma_products([(unit, unit), (unit, unit)], "pair")
     assert float(second) >= 1
 
 
@@ -347,9 +347,7 @@ def test_each_pair_counts_its_own_error() -> None:
     torch.manual_seed(1)
     a, b = torch.randn(3, 8).double(), torch.randn(3, 9).double()
     blurred = Matrix(a, 0.25)  # off by at most a quarter
-    _, proven = RigorousArithmetic().sigma_products(
-        [(Matrix(a), Matrix(b)), (blurred, Matrix(b))], "p"
-    )
+    _, proven = Arithmetic().sigma_products([(Matrix(a), Matrix(b)), (blurred, Matrix(b))], "p")
     left, _, right = torch.linalg.svd(a.T @ b)
     towards = b @ right[0] / (b @ right[0]).norm()
     moved = a + 0.25 * torch.outer(towards, left[:, 0])

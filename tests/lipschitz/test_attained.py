@@ -18,7 +18,7 @@ from torch.nn import functional
 from certcli.engine.moves import Move
 from certcli.engine.walk import Call
 from certcli.lipschitz.context import Context, Walk
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.add_sub import _share
 from certcli.lipschitz.rules.moves import rearranged
@@ -85,7 +85,7 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
     make, shape = ATTAINED[name]
     net = make()
-    outcome = propagate(trace_network(net, shape), RigorousArithmetic())
+    outcome = propagate(trace_network(net, shape), Arithmetic())
     size = outcome.context.settle(outcome.logits).size
     result = net(torch.ones(1, *shape).double())
     pairs = [
@@ -104,7 +104,7 @@ def test_the_largest_image_is_as_large_as_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("times", range(2, 12))
 def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> None:
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     before = (1, 2, times)
     after = (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
@@ -119,7 +119,7 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
 
 @pytest.mark.parametrize("theta", [-30.0, -1.0, 0.0, 0.3, 2.0, 36.0])
 def test_shares_of_a_convex_residual_are_no_smaller_than_they_are(theta: float) -> None:
-    context: Any = SimpleNamespace(arith=RigorousArithmetic())
+    context: Any = SimpleNamespace(arith=Arithmetic())
     rest, share = _share(context, torch.tensor(theta, dtype=torch.float64))
     with localcontext(prec=50):
         true_share = 1 / (1 + (-Decimal(theta)).exp())

@@ -8,7 +8,7 @@ from torch import nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.system.errors import NoBoundError
@@ -53,7 +53,7 @@ def test_a_chain_computes_the_logits_in_steps_of_their_proven_norms() -> None:
             assert layer.bias is None or layer.bias.any()
             moved = layer.run(image, layer.weight) + bias, layer.run(other, layer.weight) + bias
             # 1e-12: the lengths here are rounded
-            proven = float(layer.norm(RigorousArithmetic())) * (1 + 1e-12)
+            proven = float(layer.norm(Arithmetic())) * (1 + 1e-12)
             assert (moved[0] - moved[1]).norm() <= proven * (image - other).norm()
             (image, other), terms = moved, [*terms, layer.terms]
         else:

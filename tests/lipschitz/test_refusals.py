@@ -311,7 +311,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "half precision": (lambda: Net(lambda m, x: x.to(torch.float16).float()), "float16"),
     "dtype view": (lambda: Net(lambda m, x: x.view(torch.int32).float()), "dtype"),
-    "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "numpy"),
+    "written by hand": (lambda: Net(lambda m, x: x.detach().numpy()), "one tensor"),
     "real part": (lambda: Net(lambda m, x: x.real * 2), "real"),
     "endless": (lambda: Net(lambda m, x: m(x)), "Recursion"),
     "MaxMin of odd width": (

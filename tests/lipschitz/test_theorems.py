@@ -16,7 +16,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.norm import SimpleNorm
 
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.rules.l2_attention import _with_bias
+from certcli.lipschitz.rules.lipschitz_attention import _with_bias
 from certcli.nn.norms import FloorNorm
 from tests.helpers.lipschitz_cases import f, of_tokens
 from tests.helpers.slopes import IMAGE

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import Real, as_real
 from tests.helpers.slopes import IMAGE
@@ -39,7 +39,7 @@ def test_products_below_the_numbers_of_float64_are_not_lost() -> None:
     assert exact <= result.upper
 
 
-ARITHMETIC: dict[str, Callable[[RigorousArithmetic, Matrix, Matrix], Any]] = {
+ARITHMETIC: dict[str, Callable[[Arithmetic, Matrix, Matrix], Any]] = {
     "matmul": lambda arith, a, b: arith.sigma(arith.matmul(a, b)),
     "columns": lambda arith, a, b: arith.sigma(arith.scale_columns(a, b.tensor[:, 0])),
     "rows": lambda arith, a, b: arith.sigma(arith.scale_rows(arith.transpose(a), b.tensor[:, 0])),
@@ -64,7 +64,7 @@ def test_the_error_of_a_product_covers_underflow(name: str, exponents: tuple[int
     b = torch.randn(40, 40, dtype=torch.float64)
     if name == "carried":
         a = torch.eye(40, dtype=torch.float64)
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     compute = ARITHMETIC[name]
     ordinary = compute(arith, Matrix(a), Matrix(b))
     small = compute(
@@ -98,10 +98,10 @@ def test_sums_of_errors_are_not_below_the_exact_ones() -> None:
         )
         assert (
             exact
-            <= Fraction(RigorousArithmetic()._error(products, *terms))
+            <= Fraction(Arithmetic()._error(products, *terms))
             <= exact * (1 + Fraction(1, 2**49))
         )
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     known = Matrix(torch.ones(2, 2).double(), 0.1)
     gains = torch.tensor([-3.0, -2.0])
     for scaled in (
@@ -125,7 +125,7 @@ def test_the_longest_row_of_a_constant_is_found(
     rows = -torch.tensor([[sizes[0]] * 4, [sizes[1]] * 4], dtype=torch.float64)
     if sizes[1] == 1:  # within its rounding argmax may take any row
         monkeypatch.setattr(torch.Tensor, "argmax", lambda lengths: 0)
-    assert exactly(2 * as_real(sizes[1])) <= exactly(RigorousArithmetic().longest(rows)) * (
+    assert exactly(2 * as_real(sizes[1])) <= exactly(Arithmetic().longest(rows)) * (
         1 + Fraction(1, 2**40)
     )
 
@@ -134,9 +134,7 @@ def test_of_products_one_of_which_overflows_each_has_its_norm() -> None:
     torch.manual_seed(0)
     a = Matrix(torch.randn(3, 8).double())
     b = Matrix(torch.randn(3, 9).double())
-    first, second = RigorousArithmetic().sigma_products(
-        [(a, b), (Matrix(a.tensor * 2.0**700), b)], ""
-    )
+    first, second = Arithmetic().sigma_products([(a, b), (Matrix(a.tensor * 2.0**700), b)], "")
     exact = float(torch.linalg.matrix_norm(a.tensor.T @ b.tensor, 2)) * (1 - 1e-12)  # rounded here
     assert exact <= first <= exact * (1 + 1e-6)
     assert as_real(exact) * 2.0**700 <= second

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.activations import SOFTMAX_SLOPE
@@ -61,7 +61,7 @@ def test_attention_between_maps_of_each_place_keeps_a_constant_of_1(mixing: str)
     shape = {"img_size": 8, "patch": 4, "width": 8, "across": 4, "depth": 2, "mixing": mixing}
     net = build.create("certvit_lip_attention_mnist", shape, initialise=True).double()
     orthogonalise(net)
-    outcome = propagate(trace_network(net, (1, 8, 8)), RigorousArithmetic())
+    outcome = propagate(trace_network(net, (1, 8, 8)), Arithmetic())
     assert (
         float(outcome.logits.base) <= 1 + 1e-8
     )  # proven norms of three matrices and the patches, each rounded up by 5e-10
@@ -89,7 +89,7 @@ def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
     assert ChannelRoll(3, 4, back=True)(tokens)[0, 8].tolist() == [8, 2, 6, 0]
     net = build.create("certvit_lip_digits", {"depth": 2, "rolls": True}, initialise=True).double()
     orthogonalise(net)
-    base = propagate(trace_network(net, (1, 8, 8)), RigorousArithmetic()).logits.base
+    base = propagate(trace_network(net, (1, 8, 8)), Arithmetic()).logits.base
     assert (
         1 <= float(base) <= 1 + 1e-8
     )  # seven proven norms, each rounded up by 5e-10; the last layer is pending
@@ -119,7 +119,7 @@ def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -
         *(f"stages.{stage}.position" for stage in range(2)),
         "head.out.weight",
     }
-    base = propagate(trace_network(net, (3, 16, 16)), RigorousArithmetic()).logits.base
+    base = propagate(trace_network(net, (3, 16, 16)), Arithmetic()).logits.base
     assert (
         1 <= float(base) <= 1 + 1e-8
     )  # six proven norms, each rounded up by 5e-10; the last layer is pending
@@ -162,7 +162,7 @@ def test_reference_nets_have_the_constant_of_their_pooling_while_orthogonal(arch
         for mixing in net.mixings
         for part in getattr(mixing, "maps", [])
     )
-    outcome = propagate(trace_network(net, (1, 28, 28)), RigorousArithmetic())
+    outcome = propagate(trace_network(net, (1, 28, 28)), Arithmetic())
     # sqrt(4 tokens) of the mean; 1e-5: the matrices are orthogonal in float32
     assert float(outcome.logits.base) <= 0.5 * (1 + 1e-5)
 

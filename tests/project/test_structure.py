@@ -176,7 +176,7 @@ OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
     ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/audit/view.py", "save"): "report.formats.save, which calls the writer",
+    ("cli/audit/run.py", "save"): "report.formats.save, which calls the writer",
 }
 """Calls outside the one writer, and where they write."""
 
@@ -254,7 +254,7 @@ READ_ELSEWHERE = {
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
-    "checkpoint/writer.py": "the temporary file that it writes",
+    "checkpoint/header.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",
 }
 """Files of the system and of the package, which no stranger writes."""
@@ -264,7 +264,7 @@ DECODED_ELSEWHERE = {
     "checkpoint/schema.py": "the door",
     "cli/shared/inputs.py": "the text of an option",
     "cli/verify/again.py": "what this run states, as a file would hold it",
-    "evaluation/records.py": "the same",
+    "evaluation/record_lines.py": "the same",
     "report/document.py": "the same",
     "report/published.py": "the package's own table",
     "system/processes.py": "messages of this run's other processes",
@@ -276,7 +276,7 @@ LOOKED_AT = {
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
     "checkpoint/shards.py": "which files of an index could be deleted",
     "certify/smoothing/denoiser.py": "what is no folder is read as a file",
-    "cli/log/command.py": "what is no folder is read as a file",
+    "cli/log/run.py": "what is no folder is read as a file",
     "cli/shared/inputs.py": "where an output goes by default",
     "cli/verify/run.py": "what is no folder is read as a file",
     "images/folders.py": "what is no regular file is refused",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from certcli.report import canvas
-from certcli.report.layers import draw_layers
+from certcli.report.figures import draw_layers
 from tests.helpers.commands import console
 
 SMALL = ["--limit", "12", "--quiet", "--force"]

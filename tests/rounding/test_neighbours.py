@@ -32,9 +32,8 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.table import rules as zonotope_rules
-from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
 from certcli.lipschitz.network import prove
 from certcli.models import build

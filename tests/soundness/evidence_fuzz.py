@@ -22,7 +22,8 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.log import comparison, view
+from certcli.cli.log import run as comparison
+from certcli.cli.log import view
 from certcli.evaluation.claim import statuses, verdict
 from certcli.evaluation.evidence import as_json, command_of
 from certcli.evaluation.evidence_schema import COMMANDS
@@ -155,8 +156,10 @@ def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
     assert checkpoint.digest == network.digest
     claims = lab.claims(checkpoint)
     screen = Screen()
-    view.show(Path("m"), checkpoint, screen)
-    comparison.compare([(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen)
+    view.show_checkpoint(Path("m"), checkpoint, screen)
+    comparison.compare_evidence(
+        [(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen
+    )
     lies = ["a flood"] if max(map(len, screen.lines)) > LONGEST else []
     found = statuses(claims, len(record.evidence))
     measured = False

@@ -21,7 +21,7 @@ from certcli.cli.verify.again import certify_again
 from certcli.cli.verify.options import VerifyScope
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS
-from certcli.evaluation.records import describe
+from certcli.evaluation.record_lines import describe
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import CertvitError
 from certcli.verification.evidence import Recertified, Request, check

@@ -23,9 +23,8 @@ from certcli.enclosure.zonotopes import activations
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.engine.replay import executed
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, executed
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.radii import Norm
 from certcli.system.errors import NoBoundError

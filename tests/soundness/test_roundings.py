@@ -21,7 +21,7 @@ import certcli.lipschitz
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
-from certcli.lipschitz.numerics.arithmetic import Matrix, RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
@@ -98,7 +98,7 @@ def traced(name: str) -> Trace:
 def numbers(name: str) -> list[float]:
     """Return the bound of a row's network, and the sizes of its result."""
     try:
-        outcome = propagate(traced(name), RigorousArithmetic())
+        outcome = propagate(traced(name), Arithmetic())
         logits = outcome.context.settle(outcome.logits)
     except (
         NoRule,
@@ -143,7 +143,7 @@ def convolved(**options: Any) -> list[float]:
 
 
 def matrices() -> list[float]:
-    arith = RigorousArithmetic()
+    arith = Arithmetic()
     a = arith.matrix(noise(3, 8))
     b = Matrix(noise(8, 5), 0.01)
     made = [arith.matmul(a, b), arith.add(a, a), arith.center_rows(a), arith.scale(b, 3.0)]

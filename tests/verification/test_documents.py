@@ -1,4 +1,4 @@
-"""`certvit verify` of reports of certify and attack, and the old `--verify` that points to it."""
+"""`certvit verify` of reports of certify and attack."""
 
 import json
 from collections.abc import Callable
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from certcli.cli.verify.alias import moved
 from certcli.system.errors import Refused
 from certcli.verification.documents import entries_of, kind_of
 from tests.helpers.commands import attempt, certvit, document
@@ -82,32 +81,6 @@ def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None
         assert getattr(done.exception, "code", 0) == 3, (report, done.exception)
     attack = {"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}
     assert kind_of(attack) == "attack"
-
-
-MOVED = {
-    "lipschitz m.st --verify r.json": "verify r.json m.st",
-    "lipschitz --verify=r.json": "verify r.json",
-    "lipschitz m.st --features --verify r.json --json": "verify r.json m.st --json",
-    "certify m.st --dataset digits --verify r.jsonl --sample 3": "verify r.jsonl m.st --dataset digits --sample 3",
-    "certify m.st --verify r.jsonl --samples 9": "verify r.jsonl m.st --draws 9",
-    "log a.st b.st --verify --proven-only": "verify a.st b.st --proven-only",
-    "log a.st": "log a.st",
-    "audit a.st --verify": "audit a.st --verify",
-}
-
-
-@pytest.mark.parametrize("line", MOVED)
-def test_the_old_option_is_the_new_command(line: str) -> None:
-    assert moved(line.split()) == MOVED[line].split()
-
-
-def test_the_old_option_says_where_it_went(workshop: Path, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    report = document("lipschitz", workshop / "certified.safetensors", "--no-estimate")
-    path.write_text(json.dumps(report))
-    done = certvit("lipschitz", workshop / "certified.safetensors", "--verify", path)
-    assert "is a command now: certvit verify" in done.output
-    assert "steps hold" in done.output
 
 
 @pytest.mark.parametrize("name", ["promise", "arithmetic", "domain"])

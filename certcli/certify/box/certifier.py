@@ -21,7 +21,6 @@ from certcli.certify.certificate import (
     AGAIN,
     Certificate,
     RecheckSettings,
-    require_logits,
     whole_batch,
 )
 from certcli.certify.executed_network import as_executed
@@ -29,7 +28,6 @@ from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.trace import example_of
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
@@ -90,10 +88,10 @@ class BoxCertifier(LipschitzCertifier):
         self, images: Tensor, predictions: Tensor, initial_radii: Tensor, steps: int
     ) -> Tensor:
         """Return what all pairs of classes allow: near ones by anchors, others by image."""
-        logits, errors = self.evaluated(images)
-        on_box = None if self._neighbours is None else self._neighbours.on_box[predictions]
-        pairs = pair_radii(logits, errors, self._pairs, predictions, on_box)
-        nearest = pair_radii(logits, errors, self._pairs, predictions)
+        logits, rounding = self.evaluated(images, predictions)
+        on_box = 0.0 if self._neighbours is None else self._neighbours.on_box[predictions]
+        pairs = pair_radii(logits, rounding + on_box, self._pairs, predictions)
+        nearest = pair_radii(logits, rounding, self._pairs, predictions)
         last = nearest.kthvalue(min(MOST, nearest.shape[1]), dim=1, keepdim=True).values
         near = nearest <= FURTHEST * nearest.amin(1, keepdim=True)
         rows, others = (near & (nearest <= last)).nonzero(as_tuple=True)
@@ -123,11 +121,10 @@ class BoxCertifier(LipschitzCertifier):
 
     def _within(self, anchors: Tensor, predictions: Tensor, others: Tensor) -> Tensor:
         """Return each anchor's radius within which its pair keeps its order, as executed."""
-        logits, errors = self.evaluated(anchors)
-        require_logits(logits, anchors)
+        logits, rounding = self.evaluated(anchors, predictions)
 
-        def of_pair(rows: Tensor, nearby: Tensor | None = None) -> Tensor:
-            pair = pair_radii(logits[rows], errors[rows], self._pairs, predictions[rows], nearby)
+        def of_pair(rows: Tensor, nearby: Tensor | float = 0.0) -> Tensor:
+            pair = pair_radii(logits[rows], rounding[rows] + nearby, self._pairs, predictions[rows])
             return pair.gather(1, others[rows, None]).squeeze(1)
 
         every = torch.arange(len(anchors), device=self._device)
@@ -172,6 +169,4 @@ class BoxCertifier(LipschitzCertifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
-    certifier = BoxCertifier(model, prove(model, checkpoint.record.classes), options.arithmetic)
-    certifier.evaluated(example_of(model, model.input_size))
-    return certifier
+    return BoxCertifier(model, prove(model, checkpoint.record.classes), options.arithmetic)

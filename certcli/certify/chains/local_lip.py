@@ -113,7 +113,11 @@ class LocalLipCertifier(ProvingCertifier):
         """Return the global bound's radii."""
         if self._pairs is None:
             return values.centre[-1].new_zeros(len(top))
-        return certified_radii(values.centre[-1], values.error[-1], self._pairs, nearby)
+        errors = values.error[-1].expand_as(values.centre[-1])
+        rounding = errors.gather(1, values.centre[-1].argmax(1, keepdim=True)) + errors
+        return certified_radii(
+            values.centre[-1], rounding if nearby is None else rounding + nearby, self._pairs
+        )
 
     @torch.no_grad()
     def confirm(

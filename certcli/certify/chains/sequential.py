@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm2, up
 from certcli.lipschitz.chain import Activation, LinearLayer, Run, read_chain
-from certcli.lipschitz.numerics.arithmetic import RigorousArithmetic
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.spectral import spectral_norms
 
 
@@ -47,7 +47,7 @@ class AffineStep:
     @classmethod
     def of(cls, step: LinearLayer) -> "AffineStep":
         """Return the map with its weights of now and a proven norm."""
-        norm = float(step.norm(RigorousArithmetic()))
+        norm = float(step.norm(Arithmetic()))
         bias = None if step.bias is None else step.bias.detach()
         return cls(step.weight.detach(), bias, step.run, norm, step.terms, step.matrix)
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from certcli.engine.replay import close, movement_of_margins, noise_like
-from certcli.engine.rows import rows_are_apart
+from certcli.engine.watched_run import rows_are_apart
 from certcli.images.labelled import sent
 from certcli.models.visible_part import SeenPart
 from certcli.system.errors import UsageError

@@ -7,7 +7,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import agree, close, movement_of_margins, noise_like
-from certcli.engine.rows import rows_are_apart
+from certcli.engine.watched_run import rows_are_apart
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError

@@ -1,25 +1,42 @@
 """Run the two goals of `certvit adapt`, and show the trade between accuracy and the bound."""
 
 import shlex
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from msgspec import to_builtins
+
+from certcli.adapt.adaptation import Trade
+from certcli.adapt.keep import Keeper
+from certcli.adapt.pixels import compact
+from certcli.adapt.plan import plan
+from certcli.adapt.run import Adapter
+from certcli.adapt.settings import HEAD, AdaptSettings
+from certcli.adapt.state import KEY, load_state, save_state
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
+from certcli.cli.adapt.options import Mode
+from certcli.cli.shared import fidelity
+from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk, beside
+from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.evaluation.radii import power_of_ten
+from certcli.evaluation.training_images import remember
+from certcli.images.calibration import PHOTOGRAPHS, hold_out
+from certcli.images.labelled import Images
+from certcli.lipschitz.bound import bound_document
+from certcli.lipschitz.network import prove
+from certcli.models import build
+from certcli.models.pixels import PixelModel
+from certcli.system.errors import CertvitError
 from certcli.system.processes import team
 from certcli.system.reading import is_absent
-
-if TYPE_CHECKING:
-    import torch
-
-    from certcli.adapt.keep import Keeper
-    from certcli.adapt.run import Adapter
-    from certcli.adapt.settings import AdaptSettings
-    from certcli.adapt.trials import Trade
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.images.labelled import Images
 
 PARTS = "Adapted parts, with their relative output error on the calibration images"
 PARTS_ALONE = "Adapted parts, with the change of the network's logits by each alone"
@@ -66,11 +83,6 @@ def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -
     """Return the settings with a new head where --goal certify needs one and no option names it;
     where the network takes none, or has many classes, the head stays.
     """
-    from dataclasses import replace
-
-    from certcli.adapt.plan import plan
-    from certcli.adapt.settings import HEAD
-    from certcli.system.errors import CertvitError
 
     if settings.goal != "certify" or checkpoint.record.classes > MANY_CLASSES:
         return settings
@@ -90,7 +102,6 @@ def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -
 
 def default_keep(images: "Images", unseen: "Images") -> float:
     """Return 0.98 for a dataset's images; 1 for synthetic or too few images."""
-    from certcli.images.calibration import PHOTOGRAPHS
 
     return KEEP if len(unseen) and images.name != PHOTOGRAPHS else 1.0
 
@@ -103,16 +114,16 @@ def make_adapter(
     choosing: "Images | None",
 ) -> "Adapter | Keeper":
     """Return the adapter that the settings need; `choosing`: images that judge further changes."""
-    from certcli.adapt.keep import Keeper
-    from certcli.adapt.run import Adapter
-    from certcli.evaluation.fidelity import ReferenceLogits
 
     if settings.refit:
         return Adapter(checkpoint, settings, pixels, device, team())
     keeper = Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
-        some = choosing.limit(MOST_CHOOSING, settings.seed)
-        keeper.choose_by(ReferenceLogits(keeper.teacher, some) if team().leads else None)
+        keeper.choose_by(
+            ReferenceLogits(keeper.teacher, choosing.limit(MOST_CHOOSING, settings.seed))
+            if team().leads
+            else None
+        )
     return keeper
 
 
@@ -120,9 +131,6 @@ def fit(
     adapter: "Adapter | Keeper", state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
     """Run the adapter, saving each step, held by `held`; --goal keep is too quick for that."""
-    from certcli.adapt.keep import Keeper
-    from certcli.adapt.state import load_state, save_state
-    from certcli.checkpoint.outputs import hold_state
 
     if isinstance(adapter, Keeper):
         if resume:
@@ -147,7 +155,6 @@ def fit(
 
 def trade_document(trade: "Trade") -> dict[str, Any]:
     """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
-    from msgspec import to_builtins
 
     return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
@@ -185,4 +192,116 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
             )
             for rung in trade.rungs
         ],
+    )
+
+
+def write_adapted(
+    source: Source,
+    settings: AdaptSettings,
+    mode: Mode,
+    data: Calibration,
+    machine: BatchDevice,
+    output: Output,
+    talk: Talk,
+) -> None:
+    """Replace layers by Lipschitz layers: keep the predictions, or prepare for certified training."""
+
+    sink = talk.sink()
+    settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
+    path = output.target("adapt", source.ckpt, source, data, mode, state=KEY)
+    state_path = beside(path, "state")
+    checkpoint = source.open(sink)
+    settings = with_head(checkpoint, settings, sink)
+    teach = [
+        "certvit",
+        "finetune",
+        str(path),
+        "--teacher",
+        source.ckpt,
+        "--dataset",
+        data.dataset or "DATASET",
+    ]
+    say_training_follows(settings, checkpoint.record.classes, teach, sink)
+    plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
+    images = data.images(checkpoint.record, sink)
+    used, unseen = hold_out(images)
+    if settings.keep is None and not settings.refit:
+        settings = replace(settings, keep=default_keep(images, unseen))
+    learnt, choosing = (
+        hold_out(used, 3) if settings.keep is not None and settings.keep < 1 else (used, None)
+    )
+    pixels = compact(batch for _, batch, _ in learnt.batches(32))
+    adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
+    locks = ExitStack()
+    if not team().leads:
+        fit(adapter, state_path, mode.resume, locks, sink)
+        proves = team().rank == team().size - 1
+        team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
+        return
+    reference = fidelity.measure_reference(
+        adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
+    )
+    require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
+    hold_state(state_path, locks)
+    fit(adapter, state_path, mode.resume, locks, sink)
+    result = remember(adapter.result(), used)  # before the comparison: `result` folds norms
+    end_to_end = fidelity.fidelity_document(
+        reference,
+        adapter.student,
+        checkpoint.record,
+        took_part=not len(unseen),
+        refitted=settings.refit,
+    )
+    after = _proven("upper_after", build.load(result, machine.pick()), checkpoint)
+    before = team().everyone(
+        None if team().several else _proven("upper_before", adapter.teacher, checkpoint)
+    )[-1]
+    trade = trade_document(adapter.trade)
+    say_wider(checkpoint, result, sink)
+    output.write(
+        result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
+        path,
+        mode.resume,
+    )
+    discard_state(state_path, KEY, adapter.identity)
+    memory = _peak_memory()
+    sink.document(
+        {
+            "output": str(path),
+            "kept": end_to_end,
+            **before,
+            **after,
+            **trade,
+            "options": [
+                candidate.to_json(adapter.trade.placed) for candidate in adapter.trade.candidates
+            ],
+            "replaced": [
+                {"path": r.path, "from": r.before, "to": r.after, "error": r.error}
+                for r in adapter.records
+            ],
+            "peak_memory_bytes": memory,
+        }
+    )
+    fidelity.show(end_to_end, sink)
+    sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
+    show_trade(adapter.trade, sink)
+    sink.table(
+        PARTS if settings.refit else PARTS_ALONE,
+        ["part", "was", "is", "error"],
+        [(r.path, r.before, r.after, percent(r.error)) for r in adapter.records],
+    )
+    sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
+
+
+def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
+    """Return the network's proven bound in the form of the document, under this name."""
+
+    return bound_document(prove(model, checkpoint.record.classes).upper, name)
+
+
+def _peak_memory() -> int:
+    import resource
+
+    return int(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * (
+        1 if sys.platform == "darwin" else 1024
     )

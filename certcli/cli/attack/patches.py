@@ -1,33 +1,39 @@
 """`attack --norm patch`: what patches leave of a network, or of its defended classifier."""
 
-from __future__ import annotations
-
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
+from certcli.attack.judge import predict
+from certcli.attack.patch import PatchTarget, attack_patches
+from certcli.attack.settings import AttackSettings
+from certcli.certify.patch.certifier import PatchCertificate, prepare
+from certcli.certify.patch.climbed import TouchedPasses
+from certcli.certify.patch.options import Patches
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
+from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.intervals import number_of
+from certcli.evaluation.evidence import method_of
+from certcli.evaluation.intervals import number_of, share_interval
 from certcli.evaluation.radii import attacked_percent, percent_ends
+from certcli.evaluation.record_lines import Run, describe
+from certcli.evaluation.records import (
+    RecordFile,
+    read_records,
+    require_same_images,
+    require_same_network,
+)
+from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
+from certcli.evaluation.threat import Patch
+from certcli.images.labelled import Images
+from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    import torch
-
-    from certcli.attack.patch import PatchTarget
-    from certcli.attack.settings import AttackSettings
-    from certcli.certify.patch.options import Patches
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
-    from certcli.cli.shared.groups import BatchDevice, Output, Source
-    from certcli.evaluation.records import RecordFile
-    from certcli.evaluation.resumed import Resumed
-    from certcli.evaluation.threat import Patch
-    from certcli.images.labelled import Images
 
 Row = dict[str, Any]
 """A record."""
@@ -75,8 +81,6 @@ def attack(
     sink: Sink,
 ) -> None:
     """Attack every image at many places, for each size; a certified image that falls is a bug."""
-    from certcli.attack.settings import AttackSettings
-    from certcli.evaluation.records import RecordFile, Run, describe
 
     checkpoint = source.open(sink)
     images = data.images(checkpoint.record, sink)
@@ -129,8 +133,7 @@ def attack(
                 raise DataError(
                     f"no image is certified against {patch}", "leave out --only-certified"
                 )
-    every = output.output is not None
-    resumed = _compute_again(read, spelled[0], results, every) if read else None
+    resumed = _compute_again(read, spelled[0], results, output.output is not None) if read else None
     parts = [_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
@@ -138,15 +141,21 @@ def attack(
         row["index"] for rows in rows_of.values() for row in rows if not row["robust"][ATTACK]
     ]
     if certified is not None and fallen:
-        hint = "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it"
         gate.demand(
             False,
-            CertvitError(f"certified and broken: images {', '.join(map(str, fallen[:5]))}", hint),
+            CertvitError(
+                f"certified and broken: images {', '.join(map(str, fallen[:5]))}",
+                "a certificate and a counterexample cannot both be right, unless other bits are executed here: report it",
+            ),
         )
     if results.minimum is not None:
-        hits = round(first["robust"] * first["images"])
-        what = f"robust accuracy against patches of {spelled[0]}"
-        gate.demand_share(hits, first["images"], results.minimum, what, "--min-robust")
+        gate.demand_share(
+            round(first["robust"] * first["images"]),
+            first["images"],
+            results.minimum,
+            f"robust accuracy against patches of {spelled[0]}",
+            "--min-robust",
+        )
     curve = {part["patch"]: part["robust"] for part in parts}
     intervals = {part["patch"]: part["intervals"]["robust"] for part in parts}
     document = {
@@ -188,7 +197,6 @@ def attack(
 
 
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
-    from certcli.evaluation.intervals import share_interval
 
     right = sum(row["prediction"] == row["label"] for row in rows)
     withstood = sum(row["robust"][ATTACK] for row in rows)
@@ -228,7 +236,6 @@ def _compute_again(
     Args:
         patch: the size of which the gate speaks.
     """
-    from certcli.evaluation.resumed import RecordBatch, compute_again
 
     def disagreements(places: Sequence[int]) -> Iterator[str]:
         for batch in (read[place] for place in places):
@@ -254,7 +261,6 @@ def _attacked(
     batch_size: int,
 ) -> Iterator[_Batch]:
     """Yield records batch by batch; what the file holds already is read, not found again."""
-    from certcli.attack.patch import attack_patches
 
     def find(indices: list[int], pixels: torch.Tensor, labels: list[int]) -> list[Row]:
         return [
@@ -279,11 +285,6 @@ def _targets(
     sizes: list[Patch],
 ) -> tuple[dict[Patch, PatchTarget], dict[str, Any]]:
     """Whom each size of patch attacks, and what decides that."""
-    from certcli.attack.judge import predict
-    from certcli.attack.patch import PatchTarget
-    from certcli.certify.patch.certifier import prepare
-    from certcli.certify.patch.climbed import TouchedPasses
-    from certcli.models import build
 
     if defence == "none":
         model = build.load(checkpoint, device)
@@ -303,10 +304,6 @@ def _certified(
     path: Path, checkpoint: Checkpoint, images: Images
 ) -> tuple[Patches, dict[str, list[int]]]:
     """The options of the records of `certify --method patch`, and the images certified."""
-    from certcli.certify.patch.certifier import PatchCertificate
-    from certcli.certify.patch.options import Patches
-    from certcli.evaluation.evidence import method_of
-    from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     run, rows = read_records(path, "certify")
     method_of(run, path)

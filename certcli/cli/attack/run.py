@@ -1,14 +1,34 @@
 """What `attack` runs and shows: records, document, table, examples, gallery, gate."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
-from certcli.cli.shared.groups import BatchDevice
+from certcli.attack.certified_radii import CertifiedImage, read_certified
+from certcli.attack.checks import Flag, raised
+from certcli.attack.examples import collect
+from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
+from certcli.attack.run import AttackRecord
+from certcli.attack.selected_examples import Exhibit, beside, choose
+from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import (
+    RECORD_KEYS,
+    Campaign,
+    StageTask,
+    in_norm,
+    parameters_of,
+    run_of,
+    tasks_of,
+)
+from certcli.certify.patch.options import Patches
+from certcli.checkpoint.file import Checkpoint, write_safetensors
+from certcli.cli.attack import patches as patch_attacked
+from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
+from certcli.cli.shared import inputs
+from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
+from certcli.evaluation.evidence_schema import AttackResult
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import (
     attacked_percent,
@@ -16,20 +36,14 @@ from certcli.evaluation.radii import (
     percent_ends,
     proven_radius,
 )
-from certcli.system.errors import CertvitError
-from certcli.system.processes import team
-
-if TYPE_CHECKING:
-    from certcli.attack.certified_radii import CertifiedImage
-    from certcli.attack.checks import Flag
-    from certcli.attack.findings import AttackFindings
-    from certcli.attack.run import AttackRecord
-    from certcli.attack.selected_examples import Exhibit
-    from certcli.attack.settings import AttackSettings
-    from certcli.attack.stages import StageTask
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.attack.options import AttackOutput
-    from certcli.images.labelled import Images
+from certcli.evaluation.record_lines import describe
+from certcli.evaluation.records import RecordFile, digested
+from certcli.images.labelled import Images
+from certcli.images.names import class_names
+from certcli.models import build
+from certcli.models.overrides import Hints
+from certcli.system.errors import CertvitError, UsageError
+from certcli.system.processes import require_one, team
 
 _BUG = (
     "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
@@ -52,8 +66,6 @@ class Session:
 
     def load(self, checkpoint: Checkpoint) -> Any:
         """A certificate speaks of the network in float64, so that is what must not be broken."""
-        from certcli.models import build
-
         load = build.load_double if self.certificates is not None else build.load
         return load(checkpoint, self.machine.pick())
 
@@ -71,11 +83,6 @@ class Session:
         Args:
             every: none may rest on what --resume read.
         """
-        from certcli.attack.checks import raised
-        from certcli.attack.findings import attack_again, findings_of, inspect
-        from certcli.attack.stages import RECORD_KEYS, Campaign, run_of
-        from certcli.evaluation.records import RecordFile
-
         batch_size = self.machine.batch_size
         model = self.load(self.checkpoint)
         crafter = None if crafted_on is None else self.load(crafted_on)
@@ -85,10 +92,9 @@ class Session:
         if not team().leads:
             list(campaign.run(team=team()))
             return None
-        run = run_of(*plan, self.checkpoint.digest, self.images, **self.facts)
         with RecordFile(
             results.records,
-            run,
+            run_of(*plan, self.checkpoint.digest, self.images, **self.facts),
             self.images,
             RECORD_KEYS,
             resume=results.resume,
@@ -110,7 +116,10 @@ class Session:
                             model, crafter, self.tasks[number], rows, self.settings, passes
                         )
                         work.stage = "attacks"
-                        self._warn(raised(flags))
+                        for flag in raised(flags):
+                            self.sink.warn(
+                                f"{flag.check.name}: {flag.measured}. {flag.check.explanation}"
+                            )
         findings = findings_of(self.tasks, records_of, flags, self.certificates)
         if file.taken:
             resumed = attack_again(
@@ -118,17 +127,6 @@ class Session:
             )
             findings = replace(findings, resumed=resumed)
         return findings, records_of
-
-    def _warn(self, flags: Sequence[Flag]) -> None:
-        for flag in flags:
-            self.sink.warn(f"{flag.check.name}: {flag.measured}. {flag.check.explanation}")
-
-    def document(self, findings: AttackFindings) -> dict[str, Any]:
-        """What was attacked and what was found."""
-        from certcli.evaluation.records import describe
-
-        about = {"checkpoint": self.checkpoint.digest, "dataset": describe(self.images)}
-        return {**about, **findings.to_json(), **self.facts}
 
     def show(
         self,
@@ -139,11 +137,6 @@ class Session:
         force: bool,
     ) -> None:
         """The adversarial images: as tensors, as a gallery."""
-        from certcli.attack.examples import collect
-        from certcli.attack.selected_examples import beside, choose
-        from certcli.checkpoint.file import write_safetensors
-        from certcli.images.names import class_names
-
         fallen = [row for rows in records_of.values() for row in rows if row.fell]
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
@@ -155,9 +148,13 @@ class Session:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            stem = Path(str(results.compare)).stem
-            stage = self.tasks[0].stage
-            second = beside(shown, self.load(compared), stem, stage, self.settings.seed)
+            second = beside(
+                shown,
+                self.load(compared),
+                Path(str(results.compare)).stem,
+                self.tasks[0].stage,
+                self.settings.seed,
+            )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
         names = class_names(record.classes, record.class_names, self.images.classes)
@@ -181,7 +178,7 @@ class PassCounter:
         self._bar = bar
         self._hook = model.register_forward_hook(self._note)
 
-    def __enter__(self) -> PassCounter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *failure: object) -> None:
@@ -196,13 +193,19 @@ class PassCounter:
 def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
     """A counterexample within a certified radius is a bug, first of all; then --min-robust."""
     if findings.contradiction is not None:
-        measured = findings.contradiction.measured
-        gate.demand(False, CertvitError(f"certified above attacked: {measured}", _BUG))
+        gate.demand(
+            False,
+            CertvitError(f"certified above attacked: {findings.contradiction.measured}", _BUG),
+        )
     if minimum is not None:
         first = findings.first
-        what = f"robust accuracy at {attacked_radius(first.epsilon)}"
-        hits = round(first.robust * first.images)
-        gate.demand_share(hits, first.images, minimum, what, "--min-robust")
+        gate.demand_share(
+            round(first.robust * first.images),
+            first.images,
+            minimum,
+            f"robust accuracy at {attacked_radius(first.epsilon)}",
+            "--min-robust",
+        )
 
 
 def table(
@@ -285,5 +288,103 @@ def _draw(
         )
 
     count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
-    title = f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right"
-    draw_gallery([[picture(shown) for shown in row] for row in rows], path, title)
+    draw_gallery(
+        [[picture(shown) for shown in row] for row in rows],
+        path,
+        f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right",
+    )
+
+
+def report_attacks(
+    source: Source,
+    attacks: Attacks,
+    data: AttackedImages,
+    patches: Patches,
+    machine: BatchDevice,
+    results: AttackOutput,
+    output: Output,
+    talk: Talk,
+) -> None:
+    """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
+    results.check()
+    if results.keeps_images:
+        require_one(
+            "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
+        )
+    output.claim(source, attacks, data, results)
+    if patch_attacked.require(attacks, data, patches, results):
+        require_one("patches are looked for", "certvit attack --norm patch without torchrun")
+        patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
+        return
+    sink = talk.sink()
+    gate = Gate()
+    settings, stages = attacks.plan(data.seed, data.only_certified is not None)
+    checkpoint = source.read(sink)
+    crafted_on, compared = (
+        _second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare)
+    )
+    certificates = None
+    if data.only_certified is not None:
+        norm, certificates = read_certified(data.only_certified, checkpoint.digest)
+        stages = in_norm(stages, norm, attacks.norm)
+    images = data.images(checkpoint.record, sink, unlabelled=True)
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
+    drawn = [
+        stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
+        for stage in stages
+    ]
+    tasks = tasks_of(drawn, images, certificates)
+    facts = {
+        "preset": attacks.preset,
+        "source": crafted_on.digest if crafted_on else None,
+        "certified_only": certificates is not None,
+    }
+    session = Session(checkpoint, images, tasks, settings, certificates, machine, facts, sink)
+    outcome = session.run(
+        crafted_on, results, output.force, attacks.checks, output.output is not None
+    )
+    if outcome is None:
+        return
+    findings, records = outcome
+    about = {"checkpoint": checkpoint.digest, "dataset": describe(images)}
+    document = {**about, **findings.to_json(), **facts}
+    unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
+    gate_of(findings, results.minimum, gate)
+    sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
+    table(
+        sink,
+        findings,
+        f"{images.name} ({images.split})",
+        crafted_on is not None,
+        certificates is not None,
+    )
+    if certificates is None:
+        # one an image, in the order of the images: the records are of every radius
+        answers = {record.index: record.prediction for record in records[0]}
+        inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
+    session.show(records, results, compared, Path(source.ckpt).stem, output.force)
+    if output.output is not None:
+        parameters = parameters_of(tasks, settings, **facts)
+        result = {
+            name: document[name] for name in AttackResult.__struct_fields__ if name in document
+        }
+        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
+        sink.note(f"wrote {output.output}")
+    gate.enforce()
+
+
+def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint | None:
+    """Another checkpoint that sees the same images; UsageError when it cannot."""
+    from certcli.models.open import open_checkpoint
+
+    if path is None:
+        return None
+    other = open_checkpoint(path, Hints())
+    record = checkpoint.record
+    if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
+        raise UsageError(
+            f"{path} has other images or classes than {tested}", "both must see the same images"
+        )
+    return other

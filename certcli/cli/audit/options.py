@@ -102,8 +102,7 @@ class AuditOptions:
         for patch in self.patches:
             Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
-        settings = AttackSettings(seed=seed, pixels=self.pixels)
-        stages_of(self.attacks, None, "l2", radii, settings)
+        stages_of(self.attacks, None, "l2", radii, AttackSettings(seed=seed, pixels=self.pixels))
         return AuditPlan(
             radii=radii,
             sigma=self.sigma,

@@ -1,23 +1,19 @@
 """What a certification is asked to show, and the options that contradict each other."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.certify.certificate import CertifiedAccuracy
+from certcli.certify.methods import METHODS
+from certcli.certify.patch.options import Patches
 from certcli.cli.certify.options import ASKED, LARGEST, RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation.radii import parse_number
+from certcli.evaluation.records import require_share
+from certcli.evaluation.threat import Threat
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from certcli.certify.certificate import CertifiedAccuracy
-    from certcli.certify.patch.options import Patches
-    from certcli.evaluation.threat import Threat
-
 
 AUTO = "auto"
 PROVING = ("lipschitz", "box", "local", "local-lip", "bcp")
@@ -38,14 +34,17 @@ class CertifiedDemand:
 
     def check(self, accuracy: CertifiedAccuracy, gate: Gate) -> None:
         hits = round(accuracy.against(self.threat) * accuracy.images)
-        what = f"certified accuracy at {self.threat.proven()}"
-        gate.demand_share(hits, accuracy.images, self.share, what, "--min-certified")
+        gate.demand_share(
+            hits,
+            accuracy.images,
+            self.share,
+            f"certified accuracy at {self.threat.proven()}",
+            "--min-certified",
+        )
 
 
 def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None, list[Threat]]:
     """Return the demand and the balls (patches wait for the image). UsageError: contradictions."""
-    from certcli.certify.methods import METHODS
-    from certcli.evaluation.threat import Threat
 
     target = options.target
     methods = options.target.methods
@@ -128,8 +127,6 @@ def demand_of(
     A demanded patch must be among those certified, for the defence depends on them. UsageError when
     it is no share.
     """
-    from certcli.evaluation.records import require_share
-    from certcli.evaluation.threat import Threat
 
     chosen = sorted(set(threats))
     share, at, size = (text or "0").partition("@")
@@ -146,7 +143,6 @@ def patch_demand(
     text: str | None, patches: Patches, image: tuple[int, int]
 ) -> tuple[CertifiedDemand, list[Threat]]:
     """Return the demand of "0.6@32", and all patches, for images of this height and width."""
-    from certcli.evaluation.threat import Threat
 
     return demand_of(text, [Threat("patch", patch) for patch in patches.sizes(image)], image)
 

@@ -1,24 +1,32 @@
 """certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the result."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+import typer
+
+from certcli.attack.run import attack_images
+from certcli.attack.settings import AttackSettings
+from certcli.attack.stages import stages_of
+from certcli.certify.local_options import AUTO, BRANCH
+from certcli.certify.methods import prepare
+from certcli.certify.query_network import QueryNetwork, query_network
+from certcli.certify.vnnlib import Query, read_query
 from certcli.cli.certify.options import CertifyOptions
 from certcli.cli.shared.output import Sink
+from certcli.evaluation.perturbation import growing
+from certcli.evaluation.threat import Threat
+from certcli.models import build
+from certcli.models.build import OpenCheckpoint
+from certcli.models.in_memory import open_module
+from certcli.models.onnx.file import read_model
+from certcli.models.onnx.network import network_of
+from certcli.models.onnx.runtime import Runtime
 from certcli.system.errors import GateError, UndecidedError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import typer
-
-    from certcli.certify.query_network import QueryNetwork
-    from certcli.certify.vnnlib import Query
-    from certcli.models.build import OpenCheckpoint
-    from certcli.models.onnx.runtime import Runtime
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
 WORDS = {HOLDS: "unsat", VIOLATED: "sat", UNKNOWN: "unknown"}
@@ -52,12 +60,6 @@ def require_read(context: typer.Context) -> None:
 
 def answer(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
-    from certcli.certify.query_network import query_network
-    from certcli.certify.vnnlib import read_query
-    from certcli.models.in_memory import open_module
-    from certcli.models.onnx.file import read_model
-    from certcli.models.onnx.network import network_of
-    from certcli.models.onnx.runtime import Runtime
     from certcli.report.formats import save
 
     started = Sink.invocation.started or time.perf_counter()
@@ -106,13 +108,6 @@ def _counterexample(
     opened: OpenCheckpoint, network: QueryNetwork, query: Query, runtime: Runtime, seed: int
 ) -> Example | None:
     """Attack the grey image within radius 1/2; what the file itself does at the point decides."""
-    import torch
-
-    from certcli.attack.run import attack_images
-    from certcli.attack.settings import AttackSettings
-    from certcli.attack.stages import stages_of
-    from certcli.evaluation.perturbation import growing
-    from certcli.models import build
 
     grey = torch.full((1, *network.low.shape[-3:]), 0.5, dtype=torch.float64)
     model = build.load(opened)
@@ -121,8 +116,9 @@ def _counterexample(
         settings = AttackSettings(steps=STEPS, restarts=ATTACKS, seed=seed)
         (stage,) = stages_of(("pgd",), None, "linf", (0.5,), settings)
         batch = (torch.tensor([0]), grey, torch.tensor([0]))
-        regions = growing(stage.norm, stage.radii)
-        (record,) = attack_images(model, [batch], stage.plan, regions, settings, keep_images=True)
+        (record,) = attack_images(
+            model, [batch], stage.plan, growing(stage.norm, stage.radii), settings, keep_images=True
+        )
         if record.adversarial is None or not record.fell:
             return None
         point = record.adversarial[None]
@@ -134,7 +130,6 @@ def _counterexample(
 
 def inside(inputs: Any, query: Query) -> Any:
     """Return the nearest float32 values in the box, where there are any."""
-    import torch
 
     stored = inputs.float()
     flat = stored.flatten()
@@ -150,13 +145,6 @@ def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> 
 
     By --effort, or by branching.
     """
-    from dataclasses import replace
-
-    import torch
-
-    from certcli.certify.local_options import AUTO, BRANCH
-    from certcli.certify.methods import prepare
-    from certcli.evaluation.threat import Threat
 
     effort = BRANCH if options.local.effort == AUTO else options.local.effort
     local = replace(
@@ -168,8 +156,7 @@ def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> 
         arithmetic=options.proof.arithmetic,
     )
     certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
-    grey = torch.full((1, *opened.record.input.size), 0.5)
-    (certificate,) = certifier.batch([0], grey, [0])
+    (certificate,) = certifier.batch([0], torch.full((1, *opened.record.input.size), 0.5), [0])
     return certifier, certificate.holds_at(Threat("linf", 0.5))
 
 

@@ -1,35 +1,49 @@
 """What `certify` does between options and result: demand, methods, certificates."""
 
-from __future__ import annotations
-
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import typer
+
+from certcli.certify import methods
+from certcli.certify.certificate import (
+    Certificate,
+    Certifier,
+    certified_accuracy,
+)
 from certcli.certify.local_options import BRANCH, Effort
-from certcli.cli.certify.demands import AUTO, PROVING, CertifiedDemand
+from certcli.certify.method_choice import MethodChoice, choose_method
+from certcli.certify.methods import certify, run_of
+from certcli.certify.options import CertifierOptions as MethodOptions
+from certcli.certify.record_check import disagreements
+from certcli.certify.smoothing.options import Tuning
+from certcli.certify.smoothing.sigma import TUNED
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.certify import query, view
+from certcli.cli.certify.demands import (
+    AUTO,
+    PROVING,
+    CertifiedDemand,
+    patch_demand,
+    require_compatible,
+)
 from certcli.cli.certify.options import ASKED, CertifyOptions
-from certcli.cli.shared.output import Sink
-from certcli.evaluation.radii import Norm, attacked_radius, proven_percent
+from certcli.cli.certify.view import Result
+from certcli.cli.shared import inputs
+from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.radii import attacked_radius
+from certcli.evaluation.records import (
+    RecordFile,
+    digested,
+)
+from certcli.evaluation.resumed import RecordBatch, compute_again
+from certcli.evaluation.threat import Threat, one_norm
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError, NoBoundError, UsageError
-from certcli.system.processes import team
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
-    from certcli.certify.method_choice import MethodChoice
-    from certcli.certify.options import CertifierOptions as MethodOptions
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.evaluation.resumed import Resumed
-    from certcli.evaluation.threat import Threat
-    from certcli.images.labelled import Images
-
-
-NOT_DRAWN_FOR = "not drawn for"
-"""In place of a share at a radius beyond --enough: images reach it by chance only."""
+from certcli.system.processes import require_one, team
 
 
 @dataclass(frozen=True)
@@ -44,8 +58,6 @@ class CertifyTask:
 
 def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
-    from certcli.certify.method_choice import MethodChoice, choose_method
-
     first, *others = options.target.methods
     if first != AUTO:
         return MethodChoice(first, "", tuple(others), options.local.effort)
@@ -79,7 +91,6 @@ def run_all(
 def _options_of(
     method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> MethodOptions | None:
-    from certcli.certify.smoothing.options import Tuning
 
     if method == "local":
         return _local_options(choice.effort, task, options)
@@ -118,15 +129,14 @@ def _decides(options: CertifyOptions) -> bool:
 
 def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
     """Return a few images, of another split than the judged one where there is one."""
-    from certcli.certify.smoothing.sigma import TUNED
-
     judged = task.images
     data = options.data
     other = "train" if judged.split in ("val", "validation") else "val"
     if judged.split != "all":  # a folder without splits: any part of it is judged too
         try:
-            tuned = replace(data, split=other, limit=TUNED)
-            images = tuned.images(task.checkpoint.record, Sink(as_json=True, quiet=True))
+            images = replace(data, split=other, limit=TUNED).images(
+                task.checkpoint.record, Sink(as_json=True, quiet=True)
+            )
         except DataError:
             pass
         else:
@@ -140,41 +150,6 @@ def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Im
     return images
 
 
-@dataclass(frozen=True)
-class Result:
-    """The certificates of a method. seconds: an image; None where all was read from --records."""
-
-    certifier: Certifier
-    rows: Sequence[Certificate]
-    accuracy: CertifiedAccuracy
-    seconds: float | None
-    resumed: Resumed | None = None
-
-    def share(self, threat: Threat) -> str:
-        return (
-            proven_percent(self.accuracy.against(threat))
-            if self.certifier.searches(threat)
-            else NOT_DRAWN_FOR
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        certifier = self.certifier
-        left_out = [
-            threat.key for threat in self.accuracy.threats if not certifier.searches(threat)
-        ]
-        return {
-            **self.accuracy.to_json(),
-            **({"not_drawn_for": left_out} if left_out else {}),
-            **{
-                name: getattr(certifier, name)
-                for name in ("promise", "norm", "arithmetic", "domain")
-            },
-            **certifier.about,
-            "parameters": dict(certifier.parameters),
-            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
-        }
-
-
 def _run(
     method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> Result | None:
@@ -182,21 +157,18 @@ def _run(
 
     Of the records that were read instead, those that the demand rests on are computed again.
     """
-    from certcli.certify.certificate import certified_accuracy
-    from certcli.certify.methods import certify, prepare, run_of
-    from certcli.certify.record_check import disagreements
-    from certcli.evaluation.records import RecordFile
-    from certcli.evaluation.resumed import RecordBatch, compute_again
-    from certcli.evaluation.threat import one_norm
-
     images = task.images
     demand = task.demand
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
         chosen = _options_of(method, choice, task, options, sink)
-        device = options.machine.pick_for(getattr(chosen, "arithmetic", None))
-        certifier = prepare(method, task.checkpoint, device, chosen)
+        certifier = methods.prepare(
+            method,
+            task.checkpoint,
+            options.machine.pick_for(getattr(chosen, "arithmetic", None)),
+            chosen,
+        )
     assert one_norm(task.threats) == certifier.norm, f"{method} certifies in {certifier.norm}"
     _require_reach(certifier, task.threats, demand, sink)
     if certifier.reading:
@@ -207,9 +179,14 @@ def _run(
     rows: list[Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
-    run = run_of(certifier, task.checkpoint, images)
-    force = options.output.force
-    with RecordFile(records, run, images, resume=resume, force=force, network=sink.network) as file:
+    with RecordFile(
+        records,
+        run_of(certifier, task.checkpoint, images),
+        images,
+        resume=resume,
+        force=options.output.force,
+        network=sink.network,
+    ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
         new_images = (len(images) - file.earlier + team().size - 1) // team().size
@@ -271,39 +248,88 @@ def _require_reach(
     sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
-def attacked_shares(
-    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
-) -> dict[Threat, dict[int, bool]]:
-    """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
-
-    DataError when they are of another network, other images or other norms, or when no image was
-    attacked at all radii.
-    """
-    from certcli.evaluation.records import read_records, require_same_images, require_same_network
-    from certcli.evaluation.threat import Threat
-
-    if path is None:
-        return {}
-    run, rows = read_records(path, "attack")
-    require_same_network(run, checkpoint, path)
-    require_same_images(rows, images, path)
-    outcomes: dict[Threat, dict[int, bool]] = {}
-    clean: dict[int, bool] = {}
-    for row in rows:
-        if row["kind"] == norm and row["index"] in images.digests:
-            at = outcomes.setdefault(Threat(norm, row["epsilon"]), {})
-            at[row["index"]] = at.get(row["index"], True) and all(
-                withstood is True for withstood in row["robust"].values()
-            )
-            clean[row["index"]] = row["prediction"] == row["label"]
-    common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
-    if not common:
-        raise DataError(
-            f"none of these images has records in {norm} at every radius of {path}",
-            "certvit attack this checkpoint on these images, with --epsilon and --records",
+def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sink) -> None:
+    """Certify images, or answer a query; show, draw and write the certified accuracy."""
+    target = options.target
+    output = options.output
+    machine = options.machine
+    data = options.data
+    if target.vnnlib is not None:
+        query.require_read(typed)
+        output.claim(options.source, target)
+        query.answer(options, sink)
+        return
+    if target.result is not None:
+        raise UsageError(
+            "--result is the answer to a query", "certvit certify NET.onnx --vnnlib SPEC"
         )
-    outcomes.setdefault(Threat(norm, 0.0), clean)
-    return {
-        threat: {index: withstood for index, withstood in sorted(at.items()) if index in common}
-        for threat, at in outcomes.items()
-    }
+    gate = Gate()
+    demand, threats = require_compatible(options)
+    if AUTO in target.methods or options.smoothing.sigma == AUTO:
+        require_one(
+            "auto chooses by trying",
+            "certvit certify ... --limit 50 says what it chooses; name that",
+        )
+    output.claim(options.source, target, options.smoothing, data)
+    checkpoint = options.source.read(sink)
+    if demand is None:
+        size = checkpoint.record.input.size[1:]
+        demand, threats = patch_demand(target.minimum, options.patches, size)
+    demand = replace(demand, every=output.output is not None)
+    images = data.images(checkpoint.record, sink, unlabelled=True)
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
+    shares_seen = inputs.say_seen(checkpoint, images, sink)
+    sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
+    attacked = view.attacked_shares(
+        target.attack_records, checkpoint.digest, images, options.local.norm
+    )
+    task = CertifyTask(checkpoint, images, threats, demand)
+    choice = choose(task, options, sink)
+    results = run_all(choice, task, options, sink)
+    if not results:  # a process that leads no others
+        return
+    first = results[0]
+    demand.check(first.accuracy, gate)
+    document = view.document(results, choice.reason or None, checkpoint.digest, images)
+    sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
+    view.table(results, images, attacked, sink)
+    if choice.method not in (
+        "smoothing",
+        "patch",
+    ):  # whose network is another one: under noise, behind masks
+        inputs.doubt_accuracy(
+            first.accuracy.clean, images, checkpoint, sink, [row.prediction for row in first.rows]
+        )
+    if target.plot is not None:
+        view.plot(
+            results,
+            attacked,
+            _name(options.source.ckpt),
+            images,
+            target.plot,
+            threats[-1].radius,
+            sink,
+        )
+    if output.output is not None:
+        about = {
+            "dataset": images.name,
+            "split": images.split,
+            "limit": data.limit,
+            "seed": data.seed,
+        }
+        written: Checkpoint = checkpoint
+        for result in reversed(results):  # the first named comes last, where `log` looks for it
+            written = written.with_evidence(
+                "certify",
+                {**about, "method": result.certifier.method},
+                view.evidence(result, images),
+            )
+        output.write(written, output.output)
+        sink.note(f"wrote {output.output}")
+    gate.enforce()
+
+
+def _name(ckpt: str) -> str:
+    """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
+    path = Path(ckpt)
+    return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -1,25 +1,69 @@
 """What `certify` shows: its document, its table, its figure."""
 
-from __future__ import annotations
-
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.intervals import number_of, share_text
-from certcli.evaluation.radii import attacked_percent, percent_ends, proven_radius
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from certcli.cli.certify.run import Result
-    from certcli.evaluation.threat import Threat
-    from certcli.images.labelled import Images
+from certcli.evaluation.radii import (
+    Norm,
+    attacked_percent,
+    percent_ends,
+    proven_percent,
+    proven_radius,
+)
+from certcli.evaluation.record_lines import describe
+from certcli.evaluation.records import read_records, require_same_images, require_same_network
+from certcli.evaluation.resumed import Resumed
+from certcli.evaluation.threat import Threat
+from certcli.images.labelled import Images
+from certcli.system.errors import DataError
 
 EVIDENCE = (
     "dataset", "clean", "certified", "average_radius", "images", "method", "failure", "promise", "arithmetic", "parameters",
 )  # fmt: skip
 """Keys that a checkpoint keeps, of each method."""
+
+NOT_DRAWN_FOR = "not drawn for"
+"""In place of a share at a radius beyond --enough: images reach it by chance only."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The certificates of a method. seconds: an image; None where all was read from --records."""
+
+    certifier: Certifier
+    rows: Sequence[Certificate]
+    accuracy: CertifiedAccuracy
+    seconds: float | None
+    resumed: Resumed | None = None
+
+    def share(self, threat: Threat) -> str:
+        return (
+            proven_percent(self.accuracy.against(threat))
+            if self.certifier.searches(threat)
+            else NOT_DRAWN_FOR
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        certifier = self.certifier
+        left_out = [
+            threat.key for threat in self.accuracy.threats if not certifier.searches(threat)
+        ]
+        return {
+            **self.accuracy.to_json(),
+            **({"not_drawn_for": left_out} if left_out else {}),
+            **{
+                name: getattr(certifier, name)
+                for name in ("promise", "norm", "arithmetic", "domain")
+            },
+            **certifier.about,
+            "parameters": dict(certifier.parameters),
+            **({} if self.resumed is None else {"resumed": self.resumed.to_json()}),
+        }
 
 
 def document(
@@ -30,8 +74,6 @@ def document(
     It speaks of the first method; `methods` holds all of them when there are several, `reason` why
     auto took it.
     """
-    from certcli.evaluation.records import describe
-
     fields: dict[str, Any] = {
         "checkpoint": checkpoint,
         "dataset": describe(images),
@@ -46,8 +88,6 @@ def document(
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
     """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
-    from certcli.evaluation.records import describe
-
     fields = {**result.to_json(), "dataset": describe(images)}
     drawn = {
         key: share
@@ -175,7 +215,7 @@ def plot(
     sink: Sink,
 ) -> None:
     """Certified and attacked shares over the images that all know."""
-    from certcli.report.curve import draw_certified
+    from certcli.report.figures import draw_certified
 
     common = set(next(iter(attacked.values()))) if attacked else set(images.digests)
     if len(common) < len(images):
@@ -204,6 +244,47 @@ def plot(
         threat.radius: sum(withstood.values()) / len(withstood)
         for threat, withstood in attacked.items()
     }
-    title = f"{network} on {images.name} ({images.split}), n = {len(common)}"
-    draw_certified(curves, shares, path, farthest, title, results[0].certifier.norm)
+    draw_certified(
+        curves,
+        shares,
+        path,
+        farthest,
+        f"{network} on {images.name} ({images.split}), n = {len(common)}",
+        results[0].certifier.norm,
+    )
     sink.note(f"wrote {path}")
+
+
+def attacked_shares(
+    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
+) -> dict[Threat, dict[int, bool]]:
+    """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
+
+    DataError when they are of another network, other images or other norms, or when no image was
+    attacked at all radii.
+    """
+    if path is None:
+        return {}
+    run, rows = read_records(path, "attack")
+    require_same_network(run, checkpoint, path)
+    require_same_images(rows, images, path)
+    outcomes: dict[Threat, dict[int, bool]] = {}
+    clean: dict[int, bool] = {}
+    for row in rows:
+        if row["kind"] == norm and row["index"] in images.digests:
+            at = outcomes.setdefault(Threat(norm, row["epsilon"]), {})
+            at[row["index"]] = at.get(row["index"], True) and all(
+                withstood is True for withstood in row["robust"].values()
+            )
+            clean[row["index"]] = row["prediction"] == row["label"]
+    common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
+    if not common:
+        raise DataError(
+            f"none of these images has records in {norm} at every radius of {path}",
+            "certvit attack this checkpoint on these images, with --epsilon and --records",
+        )
+    outcomes.setdefault(Threat(norm, 0.0), clean)
+    return {
+        threat: {index: withstood for index, withstood in sorted(at.items()) if index in common}
+        for threat, at in outcomes.items()
+    }

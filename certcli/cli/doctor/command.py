@@ -25,8 +25,12 @@ class Finding:
     broken: bool = False
 
     def to_json(self) -> dict[str, str | bool]:
-        row = {"part": self.part, "found": self.state, "remark": self.remark}
-        return {**row, "broken": self.broken}
+        return {
+            "part": self.part,
+            "found": self.state,
+            "remark": self.remark,
+            "broken": self.broken,
+        }
 
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")

@@ -1,24 +1,19 @@
 """`finetune --denoiser`: what noisy images pass before the network, in training as in smoothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+
+from certcli.certify.smoothing.denoiser import read_denoiser
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
+from certcli.cli.shared.output import Sink
 from certcli.system.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-
-    from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
-    from certcli.cli.shared.output import Sink
 
 
 def read(
     path: Path | None, noise: float, size: tuple[int, int, int], device: torch.device, sink: Sink
 ) -> PixelDenoiser | None:
     """Return the denoiser for this noise and images (c, h, w); UsageError without noise."""
-    from certcli.certify.smoothing.denoiser import read_denoiser
 
     if path is None:
         return None

@@ -1,22 +1,18 @@
 """How training ended, against its begin: at chance, or below its start, it is not done."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from certcli.checkpoint.record import Record
+from certcli.cli.finetune.options import Order
+from certcli.cli.shared.output import Sink
+from certcli.evaluation.image_doubts import right_of
 from certcli.evaluation.intervals import chance_level, share_interval
+from certcli.finetune.settings import FinetuneSettings
+from certcli.images.labelled import Images
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.record import Record
-    from certcli.cli.finetune.options import Order
-    from certcli.cli.shared.output import Sink
-    from certcli.finetune.settings import FinetuneSettings
-    from certcli.images.labelled import Images
-    from certcli.models.pixels import PixelModel
 
 JUDGES = 256
 """Validation images on which the start is judged."""
@@ -55,7 +51,6 @@ class TrainingDoubt:
 
 def accuracy(model: PixelModel, validation: Images) -> Accuracy:
     """Judge the weights on a sample of the validation images."""
-    from certcli.evaluation.image_doubts import right_of
 
     sample = validation.limit(JUDGES)
     was_training = model.training
@@ -85,8 +80,7 @@ def doubt(
         clean: accuracy at the end, on `images` images.
         under_noise: the training gives clean accuracy for accuracy under noise.
     """
-    right = round(clean * images)
-    at_chance = chance_level(right, images, record.classes)
+    at_chance = chance_level(round(clean * images), images, record.classes)
     began = "" if before is None else f" (before training {100 * before.share:.1f} %)"
     ended = f"validation accuracy {100 * clean:.1f} %{began}"
     if at_chance:

@@ -7,7 +7,7 @@ import typer
 from certcli.cli.shared import options
 from certcli.cli.shared.command import group
 from certcli.cli.shared.groups import Data, Device, Output, Source
-from certcli.finetune.presets import options_of
+from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
 
@@ -15,7 +15,7 @@ from certcli.system.options import option
 def take_preset(context: typer.Context, name: str | None) -> str | None:
     """Make a preset's options the defaults of this call, so that a typed option comes before it."""
     if name is not None:
-        context.default_map = {**(context.default_map or {}), **options_of(name)}
+        context.default_map = {**(context.default_map or {}), **options_of_preset(name)}
     return name
 
 

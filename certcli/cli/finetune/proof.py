@@ -1,19 +1,26 @@
 """The proof at the end of training: the bound, and the validation images it certifies."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+
+from certcli.certify.certificate import certified_accuracy
+from certcli.certify.hopeless import hopeless
+from certcli.certify.methods import certify, prepare
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared.output import Sink
+from certcli.evaluation.image_doubts import right_of
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.record_lines import describe
 from certcli.evaluation.threat import Threat
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.shared.output import Sink
-    from certcli.images.labelled import Images
+from certcli.images.labelled import Images
+from certcli.lipschitz.bound import bound_document
+from certcli.lipschitz.numerics.real import INF
+from certcli.models.build import load_double
+from certcli.system.errors import NoBoundError
 
 FEWEST = 100
 """Images that are certified however short the time is."""
@@ -67,9 +74,6 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
 
 def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
     """Prove the bound in float64, rounded outward; count the certified validation images."""
-    from certcli.evaluation.records import describe
-    from certcli.lipschitz.bound import bound_document
-    from certcli.lipschitz.numerics.real import INF
 
     started = time.perf_counter()
     about: dict[str, Any] = {"dataset": describe(validation)}
@@ -93,10 +97,6 @@ def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink
 
 def _certifier(checkpoint: Checkpoint) -> Any:
     """Return the certifier of the global bound; a sentence where there is none."""
-    import torch
-
-    from certcli.certify.methods import prepare
-    from certcli.system.errors import NoBoundError
 
     try:
         return prepare("lipschitz", checkpoint, torch.device("cpu"))
@@ -105,15 +105,12 @@ def _certifier(checkpoint: Checkpoint) -> Any:
 
 
 def _hopeless(certifier: Any, epsilon: float) -> str | None:
-    from certcli.certify.hopeless import hopeless
 
     return hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
 def _clean(checkpoint: Checkpoint, images: Images) -> float:
     """Return the accuracy in float64, of which a certificate would speak."""
-    from certcli.evaluation.image_doubts import right_of
-    from certcli.models.build import load_double
 
     return sum(right_of(load_double(checkpoint), images)) / len(images)
 
@@ -122,8 +119,6 @@ def _certified(
     certifier: Any, images: Images, epsilon: float, sink: Sink | None = None
 ) -> tuple[float, float]:
     """Return the clean accuracy and the share certified at epsilon."""
-    from certcli.certify.certificate import certified_accuracy
-    from certcli.certify.methods import certify
 
     rows: list[Any] = []
     if sink is None:

@@ -1,13 +1,12 @@
 """Run `certvit finetune` from files to files: images, trainer, progress, outputs."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import (
     discard_state,
     hold_state,
@@ -15,21 +14,29 @@ from certcli.checkpoint.outputs import (
     remove,
     require_own_state,
 )
+from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import denoiser, ending, proof
+from certcli.cli.finetune.options import Order
 from certcli.cli.shared.groups import beside
-from certcli.cli.shared.inputs import return_large_blocks, say_wider
+from certcli.cli.shared.inputs import doubt_images, remember_dataset, return_large_blocks, say_wider
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.training_images import kept_of
 from certcli.finetune import start
-from certcli.finetune.budget import parse_duration
-from certcli.system.errors import CertvitError, OutputError
+from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
+from certcli.finetune.duration import expected_duration, plan_for_budget
+from certcli.finetune.loop import Trainer
+from certcli.finetune.optimisers import default_batch
+from certcli.finetune.shards import require_shardable, share_out
+from certcli.finetune.state import KEY, identity, load_state, save_state
+from certcli.finetune.step import Diverged
+from certcli.finetune.teacher import Teacher
+from certcli.images import datasets
+from certcli.images.labelled import Images
+from certcli.models import build
+from certcli.models.overrides import Hints
+from certcli.system.errors import CertvitError, DataError, OutputError
 from certcli.system.processes import require_one, team
 from certcli.system.reading import is_absent
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.finetune.options import Order
-    from certcli.finetune.loop import Trainer
-    from certcli.images.labelled import Images
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
@@ -43,8 +50,6 @@ class Training:
     """One run of the command."""
 
     def __init__(self, order: Order, sink: Sink) -> None:
-        from certcli.finetune.shards import require_shardable
-        from certcli.finetune.state import KEY
 
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
@@ -70,16 +75,7 @@ class Training:
         self.held = contextlib.ExitStack()
 
     def run(self) -> None:
-        from certcli.evaluation.training_images import kept_of
-        from certcli.finetune.duration import expected_duration
-        from certcli.finetune.loop import Trainer
-        from certcli.finetune.shards import share_out
-        from certcli.finetune.state import KEY, identity, load_state
-        from certcli.finetune.step import Diverged
-        from certcli.finetune.teacher import Teacher
-        from certcli.models import build
         from certcli.models.open import open_checkpoint
-        from certcli.models.overrides import Hints
 
         order = self.order
         sink = self.sink
@@ -92,17 +88,22 @@ class Training:
         if order.teacher is not None:
             teaching = open_checkpoint(order.teacher, Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
-            student = self.checkpoint.record
-            teacher = Teacher(build.load(teaching, device), teaching.record, student, train.classes)
+            teacher = Teacher(
+                build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
+            )
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
-        size = self.checkpoint.record.input.size
-        before = denoiser.read(order.denoiser, self.settings.noise, size, device, sink)
+        before = denoiser.read(
+            order.denoiser, self.settings.noise, self.checkpoint.record.input.size, device, sink
+        )
         if before is not None:
             self.settings = replace(self.settings, denoiser=before.digest)
         # sharded weights stay in the file until each process takes its rows
-        place = "cpu" if order.shard_weights else device
-        model = build.load(self.checkpoint, place, writable=not order.shard_weights)
+        model = build.load(
+            self.checkpoint,
+            "cpu" if order.shard_weights else device,
+            writable=not order.shard_weights,
+        )
         if order.shard_weights:
             return_large_blocks()  # the memory of one block's pass is not kept for the next block
             share_out(model, device, team(), self.settings.precision)
@@ -168,24 +169,24 @@ class Training:
 
     def _choose(self, images: int) -> None:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
-        from certcli.finetune.optimisers import default_batch
 
         settings = self.order.settings
         machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
-        usual = start.default_batch_size(self.begin, settings, parameters)
-        batch = machine.batch_size or usual or default_batch(settings.optimiser, images)
-        taken = start.defaults(self.begin, settings, parameters)
-        self.settings = replace(self.settings, batch_size=batch, **taken)
+        batch = (
+            machine.batch_size
+            or start.default_batch_size(self.begin, settings, parameters)
+            or default_batch(settings.optimiser, images)
+        )
+        self.settings = replace(
+            self.settings, batch_size=batch, **start.defaults(self.begin, settings, parameters)
+        )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
         if settings.unsaid:
             self.sink.note(start.sentence(self.begin, self.settings))
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
-        from certcli.cli.shared.inputs import doubt_images
-        from certcli.images import datasets
-        from certcli.system.errors import DataError
 
         record = self.checkpoint.record
         data = self.order.data
@@ -212,8 +213,6 @@ class Training:
 
     def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
-        from certcli.finetune.budget import Costs
-        from certcli.finetune.duration import plan_for_budget
 
         clock = time.perf_counter()
         self._save_state(trainer)
@@ -222,9 +221,13 @@ class Training:
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
-        remaining = end - time.perf_counter()
-        around = Costs(0.0, 0.0, saving, bound, certificate)
-        costs = plan_for_budget(trainer, train, validation, remaining, around)
+        costs = plan_for_budget(
+            trainer,
+            train,
+            validation,
+            end - time.perf_counter(),
+            Costs(0.0, 0.0, saving, bound, certificate),
+        )
         epochs = trainer.total_steps(train) / trainer.batches(train)
         limit = trainer.settings.validation_limit
         self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
@@ -246,7 +249,6 @@ class Training:
             end: when the steps of a time budget should end; each epoch's pace corrects their
                 number.
         """
-        from certcli.finetune.budget import changed_total, shortened_total
 
         started = time.perf_counter()
         first = trainer.step
@@ -263,9 +265,13 @@ class Training:
                 if end is None or step >= total or step % max(1, total // LOOKS):
                     return
                 now = time.perf_counter()
-                pace = (now - started) / (step - first)
-                time_left = end - now - self.epoch_end
-                steps = shortened_total(step, total, pace, time_left, trainer.batches(train))
+                steps = shortened_total(
+                    step,
+                    total,
+                    (now - started) / (step - first),
+                    end - now - self.epoch_end,
+                    trainer.batches(train),
+                )
                 if steps != total:
                     trainer.change_plan(train, steps)
                     bar.aim(steps)
@@ -274,9 +280,12 @@ class Training:
                 total = trainer.total_steps(train)
                 if end is not None and trainer.step < total:
                     now = time.perf_counter()
-                    pace = (now - started) / (trainer.step - first)
                     steps = changed_total(
-                        trainer.step, total, pace, end - now, trainer.batches(train)
+                        trainer.step,
+                        total,
+                        (now - started) / (trainer.step - first),
+                        end - now,
+                        trainer.batches(train),
                     )
                     if steps != total:
                         self.sink.note(
@@ -303,7 +312,6 @@ class Training:
 
     def _save_state(self, trainer: Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
-        from certcli.finetune.state import save_state
 
         if not team().leads and not self.order.shard_weights:
             return
@@ -318,8 +326,7 @@ class Training:
         """Return the failure with a way on from the last state, where there is one."""
         if is_absent(self.state_path):
             return failure
-        hint = "make room, then repeat the command with --resume"
-        return type(failure)(failure.message, hint)
+        return type(failure)(failure.message, "make room, then repeat the command with --resume")
 
     def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""
@@ -350,9 +357,13 @@ class Training:
         derived.with_evidence("finetune", about, final.evidence).write(
             self.path, True, output.shard_bytes()
         )
-        clean = final.evidence["clean"]
-        under_noise = self.settings.noise > 0
-        doubt = ending.doubt(self.before, clean, len(images), derived.record, under_noise)
+        doubt = ending.doubt(
+            self.before,
+            final.evidence["clean"],
+            len(images),
+            derived.record,
+            self.settings.noise > 0,
+        )
         report = {
             "done": doubt is None,
             "output": str(self.path),
@@ -389,8 +400,6 @@ class Training:
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
     def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
-        from certcli.checkpoint.record import SEEN
-        from certcli.cli.shared.inputs import remember_dataset
 
         parameters = {
             **trainer.settings.parameters(),

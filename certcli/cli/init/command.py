@@ -89,9 +89,11 @@ def init(architecture: Architecture, output: Output = Output(), talk: Talk = Tal
     models.load(checkpoint_built)
     checkpoint = checkpoint_built
     if not architecture.member:  # a mean tells its own step
-        parameters = {"arch": arch, "pretrained": architecture.pretrained}
         checkpoint = checkpoint_built.derive(
-            checkpoint_built.tensors, "init", parameters, architecture.seed
+            checkpoint_built.tensors,
+            "init",
+            {"arch": arch, "pretrained": architecture.pretrained},
+            architecture.seed,
         )
     output.write(checkpoint, path)
     size = "x".join(str(side) for side in checkpoint.record.input.size)

@@ -1,32 +1,102 @@
 """The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
-from certcli.cli.lipschitz import around, jacobians, view
-from certcli.cli.lipschitz.options import BoundedNetwork, LipschitzOptions
+import torch
+from torch import Tensor
+
+from certcli.certify.around import Around, AroundImages, NearImage, prepare
+from certcli.cli.lipschitz import view
+from certcli.cli.lipschitz.options import (
+    BoundedNetwork,
+    LipschitzOptions,
+    NearImages,
+    SlopeSearch,
+    Views,
+)
 from certcli.cli.lipschitz.view import Audited
-from certcli.cli.shared.groups import BatchDevice
+from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Talk
+from certcli.cli.shared.inputs import doubt_accuracy, doubt_images, return_large_blocks
 from certcli.cli.shared.output import Gate, Sink
+from certcli.evaluation.fidelity import known_labels
+from certcli.evaluation.image_doubts import right_of
 from certcli.evaluation.intervals import number_of
-from certcli.evaluation.radii import rounded_down
+from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
+from certcli.images.labelled import Images, sent
+from certcli.lipschitz import network
+from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
+from certcli.models import build
+from certcli.models.weights import require_features
 from certcli.system.errors import GateError, NoBoundError, UsageError
-from certcli.system.processes import team
+from certcli.system.processes import require_one, team
 
-if TYPE_CHECKING:
-    from certcli.certify.around import AroundImages
-    from certcli.images.labelled import Images
-
+EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
+"""Keys of the report that a checkpoint keeps."""
 ITERATIONS = 20
 """Most power iterations of an image."""
 
 
-def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
-    from certcli.lipschitz import network
-    from certcli.models import build
-    from certcli.models.weights import require_features
+def report_bound(
+    source: BoundedNetwork,
+    maximum: float | None,
+    near: NearImages,
+    show: Views,
+    slope: SlopeSearch,
+    data: Calibration,
+    machine: BatchDevice,
+    output: Output,
+    talk: Talk,
+) -> None:
+    """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
+    has slope >= lower."""
+    sink = talk.sink()
+    show.require_agreement(near)
+    output.claim(source, show, data)
+    chosen = LipschitzOptions(source, near, show, slope, data, machine)
+    if show.other is not None or show.jacobian or near.around:
+        require_one(
+            "networks are compared, blocks measured and slopes near images proven",
+            "leave out --compare, --jacobian and --around, or torchrun",
+        )
+    if not team().leads:  # another process measures while the leader proves
+        if slope.estimate:
+            checkpoint = source.open(sink)
+            _steepest(
+                build.load(checkpoint, machine.pick()),
+                data.images(checkpoint.record, sink),
+                chosen,
+                sink,
+            )
+        return
+    return_large_blocks()
+    audited = prove_source(source, machine, sink)
+    nearby = prepare_near_images(audited, chosen) if near.around else None
+    lower = measure_slope(audited, chosen, sink) if slope.estimate else None
+    report = view.report_of(audited, lower)
+    view.show_bound(audited, show.layers, show.worst, sink)
+    report |= show_views(audited, nearby, chosen, sink)
+    view.explain_bound(audited, lower, report["attention_weight"], sink)
+    gate = bound_gate(audited, maximum)
+    sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
+    if output.output is not None:
+        result = {name: report[name] for name in EVIDENCE}
+        output.write(
+            audited.checkpoint.with_evidence(
+                "lipschitz", {"images": data.limit if slope.estimate else 0}, result
+            ),
+            output.output,
+        )
+        sink.note(f"wrote {output.output}")
+    gate.enforce()
 
+
+def prove_source(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     checkpoint = source.open(sink)
     if source.features:
         require_features(checkpoint, source.ckpt)
@@ -36,22 +106,8 @@ def prove(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
     )
 
 
-def help_leader(options: LipschitzOptions, sink: Sink) -> None:
-    """Measure slopes on the other processes while the leader proves."""
-    from certcli.models import build
-
-    if options.search.estimate:
-        checkpoint = options.source.open(sink)
-        model = build.load(checkpoint, options.machine.pick())
-        _steepest(model, options.data.images(checkpoint.record, sink), options, sink)
-
-
 def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
-    from certcli.cli.shared.inputs import doubt_accuracy, doubt_images
-    from certcli.evaluation.fidelity import known_labels
-    from certcli.evaluation.image_doubts import right_of
-
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
     doubt_images(images, record, sink)
@@ -68,9 +124,6 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
 
 def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sink) -> float:
     """Return the largest measured slope, batches dealt to the processes; 0 but on the leader."""
-    from certcli.images.labelled import sent
-    from certcli.lipschitz.measured.estimate import measure
-
     device = next(model.parameters()).device
     best = 0.0
     size = options.machine.batch_size
@@ -97,16 +150,16 @@ def show_views(
     other = (
         None
         if views.other is None
-        else prove(replace(options.source, ckpt=views.other), options.machine, sink)
+        else prove_source(replace(options.source, ckpt=views.other), options.machine, sink)
     )
     if other is not None:
-        documents["compare"] = view.compare(audited, other, sink)
+        documents["compare"] = view.compare_bounds(audited, other, sink)
     if near is not None:
-        documents["around"] = around.show(audited, near, options, sink)
+        documents["around"] = show_near_images(audited, near, options, sink)
     if views.jacobian:
         documents["jacobian"] = _jacobians(audited, other, options, sink)
     elif views.plot is not None and not options.near.around:
-        view.draw(audited, other, views.plot, sink)
+        view.draw_bound(audited, other, views.plot, sink)
     return documents
 
 
@@ -123,7 +176,7 @@ def _jacobians(
         )
     images = options.data.images(record, sink)
     measured = [
-        jacobians.measure(
+        measure_block_slopes(
             name,
             network.model,
             lambda: (
@@ -132,17 +185,21 @@ def _jacobians(
             ITERATIONS,
             options.data.seed,
         )
-        for name, network in view.labelled(audited, other).items()
+        for name, network in view.networks_by_label(audited, other).items()
     ]
     for slopes in measured:
-        jacobians.show(slopes, sink)
+        show_block_slopes(slopes, sink)
     if options.views.plot is not None:
-        title = f"{number_of(len(images))} of {images.name} ({images.split})"
-        jacobians.draw(measured, title, options.views.plot, sink)
+        draw_block_slopes(
+            measured,
+            f"{number_of(len(images))} of {images.name} ({images.split})",
+            options.views.plot,
+            sink,
+        )
     return measured[0].to_json()
 
 
-def gate_of(audited: Audited, maximum: float | None) -> Gate:
+def bound_gate(audited: Audited, maximum: float | None) -> Gate:
     gate = Gate()
     upper = audited.proven.upper
     if maximum is not None and not upper.finite:
@@ -153,3 +210,212 @@ def gate_of(audited: Audited, maximum: float | None) -> Gate:
         of = " of the features" if audited.of_features else ""
         gate.demand(upper <= maximum, GateError(f"the bound{of} {upper} exceeds --max {maximum:g}"))
     return gate
+
+
+Row = tuple[int, "NearImage"]
+"""An image's position in its split, and what is proven near it."""
+
+
+def prepare_near_images(audited: Audited, options: LipschitzOptions) -> "AroundImages":
+    """Return the network for these near_balls, before anything is measured.
+
+    Raises:
+        UsageError: a radius is as wide as the box, or the network ends in features.
+        NoBoundError: an operation has no derivative; the walk does not fit into memory.
+    """
+    if audited.of_features:
+        raise UsageError("--around is about logits, and this network ends in features")
+    return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
+
+
+def near_balls(options: LipschitzOptions) -> list["Around"]:
+    """Return the near_balls that were asked for."""
+    return [Around(radius, options.near.norm) for radius in options.near.around]
+
+
+def show_near_images(
+    audited: Audited, network: "AroundImages", options: LipschitzOptions, sink: Sink
+) -> dict[str, Any]:
+    """Prove and measure near each image; show the table, draw the picture, return the document."""
+    data = options.data
+    images = Evaluation(
+        dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
+    ).images(audited.checkpoint.record, sink)
+    rows = _near_rows(network, images, options, sink)
+    _show_near_table(rows, images, audited, options, sink)
+    if options.views.plot is not None:
+        _draw_near_images(rows, audited, options.views.plot)
+    return {
+        "norm": options.near.norm,
+        "seed": data.seed,
+        "dataset": {
+            "name": images.name,
+            "split": images.split,
+            "images": len(images),
+            "digest": images.digest,
+        },
+        "images": [_near_document(index, near) for index, near in rows],
+    }
+
+
+def _near_rows(
+    network: "AroundImages", images: "Images", options: LipschitzOptions, sink: Sink
+) -> list[Row]:
+    rows: list[Row] = []
+    near = near_balls(options)
+    with sink.progress("slopes near images", total=len(images) * len(near)) as bar:
+        for indices, pixels, _ in images.batches(1):
+            for proven in network.each(pixels, near):
+                rows.append((int(indices[0]), proven))
+                bar.advance()
+    return rows
+
+
+def _show_near_table(
+    rows: list[Row], images: "Images", audited: Audited, options: LipschitzOptions, sink: Sink
+) -> None:
+    norm = options.near.norm
+    columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
+    cells = []
+    for index, near in rows:
+        rival = near.rival
+        upper, lower = float(near.upper[rival]), float(near.slopes[rival])
+        ratio = rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+        cells.append(
+            [
+                str(index),
+                f"{near.around.radius:g}",
+                f"{near.prediction} - {rival}",
+                rounded_up(upper, 5),
+                rounded_down(lower, 5),
+                ratio,
+                rounded_up(near.logits, 5),
+                proven_radius(near.radius),
+            ]
+        )
+    title = (
+        f"Near images of {images.name} ({images.split}), {norm}: no slope of the margin above `upper` (proven), one of "
+        f"`lower` (measured); for all images {audited.proven.upper} bounds the logits"
+    )
+    sink.table(title, columns, cells)
+    ratios = [
+        float(near.upper[near.rival] / near.slopes[near.rival])
+        for _, near in rows
+        if near.slopes[near.rival] > 0
+    ]
+    if ratios:
+        sink.text(
+            f"upper / lower: median {rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
+            f"image; {rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
+        )
+
+
+def _near_document(index: int, near: "NearImage") -> dict[str, Any]:
+    def numbers(values: Any) -> list[float | str]:
+        return [value if math.isfinite(value) else "inf" for value in values.tolist()]
+
+    return {
+        "index": index,
+        "radius": near.around.radius,
+        "prediction": near.prediction,
+        "rival": near.rival,
+        "margins": near.margins.tolist(),
+        "upper": numbers(near.upper),
+        "lower": near.slopes.tolist(),
+        "logits_upper": near.logits if near.logits < math.inf else "inf",
+        "certified": near.radius,
+        "why": near.why,
+        "seconds": round(near.seconds, 3),
+    }
+
+
+def _draw_near_images(rows: list[Row], audited: Audited, path: Path) -> None:
+    from certcli.report.figures import draw_around
+
+    points: dict[float, list[tuple[float, float]]] = {}
+    for _, near in rows:
+        pair = float(near.upper[near.rival]), float(near.slopes[near.rival])
+        points.setdefault(near.around.radius, []).append(pair)
+    draw_around(
+        points, rows[0][1].around.norm, path, f"{audited.name}: slopes near {len(rows)} images"
+    )
+
+
+@dataclass(frozen=True)
+class BlockSlopes:
+    """The slopes of one network's blocks.
+
+    Attributes:
+        largest: Block -> largest singular value of its Jacobian at each image.
+        above: Block -> the mean of Hoelder's bound on it, for small networks.
+    """
+
+    name: str
+    largest: dict[str, Tensor]
+    above: dict[str, float]
+
+    def to_json(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "path": path,
+                "mean": float(values.mean()),
+                "deviation": float(values.std(correction=0)),
+                "largest": float(values.max()),
+                "hoelder_bound_mean": self.above.get(path),
+                "images": len(values),
+            }
+            for path, values in self.largest.items()
+        ]
+
+
+def measure_block_slopes(
+    name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int
+) -> BlockSlopes:
+    """Measure every block's largest singular value at every image; small nets: Hoelder's bound."""
+    slopes: dict[str, list[Tensor]] = {}
+    above: dict[str, float] = {}
+    for images in batches():
+        for path, values in block_norms(model, images, iterations, seed).items():
+            slopes.setdefault(path, []).append(values.cpu())
+        if not above:  # dense Jacobians are slow: two images are enough for a comparison
+            above = {
+                path: float(values[0].mean())
+                for path, values in hoelder_bounds(model, images[:2]).items()
+            }
+    return BlockSlopes(name, {path: torch.cat(parts) for path, parts in slopes.items()}, above)
+
+
+def show_block_slopes(slopes: BlockSlopes, sink: Sink) -> None:
+    rows = slopes.to_json()
+    sink.table(
+        f"{slopes.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
+        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
+        [
+            (
+                str(row["path"]),
+                f"{row['mean']:.4g}",
+                f"{row['deviation']:.3g}",
+                rounded_down(row["largest"], 4),
+                "-"
+                if row["hoelder_bound_mean"] is None
+                else rounded_up(row["hoelder_bound_mean"], 4),
+            )
+            for row in rows
+        ],
+    )
+    if not rows:
+        sink.text(f"no repeated blocks found in {slopes.name}")
+
+
+def draw_block_slopes(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> None:
+    """Draw the slopes as violins, with the images' description in the title."""
+    from certcli.report.figures import draw_violins
+
+    drawn = {
+        slopes.name: {name: each.tolist() for name, each in slopes.largest.items()}
+        for slopes in measured
+        if slopes.largest
+    }
+    if drawn:
+        draw_violins(drawn, path, f"Slope of each block (measured)\n{images}")
+        sink.note(f"wrote {path}")

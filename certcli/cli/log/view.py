@@ -4,14 +4,16 @@ Only evidence that `certcli.evaluation.evidence` understands is put into words. 
 recomputes is called measured.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Evidence
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.evidence import as_json, command_of, understood
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import (
     attacked_percent,
@@ -23,17 +25,12 @@ from certcli.evaluation.radii import (
     rounded_up,
 )
 
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.checkpoint.record import Evidence
-
 NOT_UNDERSTOOD = "not understood, not shown"
 STALE = "STALE: about another network, not these weights; nothing can recompute it"
 AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
-def show(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
-    from certcli.evaluation.evidence import command_of
+def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
 
     record = checkpoint.record
     outputs = f"{record.classes} classes" if record.classes else "no classifier"
@@ -86,9 +83,6 @@ def _number(value: Any) -> str:
 
 def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what the file tells, for programs. Until `certvit verify` nothing of it is checked."""
-    from dataclasses import asdict
-
-    from certcli.evaluation.evidence import as_json
 
     record = checkpoint.record
     return {
@@ -113,7 +107,6 @@ def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def sentence(entry: Evidence) -> str:
-    from certcli.evaluation.evidence import understood
 
     decoded = understood(entry)
     return (
@@ -188,7 +181,7 @@ def _finetune(result: Any, about: Any) -> str:
     return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
 
 
-def _kept(result: Any, about: Any) -> str:
+def _fidelity(result: Any, about: Any) -> str:
     n = result.images
     parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
     parts.append(f"logit error {percent(result.logits_error)}")
@@ -202,8 +195,8 @@ def _kept(result: Any, about: Any) -> str:
 
 
 _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
-    "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _kept,
-    "constrain": _kept,
+    "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _fidelity,
+    "constrain": _fidelity,
 }  # fmt: skip
 
 

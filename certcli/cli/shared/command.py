@@ -169,8 +169,11 @@ def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
     info = info_of(option.annotation)
     if info is None:
         return option
-    spelled = spelling(option.name, info)[-1]
-    return _noted(option, info, described(command, spelled, get_args(option.annotation)[0], info))
+    return _noted(
+        option,
+        info,
+        described(command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info),
+    )
 
 
 def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
@@ -203,9 +206,14 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
         if is_dataclass(hints[field.name]):
             options += _options(hints[field.name], default)
         else:
-            keyword = inspect.Parameter.KEYWORD_ONLY
-            hint = hints[field.name]
-            options.append(inspect.Parameter(field.name, keyword, default=default, annotation=hint))
+            options.append(
+                inspect.Parameter(
+                    field.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=default,
+                    annotation=hints[field.name],
+                )
+            )
     return options
 
 

@@ -1,16 +1,22 @@
 """The headline of `constrain` and `adapt`: agreement with the original on other images."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.checkpoint.record import Record
 from certcli.cli.shared.output import Sink
+from certcli.evaluation.fidelity import (
+    MANY_JUDGES,
+    Fidelity,
+    ReferenceLogits,
+    expected_on_real,
+    known_labels,
+    worth_of_judges,
+)
 from certcli.evaluation.radii import percent_ends
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.record import Record
-    from certcli.evaluation.fidelity import Fidelity, ReferenceLogits
-    from certcli.images.labelled import Images
-    from certcli.models.pixels import PixelModel
+from certcli.images.calibration import PHOTOGRAPHS
+from certcli.images.labelled import Images
+from certcli.models.pixels import PixelModel
 
 
 def measure_reference(
@@ -22,7 +28,6 @@ def measure_reference(
     sink: Sink,
 ) -> "ReferenceLogits":
     """Return the original logits of the held-out images; of all images where none is held out."""
-    from certcli.evaluation.fidelity import ReferenceLogits, known_labels
 
     judges = held_out if len(held_out) else images
     if not len(held_out):
@@ -52,8 +57,6 @@ def fidelity_document(
     Args:
         refitted: new parts were fitted to these images, so that they say little about others.
     """
-    from certcli.evaluation.fidelity import expected_on_real
-    from certcli.images.calibration import PHOTOGRAPHS
 
     images = reference.images
     # trained_on: the record names these images
@@ -113,7 +116,6 @@ def show(record: Mapping[str, Any], sink: Sink) -> None:
 
 def _say_few_judges(images: int, sink: Sink) -> None:
     """Say what more judging images would allow, where it is a twentieth or more."""
-    from certcli.evaluation.fidelity import MANY_JUDGES, worth_of_judges
 
     factor = worth_of_judges(images)
     if factor > 1.05:

@@ -348,10 +348,9 @@ class Output:
         if self.shard_size is None:
             return SHARD_BYTES
         if self.output is not None and not is_index(self.output):
-            hint = f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}"
             raise UsageError(
                 f"--shard-size makes several files and their index, and {self.output} is one file",
-                hint,
+                f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}",
             )
         return inputs.size_in_bytes("--shard-size", self.shard_size)
 

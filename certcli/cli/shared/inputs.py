@@ -29,7 +29,7 @@ LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
 FILES = (".safetensors", ".onnx", ".pth", ".pt", ".bin", ".ckpt", ".tar")
 """Endings of files, which no network's name has."""
-ANSWERED_AT_ONCE = 32
+ANSWERED_AT_ONCE = 4
 """Images without labels that are classified together."""
 
 
@@ -64,8 +64,11 @@ def _require_file(source: str) -> None:
     )
     if not looks or not is_absent(path) or shipped_path(source):
         return
-    hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise missing_file(source, hint, ".safetensors")
+    raise missing_file(
+        source,
+        "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME",
+        ".safetensors",
+    )
 
 
 def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
@@ -120,8 +123,10 @@ def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError as failure:
-        hint = f"{option} 0.5 or {option} 0.48,0.45,0.41"
-        raise UsageError(f"{option} '{text}' is not a list of numbers", hint) from failure
+        raise UsageError(
+            f"{option} '{text}' is not a list of numbers",
+            f"{option} 0.5 or {option} 0.48,0.45,0.41",
+        ) from failure
 
 
 def default_output(source: str, command: str, shards: bool = False) -> Path:
@@ -182,8 +187,9 @@ def answered(
         f"{images.name}: {len(images)} images without labels, so attacks and certificates are "
         "about the network's own predictions, and accuracy is not measured"
     )
-    names = checkpoint.record.class_names
-    class_names = names or tuple(str(number) for number in range(checkpoint.record.classes))
+    class_names = checkpoint.record.class_names or tuple(
+        str(number) for number in range(checkpoint.record.classes)
+    )
     return images.answered(classes, tuple(class_names))
 
 
@@ -253,5 +259,4 @@ def remember_dataset(record: Record, images: Images) -> Record:
     Ten synset folders beside 1,000 classes name ten of them, at other numbers.
     """
     named = len(images.classes) == record.classes and not images.classes[0].isdigit()
-    names = images.classes if named else None
-    return replace(record, dataset=images.name, class_names=names)
+    return replace(record, dataset=images.name, class_names=images.classes if named else None)

@@ -232,71 +232,58 @@ class Sink:
             TextColumn("{task.fields[remark]}", markup=False),
         )
         with Progress(*columns, console=self._err, transient=True, disable=silent) as progress:
-            lines = Lines(self, label, total, done) if bare and total else None
-            yield Bar(progress, progress.add_task(label, total=total, remark=""), lines)
-
-
-class Lines:
-    """A line of progress every minute."""
-
-    def __init__(self, sink: Sink, label: str, total: int, done: int) -> None:
-        self._sink = sink
-        self._label = label
-        self.total = total
-        self._known = done
-        self._begun = self._last = sink.clock()
-        self.done = 0.0
-
-    def show(self, part: float = 0.0) -> None:
-        """Print the share done, `part` of the next step included, once a minute."""
-        now = self._sink.clock()
-        done = self.done + part
-        if now < self._last + EVERY:
-            return
-        self._last = now
-        new = done - self._known
-        time_left = (
-            f", about {_minutes((now - self._begun) * (self.total - done) / new)} left"
-            if new > 0
-            else ""
-        )
-        shown = percent(done / self.total, 0)
-        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{time_left}")
+            yield Bar(self, progress, label, total, done, lines=bare and bool(total))
 
 
 class Bar:
-    """One running progress bar, or its lines."""
+    """One running progress bar; or a line of progress every minute.
 
-    def __init__(self, progress: Progress, task: Any, lines: Lines | None = None) -> None:
-        self._progress = progress
-        self._task = task
-        self._lines = lines
+    Args:
+        done: steps that take no time, because a file holds them.
+        lines: whether there is no terminal for a bar.
+    """
+
+    def __init__(
+        self, sink: Sink, progress: Progress, label: str, total: int | None, done: int, lines: bool
+    ) -> None:
+        self._sink, self._progress, self._label, self._lines = sink, progress, label, lines
+        self._task = progress.add_task(label, total=total, remark="")
+        self._total = total or 1
+        self._known = done
         self._completed = 0
+        self._begun = self._last = sink.clock()
 
     def advance(self, steps: int = 1, remark: str = "") -> None:
-        self._completed += steps
-        self._progress.update(self._task, completed=self._completed, remark=plain(remark))
-        if self._lines is not None:
-            self._lines.done += steps
-            self._lines.show()
+        self.reach(self._completed + steps, remark)
 
     def aim(self, total: int) -> None:
         self._progress.update(self._task, total=total)
-        if self._lines is not None:
-            self._lines.total = total
+        self._total = total
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._completed = completed
         self._progress.update(self._task, completed=completed, remark=plain(remark))
-        if self._lines is not None:
-            self._lines.done = completed
-            self._lines.show()
+        self._say(completed)
 
     def within(self, part: float) -> None:
         """Tell how far the next steps have come: neither bar nor line waits for their end."""
         self._progress.update(self._task, completed=self._completed + part)
-        if self._lines is not None:
-            self._lines.show(part)
+        self._say(self._completed + part)
+
+    def _say(self, done: float) -> None:
+        """Print the share done in a line, once a minute."""
+        now = self._sink.clock()
+        if not self._lines or now < self._last + EVERY:
+            return
+        self._last = now
+        new = done - self._known
+        time_left = (
+            f", about {_minutes((now - self._begun) * (self._total - done) / new)} left"
+            if new > 0
+            else ""
+        )
+        shown = percent(done / self._total, 0)
+        self._sink.note(f"{self._label}: {shown} after {_minutes(now - self._begun)}{time_left}")
 
 
 def as_line(data: Mapping[str, Any]) -> str:

@@ -103,5 +103,7 @@ def _words(value: Any, several: bool, where: str) -> Any:
         return [_words(value, False, where)]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    hint = "a text, a number, or a list of them"
-    raise UsageError(f"{where}: {type(value).__name__} is no value of this option", hint)
+    raise UsageError(
+        f"{where}: {type(value).__name__} is no value of this option",
+        "a text, a number, or a list of them",
+    )

@@ -38,9 +38,10 @@ class Guarded:
         try:
             action()
         except (OSError, ValueError) as failure:
-            number = getattr(failure, "errno", None)
             self.failure = (
-                "" if number == errno.EPIPE else getattr(failure, "strerror", None) or str(failure)
+                ""
+                if getattr(failure, "errno", None) == errno.EPIPE
+                else getattr(failure, "strerror", None) or str(failure)
             )
             with contextlib.suppress(OSError, ValueError, AttributeError):
                 # the buffer is emptied into nowhere: the interpreter would fail over it as it ends

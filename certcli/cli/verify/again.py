@@ -1,21 +1,19 @@
 """Certificates of evidence and reports, made again by their method, on the images named."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from certcli.certify.methods import certify, options_of, prepare
+from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
+from certcli.cli.verify.options import VerifyScope
+from certcli.evaluation.image_doubts import right_of
+from certcli.images.labelled import Images
+from certcli.models.build import load_double
 from certcli.system.errors import DataError, NoBoundError
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.verify.options import VerifyScope
-    from certcli.images.labelled import Images
-    from certcli.verification.evidence import Certified, Certify, Recertified, Request
+from certcli.verification.evidence import Certified, Certify, Recertified, Request
 
 WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
 
@@ -24,10 +22,6 @@ def certify_again(
     checkpoint: Checkpoint, scope: VerifyScope, data: Evaluation, machine: BatchDevice, sink: Sink
 ) -> Certify:
     """Return a function that certifies the images of an entry again, all or a sample."""
-    from certcli.certify.methods import certify, options_of, prepare
-    from certcli.evaluation.image_doubts import right_of
-    from certcli.models.build import load_double
-    from certcli.verification.evidence import Recertified
 
     def recertify(request: Request) -> Recertified:
         named = Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
@@ -37,8 +31,7 @@ def certify_again(
             raise DataError("these are other images than those of the evidence: name its --dataset")
         chosen = _chosen(images, scope.sample, sink)
         batch = machine.batch_size
-        registered = images.ahead is None
-        result = Recertified([], len(images), images.name, images.split, registered)
+        result = Recertified([], len(images), images.name, images.split, images.ahead is None)
         values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
         settings = options_of(request.method, values)
         device = machine.pick_for(getattr(settings, "arithmetic", None))

@@ -1,26 +1,21 @@
 """Slopes near images, proven again from the weights: the `around` of a report of `certvit lipschitz`."""
 
-from __future__ import annotations
-
 import math
 import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from certcli.certify.around import Around, AroundImages, NearImage, prepare
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.schema import AroundFields, NearImageFields
 from certcli.cli.shared.output import Sink
+from certcli.cli.verify.options import VerifyOptions
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.images.labelled import Images
 from certcli.system.errors import CertvitError
 from certcli.verification.report import SLACK
-
-if TYPE_CHECKING:
-    from certcli.certify.around import Around, AroundImages, NearImage
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.checkpoint.schema import AroundFields, NearImageFields
-    from certcli.cli.verify.options import VerifyOptions
-    from certcli.images.labelled import Images
 
 
 def near_images(
@@ -37,15 +32,17 @@ def near_images(
 def _again(
     claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
 ) -> Iterator[Claim]:
-    from certcli.certify.around import Around, prepare
 
     data = replace(
         options.data, split=claimed.dataset.split, limit=claimed.dataset.images, seed=claimed.seed
     )
     images = data.images(checkpoint.record, sink)
     if images.digest != claimed.dataset.digest:
-        why = "these are other images than those of the report: name its --dataset"
-        yield Claim("slopes near images", "unverified", why)
+        yield Claim(
+            "slopes near images",
+            "unverified",
+            "these are other images than those of the report: name its --dataset",
+        )
         return
     near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
     network = prepare(checkpoint, list(near.values()), options.machine.pick())

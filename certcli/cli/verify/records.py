@@ -1,31 +1,35 @@
 """Records of `certify`: certificates on file, found again and attacked inside what they claim."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch import Tensor
+
+from certcli.attack.families.margin import margin_pgd
+from certcli.attack.judge import judge, tuck_in
+from certcli.attack.settings import AttackSettings
+from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.methods import options_of, prepare, run_of
+from certcli.certify.patch.certifier import PatchCertifier
+from certcli.certify.patch.climbed import TouchedPasses
+from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.shared.groups import Evaluation
 from certcli.cli.shared.output import Sink
+from certcli.cli.verify.options import VerifyOptions
 from certcli.cli.verify.view import CheckedFile
+from certcli.evaluation.evidence import method_of
+from certcli.evaluation.perturbation import Region
+from certcli.evaluation.record_lines import Run
+from certcli.evaluation.records import read_records, require_same_images, require_same_network
 from certcli.evaluation.threat import Patch, Threat
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import Tensor
-
-    from certcli.certify.certificate import Certificate, Certifier
-    from certcli.certify.record_check import Attack
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.shared.groups import Evaluation
-    from certcli.cli.verify.options import VerifyOptions
-    from certcli.evaluation.records import Run
-    from certcli.images.labelled import Images
 
 STEPS = 40
 SMOOTH_STEPS = 10
@@ -37,9 +41,6 @@ masks up to 32.
 
 def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
     """Check every record, or a sample."""
-    from certcli.certify.record_check import FALSE_ALARM, recheck
-    from certcli.evaluation.evidence import method_of
-    from certcli.evaluation.records import read_records, require_same_images, require_same_network
 
     path = options.file
     run, rows = read_records(path, "certify")
@@ -105,8 +106,6 @@ def _ready(
     options: VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
-    from certcli.certify.methods import options_of, prepare, run_of
-    from certcli.certify.record_check import read_claims, require_same_way
 
     values = {
         **run.parameters,
@@ -115,11 +114,16 @@ def _ready(
     }
     try:
         settings = options_of(run.method, values)
-        device = options.machine.pick_for(getattr(settings, "arithmetic", None))
-        certifier = prepare(run.method, checkpoint, device, settings)
+        certifier = prepare(
+            run.method,
+            checkpoint,
+            options.machine.pick_for(getattr(settings, "arithmetic", None)),
+            settings,
+        )
     except UsageError as failure:
-        message = f"{options.file} states parameters that mean nothing: {failure.message}"
-        raise DataError(message) from failure
+        raise DataError(
+            f"{options.file} states parameters that mean nothing: {failure.message}"
+        ) from failure
     require_same_way(run, run_of(certifier, checkpoint, images), str(options.file))
     return certifier, read_claims(rows, images, certifier, str(options.file))
 
@@ -135,16 +139,16 @@ def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
 
 def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
     """The records' images, by --dataset, of the header's split and number; else DataError."""
-    split = run.dataset["split"]
-    count = run.dataset["images"]
+    split = run.dataset.split
+    count = run.dataset.images
     named = data if data.split is not None else replace(data, split=split)
     images = named.images(checkpoint.record, sink)
     if count < len(images):
         images = images.limit(count, data.seed)
     here = (images.name, images.split)
-    recorded = (run.dataset["name"], split)
+    recorded = (run.dataset.name, split)
     other = here != recorded and images.ahead is None  # a folder has any name
-    if other or images.digest != run.dataset["digest"]:
+    if other or images.digest != run.dataset.digest:
         raise DataError(
             f"{path} is about other images than these {len(images)} of {images.name} ({images.split})",
             "give the --dataset, --data-dir, --split, --limit and --seed that the records were made with",
@@ -154,12 +158,6 @@ def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink
 
 def margin_attack(steps: int) -> Attack:
     """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
-    from certcli.attack.families.margin import margin_pgd
-    from certcli.attack.judge import judge, tuck_in
-    from certcli.attack.settings import AttackSettings
-    from certcli.certify.patch.certifier import PatchCertifier
-    from certcli.certify.patch.climbed import TouchedPasses
-    from certcli.evaluation.perturbation import Region
 
     def in_patch(
         certifier: PatchCertifier, image: Tensor, classes: Tensor, patch: Patch, seed: int
@@ -170,8 +168,12 @@ def margin_attack(steps: int) -> Attack:
         region = Region.within(patch, [(top, left)], image)
         # a random start
         settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
-        net = TouchedPasses(certifier, patch, (top, left))
-        return region.project(margin_pgd(net, image, classes, region, settings), image)
+        return region.project(
+            margin_pgd(
+                TouchedPasses(certifier, patch, (top, left)), image, classes, region, settings
+            ),
+            image,
+        )
 
     def attack(
         certifier: Certifier, image: Tensor, classes: Tensor, threat: Threat, seed: int
@@ -181,8 +183,13 @@ def margin_attack(steps: int) -> Attack:
             return in_patch(certifier, image, classes, threat.size, seed)
         model, region, point = certifier.attacked.eval(), Region(threat.norm, threat.radius), image  # type: ignore[arg-type]
         for restart in range(2):
-            settings = AttackSettings(steps=steps, restart=restart)
-            point = tuck_in(margin_pgd(model, image, classes, region, settings), image, region)
+            point = tuck_in(
+                margin_pgd(
+                    model, image, classes, region, AttackSettings(steps=steps, restart=restart)
+                ),
+                image,
+                region,
+            )
             if bool(judge(model, image, classes, point, region, prediction=classes).success):
                 break
         return point

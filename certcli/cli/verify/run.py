@@ -1,39 +1,54 @@
 """The work of `certvit verify`: what kind of file it is, its claims, and the document about them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from msgspec import UNSET
+
+from certcli.audit.evidence import with_evidence
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Evidence
+from certcli.checkpoint.schema import Json, ReportFields, decode
+from certcli.checkpoint.shards import is_index
+from certcli.cli.log.run import files_of
+from certcli.cli.log.view import document_of
+from certcli.cli.shared.inputs import missing_file
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import view
-from certcli.system.errors import CheckpointError, GateError
-from certcli.system.reading import is_absent
-
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.checkpoint.record import Evidence
-    from certcli.cli.verify.options import VerifyOptions
-    from certcli.evaluation.claim import Claim
+from certcli.cli.verify.again import certify_again
+from certcli.cli.verify.around import near_images
+from certcli.cli.verify.options import VerifyOptions
+from certcli.cli.verify.records import check_records
+from certcli.evaluation.claim import Claim, statuses
+from certcli.models.build import with_network
+from certcli.report.document import from_json
+from certcli.system.errors import CheckpointError, GateError, Refused
+from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
+from certcli.verification import documents
+from certcli.verification import report as reports
+from certcli.verification.documents import kind_of, unread_fields
+from certcli.verification.evidence import check, check_entries
+from certcli.verification.laws import theorems, verify_laws
+from certcli.verification.lineage import compare_lineages, remake_means
 
 
 def verify(options: VerifyOptions, sink: Sink) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
-    from certcli.checkpoint.shards import is_index
 
     file = options.file
     if is_absent(file):
-        from certcli.cli.shared.inputs import missing_file
-
-        hint = "give a report (--json), records (.jsonl) or a checkpoint"
-        raise missing_file(str(file), hint, ".json", ".jsonl", ".safetensors")
+        raise missing_file(
+            str(file),
+            "give a report (--json), records (.jsonl) or a checkpoint",
+            ".json",
+            ".jsonl",
+            ".safetensors",
+        )
     if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":
-        from certcli.cli.verify.records import check_records
-
         view.conclude(options.file, check_records(options, sink), view.RECORDS, sink)
     else:
         kind, checked = check_report(options, sink)
@@ -42,10 +57,6 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
 
 def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedFile]:
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
-    from certcli.checkpoint.schema import Json, decode
-    from certcli.system.errors import Refused
-    from certcli.system.reading import LARGEST_REPORT, read_bounded
-    from certcli.verification.documents import kind_of
 
     file = options.file
     try:
@@ -63,10 +74,6 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
 
 def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
-    from msgspec import UNSET
-
-    from certcli.checkpoint.schema import Json, ReportFields, decode
-    from certcli.verification.laws import theorems, verify_laws
 
     report = decode(text, ReportFields)
     facts = {"nodes": len(report.proof), "theorems": theorems(report)}
@@ -76,8 +83,6 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
             "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
         )
         return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
-    from certcli.verification import report as reports
-    from certcli.verification.documents import unread_fields
 
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
     unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
@@ -85,8 +90,6 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     checkpoint = options.open(sink, features=of_features)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
-        from certcli.cli.verify.around import near_images
-
         claims += near_images(report.around, checkpoint, options, sink)
     words = (
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
@@ -97,11 +100,6 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
 
 def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) -> view.CheckedFile:
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
-    from certcli.checkpoint.schema import Json, decode
-    from certcli.cli.verify.again import certify_again
-    from certcli.evaluation.claim import Claim
-    from certcli.verification import documents
-    from certcli.verification.evidence import check_entries
 
     checkpoint = options.open(sink)
     seed = options.data.seed
@@ -126,8 +124,10 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
         further=further,
     )
     rest = Claim(f"all other fields ({unread})", "unverified", "the author's word", asked=False)
-    words = "verified: the bounds, shares and certificates above; all other fields of the report are the author's word"
-    return view.CheckedFile([*claims, rest], words)
+    return view.CheckedFile(
+        [*claims, rest],
+        "verified: the bounds, shares and certificates above; all other fields of the report are the author's word",
+    )
 
 
 def _audited(
@@ -136,10 +136,6 @@ def _audited(
     """Return what the audit would have written, about the network that the audit names, and by the
     number of the entry what it says of a method beside.
     """
-    from certcli.audit.evidence import with_evidence
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.report.document import from_json
-    from certcli.system.errors import Refused
 
     audit = from_json(text)
     bare = Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
@@ -165,11 +161,6 @@ def _audited(
 
 def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     """Check the evidence of checkpoints, and compare their lineages with each other."""
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.log.command import files_of
-    from certcli.cli.log.view import document_of
-    from certcli.evaluation.claim import statuses
-    from certcli.verification.lineage import compare_lineages, remake_means
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
@@ -200,11 +191,9 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
 
 def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> list[Claim]:
     """Return the claims of one checkpoint's record."""
-    from certcli.cli.verify.again import certify_again
-    from certcli.models.build import with_network
-    from certcli.verification.evidence import check
 
     checkpoint = with_network(checkpoint)
     certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    measured = not options.scope.proven_only
-    return check(checkpoint, certify, options.machine.pick(), measured=measured)
+    return check(
+        checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
+    )

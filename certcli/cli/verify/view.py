@@ -1,7 +1,5 @@
 """What `certvit verify` says: one table, one document, and why a file is not verified."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -17,7 +17,7 @@ from certcli.enclosure.zonotopes.rules.windows import (
     register_max_pooling,
     register_maxima,
 )
-from certcli.engine.averages import Separable, register_averages
+from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
@@ -81,6 +81,7 @@ def averaged(ctx: BallContext, x: Any, averaging: Separable) -> Near:
 
 
 register_averages(rules, VALUES, averaged)
+register_interpolation(rules, VALUES, averaged)
 
 
 def larger(x: Any, y: Any, sign: float) -> Near:

@@ -19,8 +19,7 @@ from certcli.enclosure.zonotopes.rules.layers import TOKENWISE
 from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
-from certcli.engine.walk import Call, called
-from certcli.engine.walk_back import walk_back
+from certcli.engine.walk import Call, called, walk_back
 from certcli.system.memory import out_of_memory
 
 LINEAR = (

@@ -39,10 +39,9 @@ from certcli.enclosure.zonotopes.rules.layers import (
     TOKENWISE,
 )
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
-from certcli.engine.endings import last_of, shifts_logits
-from certcli.engine.replay import close, executed, noise_like, replayed, result_of
+from certcli.engine.replay import close, noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
-from certcli.engine.trace import Trace, example_of
+from certcli.engine.trace import Trace, example_of, executed, last_of, result_of, shifts_logits
 from certcli.engine.walk import Call, Constant, Domain, walk
 from certcli.nn.norms import spread_of
 

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.endings import last_of, of_margins, until
 from certcli.engine.table import NoRule
-from certcli.engine.trace import Trace
+from certcli.engine.trace import Trace, last_of, of_margins, until
 
 _IDENTITY = (nn.Identity, nn.Dropout)
 

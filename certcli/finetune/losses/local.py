@@ -6,19 +6,20 @@ a few random directions in place of the pixels: row norms of A and Gram matrices
 (Johnson and Lindenstrauss). The margins are an estimate, and prove nothing.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers.attention import Attention
-from timm.layers.mlp import Mlp
-from timm.models.vision_transformer import Block, LayerScale, VisionTransformer
+from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
+from certcli.finetune.enclosure_penalty import CURVED
 from certcli.finetune.losses.forms import (
     Form,
     Symbols,
@@ -39,9 +40,12 @@ JUDGES = 64
 """The same where an epoch is judged."""
 AT_ONCE = 16
 """Images that are enclosed together where an epoch is judged: some 100 MB at 5 tokens."""
-_PLAIN = (nn.GELU, nn.ReLU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid)
+SAME = 1e-4
+SAME_MARGINS = 1e-2
+"""Relative distances at which tokens and margins count as the network's own. What `forms.NARROW` and
+`forms.TINY` add was at most 5e-7 and, on the small margins of a fresh network, 5e-4.
+"""
 _NARROW = 1e-6
-NORMS = (nn.LayerNorm, FloorNorm)
 
 
 def local(
@@ -74,15 +78,51 @@ class LocalEnclosure:
 
     def __init__(self, model: PixelModel) -> None:
         self.model = model
-        self.net = _plain_transformer(model.net)
-        self.pixels = 1
-        for side in model.input_size:
-            self.pixels *= side
+        self.net: Any = model.net
+        self.pixels = math.prod(model.input_size)
+        self._require_same()
+
+    @torch.no_grad()
+    def _require_same(self) -> None:
+        """Raise ArchitectureError where the forms of an image have not the network's own values.
+
+        The input of each block is compared, then the margins: a part that differs is in between.
+        """
+        net = self.net
+        part = f"the network is a {type(net).__name__}"
+        image = torch.rand(1, *self.model.input_size, generator=torch.Generator().manual_seed(0))
+        image = image.to(next(net.parameters()))
+        inputs: list[Tensor] = []
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            part = "the embedding differs" if isinstance(net, VisionTransformer) else part
+            with ExitStack() as hooks:
+                for block in net.blocks:
+                    note = block.register_forward_pre_hook(lambda _, x: inputs.append(x[0]))
+                    hooks.enter_context(note)
+                logits = self.model(image)
+            label = logits.argmax(1)
+            forms = self._forms(image, 0.0, torch.zeros_like(image))
+            for number, (form, tokens) in enumerate(zip(forms, inputs, strict=False)):
+                _require_close(form.centre, tokens, SAME)
+                part = f"blocks.{number} differs"
+            part += ", or what follows it"
+            margins = self.margins(image, label, 0.0, torch.zeros_like(image))
+            _require_close(margins, logits.gather(1, label[:, None]) - logits, SAME_MARGINS)
+        except (AttributeError, TypeError, ValueError, RuntimeError) as failure:
+            raise ArchitectureError(
+                f"no enclosure for training: {part}",
+                "--loss local takes timm's VisionTransformer (LayerNorm, softmax attention); "
+                "--enclosure-penalty takes more",
+            ) from failure
+        finally:
+            self.model.train(was_training)
 
     @property
     def entries(self) -> int:
         """Return how many numbers all tokens of an image hold."""
-        net: Any = self.net
+        net = self.net
         return int((net.patch_embed.num_patches + net.num_prefix_tokens) * net.embed_dim)
 
     def directions(self, generator: Generator, count: int = DIRECTIONS) -> Tensor:
@@ -95,19 +135,26 @@ class LocalEnclosure:
     def margins(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
         """Return bounds <= z_y - z_j within `epsilon`, 0 at j = y: (b, c, h, w), (b,) -> (b, k)."""
         net = self.net
-        form = self._tokens(images, epsilon, directions)
         by_token = net.global_pool == "token"
-        last = len(net.blocks) - 1
-        for number, block in enumerate(net.blocks):
-            form = _through(form, block, only_first=by_token and number == last)
+        (*_, form) = self._forms(images, epsilon, directions)
         prefix = net.num_prefix_tokens
 
         def pooled(t: Tensor) -> Tensor:
             return t[..., 0, :] if by_token else t[..., prefix:, :].mean(-2)
 
-        norm: Any = net.norm if by_token else net.fc_norm
-        head: Any = net.head
-        return _margins(form.mapped(pooled), norm, head, labels)
+        norm = net.norm if by_token else net.fc_norm
+        return _margins(form.mapped(pooled), norm, net.head, labels)
+
+    def _forms(self, images: Tensor, epsilon: float, directions: Tensor) -> Iterator[Form]:
+        """Yield the forms of the tokens before the first block and behind each block; behind the
+        last one of the tokens that are pooled.
+        """
+        form = self._tokens(images, epsilon, directions)
+        yield form
+        for number, block in enumerate(self.net.blocks, start=1):
+            alone = self.net.global_pool == "token" and number == len(self.net.blocks)
+            form = _through(form, block, only_first=alone)
+            yield form
 
     def gains(
         self, images: Tensor, epsilon: float, directions: Tensor
@@ -123,7 +170,7 @@ class LocalEnclosure:
 
     def _tokens(self, images: Tensor, epsilon: float, directions: Tensor) -> Form:
         """Return the form of the tokens before the first block."""
-        net: Any = self.net
+        net = self.net
         projection = net.patch_embed.proj
         pixels = self.model.normalize(images).to(projection.weight.dtype)
         centre = net._pos_embed(net.patch_embed(pixels))
@@ -138,6 +185,12 @@ class LocalEnclosure:
         return Form(centre, ball, box, None, Symbols())
 
 
+def _require_close(centre: Tensor, value: Tensor, share: float) -> None:
+    """Raise ValueError where two tensors differ by more than this share of the second."""
+    if centre.shape != value.shape or (centre - value).norm() > share * value.norm():
+        raise ValueError("the values differ")
+
+
 def _through(form: Form, block: Any, only_first: bool) -> Form:
     """Return the form behind a block; `only_first`: of the first token."""
     branch = _attention(_normed(form, block.norm1), block.attn, only_first)
@@ -145,6 +198,8 @@ def _through(form: Form, block: Any, only_first: bool) -> Form:
         form = form.rearranged(lambda t: t[..., :1, :])
     form = form.plus(branch.scaled(_gain(block.ls1))).solid()
     mlp = block.mlp
+    if not isinstance(mlp.act, CURVED):
+        raise TypeError("no function of one entry")
     hidden = dense(_normed(form, block.norm2), mlp.fc1.weight, mlp.fc1.bias).applied(mlp.act)
     return form.plus(dense(hidden, mlp.fc2.weight, mlp.fc2.bias).scaled(_gain(block.ls2)))
 
@@ -208,80 +263,3 @@ def _margins(
         spread.min_variance
     ).sqrt().detach()
     return lower.scatter(1, labels[:, None], 0.0)
-
-
-def _plain_transformer(net: nn.Module) -> VisionTransformer:
-    """Return the network where its forward is the one enclosed here; else ArchitectureError."""
-    reason = _hindrance(net)
-    if reason is not None:
-        raise ArchitectureError(
-            f"no enclosure for training: {reason}",
-            "--loss local takes timm's VisionTransformer (LayerNorm, softmax attention); "
-            "--enclosure-penalty takes more",
-        )
-    assert isinstance(net, VisionTransformer)
-    return net
-
-
-def _hindrance(net: nn.Module) -> str | None:
-    """Return what differs from the transformer that is enclosed; None: nothing."""
-    kind = type(net)
-    same = ("forward", "forward_features", "forward_head", "pool", "_pos_embed")
-    if not isinstance(net, VisionTransformer) or any(
-        getattr(kind, name) is not getattr(VisionTransformer, name) for name in same
-    ):
-        return f"the network is a {kind.__name__}"
-    by_token = net.global_pool == "token"
-    if net.global_pool not in ("token", "avg") or net.pool_include_prefix:
-        return f"it pools by '{net.global_pool}'"
-    norms = {"norm": by_token, "fc_norm": not by_token}
-    embedding: Any = net.patch_embed
-    expected: dict[str, tuple[nn.Module, tuple[type, ...]]] = {
-        "patch_embed.proj": (embedding.proj, (nn.Conv2d,)),
-        "patch_embed.norm": (embedding.norm, (nn.Identity,)),
-        "norm_pre": (net.norm_pre, (nn.Identity,)),
-        "patch_drop": (net.patch_drop, (nn.Identity,)),
-        "head": (net.head, (nn.Linear,)),
-        **{
-            name: (getattr(net, name), NORMS if used else (nn.Identity,))
-            for name, used in norms.items()
-        },
-    }
-    if not embedding.flatten or net.dynamic_img_size:
-        return "its images may have any size"
-    for number, block in enumerate(net.blocks):
-        if type(block) is not Block:
-            return f"blocks.{number} is a {type(block).__name__}"
-        expected |= _parts(f"blocks.{number}", block)
-    for path, (module, kinds) in expected.items():
-        if not isinstance(module, kinds):
-            return f"{path} is a {type(module).__name__}"
-        if isinstance(module, nn.LayerNorm) and (module.weight is None or module.bias is None):
-            return f"{path} has no weight or no bias"
-    return None
-
-
-def _parts(path: str, block: Any) -> dict[str, tuple[nn.Module, tuple[type, ...]]]:
-    """Return the parts of a block by their paths, each with what it may be."""
-    attention = block.attn
-    parts: dict[str, tuple[nn.Module, tuple[type, ...]]] = {
-        "norm1": (block.norm1, NORMS),
-        "norm2": (block.norm2, NORMS),
-        "ls1": (block.ls1, (nn.Identity, LayerScale)),
-        "ls2": (block.ls2, (nn.Identity, LayerScale)),
-        "attn": (attention, (Attention,)),
-        "mlp": (block.mlp, (Mlp,)),
-    }
-    if isinstance(attention, Attention):
-        for name in ("q_norm", "k_norm", "norm"):
-            parts[f"attn.{name}"] = (getattr(attention, name), (nn.Identity,))
-        gate = attention.gate
-        parts["attn.gate"] = (nn.Identity() if gate is None else gate, (nn.Identity,))
-        parts["attn.qkv"] = (attention.qkv, (nn.Linear,))
-        parts["attn.proj"] = (attention.proj, (nn.Linear,))
-    if isinstance(block.mlp, Mlp):
-        parts["mlp.act"] = (block.mlp.act, _PLAIN)
-        parts["mlp.norm"] = (block.mlp.norm, (nn.Identity,))
-        parts["mlp.fc1"] = (block.mlp.fc1, (nn.Linear,))
-        parts["mlp.fc2"] = (block.mlp.fc2, (nn.Linear,))
-    return {f"{path}.{name}": part for name, part in parts.items()}

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from certcli.lipschitz.bound import Estimate
-from certcli.system.operations import OperationMode
+from certcli.system.torch_modes import OperationMode
 
 SCOUTING = 2
 """Power iterations of every image of a batch; the steepest image then goes on."""
@@ -20,11 +20,14 @@ Copies = dict[torch.dtype, nn.Module]
 UNITS = 2.0**-29
 """Unit roundoff of float64 over that of float32."""
 SAFETY = 2.0**10
-"""Times the error of float64 that the error of float32 suggests: sums of a thousand terms in the worst order."""
+"""Times the error of float64 that the error of float32 suggests: sums of a thousand terms in the
+worst order."""
 LEAST_ERROR = 2.0**-36
-"""Relative error of J v that is counted at least, for networks that compute in float64 whatever they get."""
+"""Relative error of J v that is counted at least, for networks that compute in float64 whatever
+they get."""
 LEAST_NARROW = 2.0**-14
-"""The same where the network itself rounds to float32 or less: then both copies round alike, and do not differ."""
+"""The same where the network itself rounds to float32 or less: then both copies round alike, and
+do not differ."""
 
 CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` stops."""

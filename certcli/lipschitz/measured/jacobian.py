@@ -50,7 +50,8 @@ def module_inputs(
 def block_norms(
     model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0
 ) -> dict[str, Tensor]:
-    """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path -> (b,)."""
+    """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path ->
+    (b,)."""
     blocks = _blocks_with_inputs(model, images)
     return {
         path: jacobian_norms(block, x, iterations, seed, rest=rest)

@@ -6,9 +6,10 @@ The rigorous arithmetic has float64 matrices with a bound on their error and sca
 """
 
 import math
-from abc import ABC, abstractmethod
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ UNDERFLOW = 2.0**-1022
 """Largest loss of a product that underflows: below this number float64 has no full precision."""
 
 Scalar = Any
-"""`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply and compare."""
+"""`Real` in the rigorous arithmetic, a 0-d float64 tensor in the trainable one; both add, multiply
+and compare."""
 
 GAIN_SLACK = 2.0**-47
 """Relative error of a product with a gain: the gain's own (2^-49, quotients and roots rounded away from zero) and one
@@ -50,71 +52,64 @@ class Matrix:
         return rows, columns
 
 
-class Arithmetic(ABC):
-    """A rule's operations. Scalars are upper bounds (rigorous) or estimates (trainable)."""
+class Arithmetic:
+    """A rule's operations, rigorous: float64 with outward rounding, without state; scalars are upper
+    bounds. `TrainableArithmetic` replaces them by estimates.
+    """
 
-    rigorous: bool
+    rigorous = True
 
-    @abstractmethod
     def begin(self) -> None:
         """Start a walk over the graph."""
 
-    @abstractmethod
-    def const(self, value: float) -> Scalar: ...
+    def const(self, value: float) -> Scalar:
+        return as_real(value)
 
-    @abstractmethod
-    def matrix(self, tensor: Tensor) -> Matrix: ...
+    def matrix(self, tensor: Tensor) -> Matrix:
+        return Matrix(tensor.detach().double(), 0.0)  # widening is exact
 
-    @abstractmethod
-    def sigma(self, matrix: Matrix, name: str) -> Scalar: ...
+    def sigma(self, matrix: Matrix, name: str = "") -> Scalar:
+        """Return the spectral norm of a matrix."""
+        return as_real(spectral_norm(matrix.tensor, matrix.error))
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Scalar]:
         """Return the spectral norm of each of several matrices, such as heads."""
-        return [self.sigma(matrix, f"{name}.{number}") for number, matrix in enumerate(matrices)]
+        tensors, errors = [m.tensor for m in matrices], [m.error for m in matrices]
+        return list(map(as_real, spectral_norms(tensors, errors)))
 
-    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Scalar]:
-        """Return |a^T b| of each of several pairs, such as keys and queries of heads."""
-        return [self.sigma_product(a, b, f"{name}.{number}") for number, (a, b) in enumerate(pairs)]
+    def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Scalar:
+        """Return |a^T b|."""
+        return self.sigma_products([(a, b)], name)[0]
 
-    @abstractmethod
-    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str) -> Scalar:
+    def convolution(
+        self, weight: Tensor, error: float, geometry: Geometry, name: str = ""
+    ) -> Scalar:
         """Return the norm of a zero-padded convolution whose operator is off by at most `error`."""
+        return as_real(conv_norm(weight.detach(), **vars(geometry))) + as_real(error)
 
-    @abstractmethod
-    def length(self, vector: Matrix) -> Scalar: ...
+    def length(self, vector: Matrix) -> Scalar:
+        return as_real(self._norm(vector.tensor)) + vector.error
 
-    @abstractmethod
-    def sqrt(self, value: Scalar) -> Scalar: ...
+    def sqrt(self, value: Scalar) -> Scalar:
+        return value.sqrt()
 
-    @abstractmethod
-    def minimum(self, a: Scalar, b: Scalar) -> Scalar: ...
+    def minimum(self, a: Scalar, b: Scalar) -> Scalar:
+        return min(a, b)
 
-    @abstractmethod
-    def maximum(self, a: Scalar, b: Scalar) -> Scalar: ...
+    def maximum(self, a: Scalar, b: Scalar) -> Scalar:
+        return max(a, b)
 
-    @abstractmethod
-    def absolute(self, parameter: Tensor) -> Scalar: ...
+    def absolute(self, parameter: Tensor) -> Scalar:
+        return as_real(abs(float(parameter.detach().double())))
 
-    @abstractmethod
-    def _inexact(self, tensor: Tensor, error: float) -> Matrix: ...
-
-    @abstractmethod
-    def sigma_product(self, a: Matrix, b: Matrix, name: str) -> Scalar: ...
-
-    @abstractmethod
-    def _norm(self, tensor: Tensor) -> float: ...
+    def _norm(self, tensor: Tensor) -> float:
+        return frobenius_norm(tensor)
 
     def total(self, values: list[Scalar]) -> Scalar:
-        result = values[0]
-        for value in values[1:]:
-            result = result + value
-        return result
+        return reduce(operator.add, values)
 
     def largest(self, values: Sequence[Scalar]) -> Scalar:
-        result = values[0]
-        for value in values[1:]:
-            result = self.maximum(result, value)
-        return result
+        return reduce(self.maximum, values)
 
     def root_sum_of_squares(self, values: list[Scalar]) -> Scalar:
         return self.sqrt(self.total([value * value for value in values]))
@@ -132,7 +127,7 @@ class Arithmetic(ABC):
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
         """Return a b: |fl(ab) - ab|_2 <= gamma_k |a|_F |b|_F (Higham 3.5), and both errors."""
         product = a.tensor @ b.tensor.to(a.tensor.device)  # numbers of the code lie in main memory
-        return self._inexact(
+        return Matrix(
             product, self._product_error(a, b, self._norm(a.tensor), self._norm(b.tensor))
         )
 
@@ -148,24 +143,24 @@ class Arithmetic(ABC):
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
         tensor = a.tensor + b.tensor.to(a.tensor.device)
-        return self._inexact(
+        return Matrix(
             tensor, self._error(0, (a.error,), (b.error,), (gamma(2), self._norm(tensor)))
         )
 
     def scale_columns(self, a: Matrix, gains: Tensor) -> Matrix:
         """Return a diag(gains)."""
         tensor = a.tensor * gains.to(a.tensor).view(1, -1)
-        return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
+        return Matrix(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale_rows(self, a: Matrix, gains: Tensor) -> Matrix:
         """Return diag(gains) a."""
         tensor = a.tensor * gains.to(a.tensor).view(-1, 1)
-        return self._inexact(tensor, self._scaled_error(a, tensor, self._largest(gains)))
+        return Matrix(tensor, self._scaled_error(a, tensor, self._largest(gains)))
 
     def scale(self, a: Matrix, factor: float) -> Matrix:
         """Return factor * a."""
         tensor = a.tensor * factor
-        return self._inexact(tensor, self._scaled_error(a, tensor, abs(factor)))
+        return Matrix(tensor, self._scaled_error(a, tensor, abs(factor)))
 
     def center_columns(self, a: Matrix) -> Matrix:
         """Return a P with P = I - 11^T/d: every row without its mean."""
@@ -176,12 +171,13 @@ class Arithmetic(ABC):
         return self._centred(a, 0)
 
     def _centred(self, a: Matrix, dim: int) -> Matrix:
-        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F each."""
+        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F
+        each."""
         tensor = a.tensor - a.tensor.mean(dim=dim, keepdim=True)
         d = a.tensor.shape[dim]
         size = self._norm(a.tensor)
         error = self._error(a.tensor.numel() if size else 0, (2 * gamma(d + 3), size), (a.error,))
-        return self._inexact(tensor, error)
+        return Matrix(tensor, error)
 
     def rows(self, a: Matrix, start: int, stop: int) -> Matrix:
         return Matrix(a.tensor[start:stop], a.error)
@@ -203,8 +199,6 @@ class Arithmetic(ABC):
         Where float64 may overflow or underflow the sum is taken in `Real`: for weights near 1e-160
         underflow is the error.
         """
-        if not self.rigorous:
-            return 0.0
         quick = UNDERFLOW * products
         for factors in terms:
             part = 1.0
@@ -223,59 +217,7 @@ class Arithmetic(ABC):
         return float(total)
 
     def _largest(self, gains: Tensor) -> float:
-        return float(gains.detach().abs().max()) if self.rigorous else 0.0
-
-
-class RigorousArithmetic(Arithmetic):
-    """float64 with outward rounding, without state."""
-
-    rigorous = True
-
-    def begin(self) -> None:
-        return
-
-    def const(self, value: float) -> Real:
-        return as_real(value)
-
-    def matrix(self, tensor: Tensor) -> Matrix:
-        return Matrix(tensor.detach().double(), 0.0)  # widening is exact
-
-    def sigma(self, matrix: Matrix, name: str = "") -> Real:
-        return as_real(spectral_norm(matrix.tensor, matrix.error))
-
-    def convolution(self, weight: Tensor, error: float, geometry: Geometry, name: str = "") -> Real:
-        bound = conv_norm(weight.detach(), **vars(geometry))
-        return as_real(bound) + as_real(error)
-
-    def length(self, vector: Matrix) -> Real:
-        return as_real(self._norm(vector.tensor)) + vector.error
-
-    def sqrt(self, value: Real) -> Real:
-        return value.sqrt()
-
-    def minimum(self, a: Real, b: Real) -> Real:
-        return min(a, b)
-
-    def maximum(self, a: Real, b: Real) -> Real:
-        return max(a, b)
-
-    def absolute(self, parameter: Tensor) -> Real:
-        return as_real(abs(float(parameter.detach().double())))
-
-    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
-        return Matrix(tensor, error)
-
-    def _norm(self, tensor: Tensor) -> float:
-        return frobenius_norm(tensor)
-
-    def sigmas(self, matrices: list[Matrix], name: str) -> list[Real]:
-        norms = spectral_norms(
-            [matrix.tensor for matrix in matrices], [matrix.error for matrix in matrices]
-        )
-        return [as_real(norm) for norm in norms]
-
-    def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Real:
-        return self.sigma_products([(a, b)], name)[0]
+        return float(gains.detach().abs().max())
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
         """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d,
@@ -285,9 +227,7 @@ class RigorousArithmetic(Arithmetic):
         |L^T b|^2 + e |b|_F^2. Source: docs/bounds.md, section 1.5.
         """
         left, right = ([pair[place] for pair in pairs] for place in (0, 1))
-        if len(pairs) > 1 and any(
-            len({matrix.shape for matrix in part}) > 1 for part in (left, right)
-        ):
+        if len({(a.shape, b.shape) for a, b in pairs}) > 1:
             return [self.sigma_product(a, b, name) for a, b in pairs]
         m, d = left[0].shape
         if m >= d:

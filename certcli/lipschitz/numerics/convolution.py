@@ -40,22 +40,18 @@ Source: Sedghi, Gupta, Long 2019 for the Fourier blocks of circular convolutions
 the zero-padded one and the lag form are proven above.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from certcli.lipschitz.numerics.eigenvalues import largest_of_chunks
 from certcli.lipschitz.numerics.outward import gamma, root_up, scale_to_unit, unscale, up
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.system.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
 
 Sizes = int | Sequence[int]
 Padding = int | Sequence[int] | Sequence[Sequence[int]]
@@ -125,8 +121,6 @@ def conv_norm(
 
     Source: this module's docstring.
     """
-    import torch
-
     axes = _geometry(weight, stride, padding, dilation, input_size, transposed)
     if groups < 1 or len(weight) % groups:
         raise UsageError(f"{len(weight)} channels cannot be split into {groups} groups")
@@ -214,8 +208,6 @@ def _largest_norm(matrices: Tensor) -> float:
 
 def _largest_frobenius(matrices: Tensor) -> float:
     """max over g of |W_g|_F: (g, ...) -> a float."""
-    import torch
-
     norms = torch.linalg.vector_norm(matrices.flatten(1), dim=1)
     return up(float(norms.max()) * (1.0 + 2.0 * gamma(matrices[0].numel() + 4)), 2)
 
@@ -228,8 +220,6 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
 
 def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
     """Return each group's convolution as a matrix, (g, out n n', in H H'), by exact assignment."""
-    import torch
-
     outputs = [axis.outputs for axis in axes]
     sizes = [axis.size for axis in axes]
     groups, rows, channels = kernels.shape[:3]
@@ -288,8 +278,6 @@ def _half_lags(shifts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
 
 def _frequency_chunks(axes: list[_Axis], entries: int, device: torch.device) -> Iterator[Tensor]:
     """Half of the torus' grid, nu up to sign: (f, 2) integers, f * entries within the memory."""
-    import torch
-
     rows, columns = (torch.arange(axis.torus, device=device) for axis in axes)
     grid = torch.cartesian_prod(rows, columns)
     sizes = torch.tensor([axis.torus for axis in axes], device=device)
@@ -302,8 +290,6 @@ def _waves(
     frequencies: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of 2 pi nu q / N: (f, taps) each, the angle reduced in integers, then rounded."""
-    import torch
-
     common = math.lcm(*(axis.torus for axis in axes))
     weights = torch.tensor(
         [[q * (common // axis.torus) for q, axis in zip(shift, axes)] for shift in shifts]
@@ -318,8 +304,6 @@ def _fourier_grams(
     taps: Tensor, shifts: list[tuple[int, ...]], axes: list[_Axis]
 ) -> Iterator[Tensor]:
     """Yield G(nu) of all groups in complex chunks (chunk, n, n); taps (taps, g, n, c)."""
-    import torch
-
     side = taps.shape[2]
     place = {shift: index for index, shift in enumerate(shifts)}
     lags = _half_lags(shifts)

@@ -1,17 +1,12 @@
 """Rounding outward in float64: the constant of sums, the next number above, Frobenius norms, and
 scaling by powers of two."""
 
-from __future__ import annotations
-
 import math
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from certcli.system.errors import CheckpointError, UsageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 UNIT = 2.0**-53
 """Unit roundoff of float64."""
@@ -45,8 +40,6 @@ def frobenius_norm(tensor: Tensor) -> float:
 
     Errors: CheckpointError on NaN or infinite entries.
     """
-    import torch
-
     if tensor.is_floating_point() and tensor.device.type != "mps":
         plain = tensor.detach().reshape(-1).double()
         square = float(torch.dot(plain, plain))
@@ -68,8 +61,6 @@ def unit_exponent(tensor: Tensor) -> int | None:
     Errors: CheckpointError on NaN or infinite entries, UsageError on a dtype that is not real
     floating point.
     """
-    import torch
-
     if not tensor.is_floating_point():
         raise UsageError(f"a norm needs a real floating point tensor, not {tensor.dtype}")
     if tensor.numel() == 0:
@@ -106,8 +97,6 @@ def unscale(value: float, exponent: int) -> float:
 
 def scaled_to_double(stacked: Tensor, exponents: list[int]) -> Tensor:
     """2^-e_i * stacked_i as a fresh float64 tensor, (b, ...), in two steps: 2^-e may overflow."""
-    import torch
-
     source = stacked.to(float64_device(stacked.device))
     scaled = source.to(torch.float64, copy=True)
     if max(abs(exponent) for exponent in exponents) <= 1000:
@@ -126,6 +115,5 @@ def scaled_to_double(stacked: Tensor, exponents: list[int]) -> Tensor:
 
 
 def float64_device(device: torch.device) -> torch.device:
-    import torch
 
     return torch.device("cpu") if device.type == "mps" else device

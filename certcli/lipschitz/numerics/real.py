@@ -22,7 +22,8 @@ def _up(x: float) -> float:
 @total_ordering
 @dataclass(frozen=True, eq=False)
 class Real:
-    """mantissa * 2**exponent, mantissa in [0.5, 1), or 0 with exponent 0, or inf with exponent 0."""
+    """mantissa * 2**exponent, mantissa in [0.5, 1), or 0 with exponent 0, or inf with exponent
+    0."""
 
     mantissa: float
     exponent: int = 0
@@ -145,7 +146,8 @@ class Real:
         return -(-top // bottom)
 
     def to_json(self) -> list[Any]:
-        """Return [mantissa, exponent], exact (a JSON number round-trips a float64), or ["inf", 0]."""
+        """Return [mantissa, exponent], exact (a JSON number round-trips a float64), or ["inf",
+        0]."""
         return [self.mantissa, self.exponent] if self.finite else ["inf", 0]
 
     @staticmethod

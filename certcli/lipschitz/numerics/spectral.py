@@ -34,10 +34,10 @@ each, fewer than 2^90 of them: far below the last ulp that `up` adds. Scaling is
 entries that fall below 2^-1022, which are covered in the same way.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
 
 from certcli.lipschitz.numerics.eigenvalues import panels, top_eigenvalues
 from certcli.lipschitz.numerics.outward import (
@@ -51,11 +51,6 @@ from certcli.lipschitz.numerics.outward import (
     up,
 )
 from certcli.system.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
 
 _COLUMNS = 512  # of the long side cast to double at a time: fastest of 96..1024 on one AVX-512 core
 _BATCH_BYTES = {"cpu": 2**22, "cuda": 2**30}
@@ -88,8 +83,6 @@ def spectral_norms(
     one after the other for large matrices on a CPU (where a batch gains nothing and costs memory).
     Errors and source: `spectral_norm`.
     """
-    import torch
-
     allowances = [0.0] * len(matrices) if errors is None else [float(error) for error in errors]
     if len(allowances) != len(matrices):
         raise UsageError(f"{len(matrices)} matrices but {len(allowances)} error bounds")
@@ -122,7 +115,6 @@ def _batches(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def _norms_of_equal_shapes(matrices: Sequence[Tensor]) -> list[float]:
-    import torch
 
     if 1 in matrices[0].shape or len(matrices[0]) == 0:
         return [frobenius_norm(matrix) for matrix in matrices]
@@ -153,8 +145,6 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
     On a CPU large matrices are cast to double by column blocks that stay in the cache: a double
     copy of the whole would cost more page faults than arithmetic. The lemma covers blocked sums.
     """
-    import torch
-
     batch, side, length = stacked.shape
     device = float64_device(stacked.device)
     width = _COLUMNS if batch == 1 and device.type == "cpu" else length

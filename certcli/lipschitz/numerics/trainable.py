@@ -6,8 +6,14 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.numerics.power import COLD, block_norms, leading, warm
+from certcli.lipschitz.numerics.convolution_estimate import (
+    COLD,
+    Geometry,
+    block_norms,
+    convolution_estimate,
+    leading,
+    warm,
+)
 
 
 class TrainableArithmetic(Arithmetic):
@@ -86,17 +92,17 @@ class TrainableArithmetic(Arithmetic):
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Tensor]:
         tensors = [matrix.tensor for matrix in matrices]
         if len({tensor.shape for tensor in tensors}) > 1:
-            return super().sigmas(matrices, name)
+            return [self.sigma(one, f"{name}.{number}") for number, one in enumerate(matrices)]
         norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self._steps)
         return list(norms.double().unbind())
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
         left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
-        if (
-            len({tensor.shape for tensor in left}) > 1
-            or len({tensor.shape for tensor in right}) > 1
-        ):
-            return super().sigma_products(pairs, name)
+        if len({(a.shape, b.shape) for a, b in zip(left, right, strict=True)}) > 1:
+            names = [f"{name}.{number}" for number in range(len(pairs))]
+            return [
+                self.sigma_product(*pair, label) for pair, label in zip(pairs, names, strict=True)
+            ]
         products = torch.stack(left).mT @ torch.stack(right)
         return list(
             block_norms(products, self.vectors, self._own(name), self._steps).double().unbind()
@@ -131,11 +137,14 @@ class TrainableArithmetic(Arithmetic):
     def absolute(self, parameter: Tensor) -> Tensor:
         return parameter.double().abs()
 
-    def _inexact(self, tensor: Tensor, error: float) -> Matrix:
-        return Matrix(tensor)
-
     def _norm(self, tensor: Tensor) -> float:
         return 0.0  # errors are not tracked: these numbers are never called bounds
+
+    def _largest(self, gains: Tensor) -> float:
+        return 0.0
+
+    def _error(self, products: int, *terms: tuple[float, ...]) -> float:
+        return 0.0
 
     def sigma_product(self, a: Matrix, b: Matrix, name: str = "") -> Tensor:
         return self.sigma(self.matmul(self.transpose(a), b), name)

@@ -1,4 +1,5 @@
-"""Sums and differences: residuals, position embeddings, masks. Proofs: docs/bounds.md, 8.1, 8.2."""
+"""Sums and differences: residuals, position embeddings, masks, lerp. Proofs: docs/bounds.md, 8.1,
+8.2."""
 
 import math
 import operator
@@ -11,7 +12,7 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.rules.mul_div import by_number, multiply, scaled
+from certcli.lipschitz.rules.products import by_number, multiply, scaled
 from certcli.lipschitz.rules.scale_shift import feature_axis, shift_features
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -181,12 +182,6 @@ def shifted(ctx: Context, x: Value, shift: Any) -> Value:
     return Value(x.base, size, None, x.proof, shape)
 
 
-@rules.function(torch.addcmul)
-def add_product(ctx: Context, x: Any, a: Any, b: Any, value: float = 1.0) -> Value:
-    product = multiply(ctx, a, b)
-    return add(ctx, x, product if value == 1 else by_number(ctx, product, value))
-
-
 @rules.method("masked_fill", "masked_fill_")
 @rules.function(torch.masked_fill)
 def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
@@ -245,3 +240,42 @@ def weighted_residual(ctx: Context, module: WeightedResidual, x: Value, branch: 
     """x + a f: constant 1 + |a| Lip(f) relative to x."""
     added = scaled(ctx, branch, ctx.arith.absolute(module.scale), "|a| of a weighted residual")
     return add_values(ctx, x, added, "weighted residual: Lip(x) + |a| Lip(f)")
+
+
+_UP = 1 + 2.0**-50  # a rounding of the weight, away from zero
+
+
+@rules.method("lerp", "lerp_")
+@rules.function(torch.lerp)
+def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
+    """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
+    if _is_finite(weight):
+        return _plus(
+            ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight))
+        )
+    ctx.require(
+        not isinstance(weight, Value), "interpolation with weights that depend on the image"
+    )
+    share = ctx.constant_tensor(weight).detach().double()
+    ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
+    return _plus(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))
+
+
+def _plus(ctx: Context, a: Any, b: Any) -> Value:
+    """Return a + b; of constants, which are rounded here, only the size counts."""
+    if isinstance(a, Value) and isinstance(b, Value):
+        return add_values(ctx, a, b)
+    x, shift = (a, b) if isinstance(a, Value) else (b, a)
+    ctx.require(isinstance(x, Value), "a sum without a tensor")
+    return shifted(ctx, x, shift)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, (int, float)) and math.isfinite(number)
+
+
+def _times(ctx: Context, x: Any, factor: Any) -> Any:
+    """Return factor * x for a value or a constant."""
+    if isinstance(x, Constant):
+        return Constant(x.tensor.detach().double() * factor * _UP)
+    return multiply(ctx, x, factor if isinstance(factor, float) else Constant(factor))

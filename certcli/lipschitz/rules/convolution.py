@@ -1,8 +1,9 @@
 """Convolutions: they wait for their channels' scales, folded in. Proofs: docs/bounds.md, 2."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from typing import Any
 
 import torch
@@ -15,16 +16,16 @@ from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.rules.linear import followed, size_after
-from certcli.lipschitz.size import Lazy, Size
+from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value, Windows
 
 
-def _pads_with_zeros(module: nn.Conv2d) -> bool:
-    return module.padding_mode == "zeros" or not any(_numbers(module.padding, 1))
+def pads_with_zeros(module: nn.Conv2d) -> bool:
+    return module.padding_mode == "zeros" or not any(numbers(module.padding, 1))
 
 
-@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=_pads_with_zeros)
+@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=pads_with_zeros)
 def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     return convolve(
@@ -77,9 +78,9 @@ def convolve(
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
     axis = -axes - 1
     kernel = tuple(weight.shape[2:])
-    steps = tuple(_numbers(stride, axes))
-    spread = tuple(_numbers(dilation, axes))
-    pads = _padding(padding, kernel, spread)
+    steps = tuple(numbers(stride, axes))
+    spread = tuple(numbers(dilation, axes))
+    pads = padding_of(padding, kernel, spread)
     # a linear layer on every pixel
     if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
@@ -154,7 +155,8 @@ def _with_inputs(
 
 
 def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's layout."""
+    """Return rows (out of one group, tap) of all input channels as a kernel of the weight's
+    layout."""
     taps = math.prod(weight.shape[2:])
     out = len(weight) // groups
     kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
@@ -197,10 +199,10 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
             return arith.sigma(flat, f"{conv.path}:plain")
         return arith.length(flat)
 
-    def lazy(windows: Windows) -> Lazy:
+    def lazy(windows: Windows) -> Callable[[], Scalar]:
         # in training it is rarely needed; a proof must not keep weights in float64 alive
         norm = flat_norm(windows) if arith.rigorous else None
-        return Lazy(partial(flat_norm, windows) if norm is None else lambda: norm)
+        return cache(partial(flat_norm, windows)) if norm is None else lambda: norm
 
     # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the
     # bias, size before)
@@ -218,7 +220,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         candidates = []
         for flat, _, bias, entry in facts:
             window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat.value * arith.minimum(window, entry.total)
+            longest = flat() * arith.minimum(window, entry.total)
             candidates.append(longest if bias is None else longest + bias)
         return reduce(arith.minimum, candidates)
 
@@ -227,7 +229,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         for flat, whole, bias, entry in facts:
             # a pixel lies in at most as many windows as the kernel has taps
             repeats = arith.const(1.0 if patches else float(taps))
-            largest = (sigma if whole else flat.value * arith.sqrt(repeats)) * entry.total
+            largest = (sigma if whole else flat() * arith.sqrt(repeats)) * entry.total
             candidates.append(
                 largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
             )
@@ -258,14 +260,14 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     return largest * arith.sqrt(arith.const(float(count)))
 
 
-def _numbers(value: Any, count: int) -> list[int]:
+def numbers(value: Any, count: int) -> list[int]:
     if isinstance(value, str):
         return [1]
     items = [value] if isinstance(value, int) else list(value)
     return [int(item) for item in (items * count if len(items) == 1 else items)]
 
 
-def _padding(
+def padding_of(
     padding: Any, kernel: tuple[int, ...], dilation: tuple[int, ...]
 ) -> tuple[tuple[int, int], ...]:
     """Return (before, after) for each axis; 'same' puts the odd pixel after."""
@@ -276,7 +278,7 @@ def _padding(
         return tuple((size // 2, size - size // 2) for size in sizes)
     if isinstance(padding, str):
         raise NoRule(f"padding '{padding}'")
-    return tuple((p, p) for p in _numbers(padding, len(kernel)))
+    return tuple((p, p) for p in numbers(padding, len(kernel)))
 
 
 @rules.module(nn.ConvTranspose2d)
@@ -287,7 +289,7 @@ def transposed_convolution(
         module.padding_mode == "zeros", "a transposed convolution with another padding than zeros"
     )
     x = ctx.settle(x)
-    padding = _padding(module.padding, tuple(module.kernel_size), tuple(module.dilation))
+    padding = padding_of(module.padding, tuple(module.kernel_size), tuple(module.dilation))
     stride = tuple(module.stride)
     dilation = tuple(module.dilation)
     geometry = Geometry(

@@ -134,7 +134,8 @@ def _gain(x: Value, pending: Affine, places: Places, layout: Layout) -> Value | 
 
 
 def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
-    """Return the one axis of the features. A single feature is on any axis of size 1, the old one first."""
+    """Return the one axis of the features. A single feature is on any axis of size 1, the old one
+    first."""
     if layout.axes:
         return layout.axes[0] if len(layout.axes) == 1 else None
     candidates = [a for a in (axis, -1) if a >= -len(shape) and shape[a] == 1]

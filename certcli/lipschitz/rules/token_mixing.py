@@ -89,7 +89,8 @@ def token_convolution(
 
 @rules.module(ChannelRoll)
 def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
-    """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the longest."""
+    """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the
+    longest."""
     x = ctx.settle(x)
     arith = ctx.arith
     size = x.size.along(-1).arranged(x.shape, -1, 4.0)

@@ -20,6 +20,7 @@ from certcli.engine.averages import (
     Separable,
     pair,
     register_averages,
+    register_interpolation,
     window_places,
 )
 from certcli.engine.table import NoRule, RuleTable, with_attributes
@@ -74,6 +75,7 @@ def averaged(ctx: ZonotopeContext, x: Form, averaging: Separable) -> Form:
 
 
 register_averages(rules, Form, averaged)
+register_interpolation(rules, Form, averaged)
 
 
 def larger_of(x: Form, y: Form) -> Form:

@@ -1,25 +1,40 @@
-"""What `audit` shows and writes: the answer in words, tables, details; reports by suffix; evidence."""
-
-from __future__ import annotations
+"""The work of `certvit audit`: plan, images, findings; then the answer in words, tables, details;
+reports by suffix; evidence.
+"""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from certcli.cli.audit.options import STDOUT, TEXT
+from certcli.audit.clock import Clock
+from certcli.audit.document_builder import compose
+from certcli.audit.evidence import with_evidence
+from certcli.audit.findings import AuditFindings
+from certcli.audit.pictures import pictures_of
+from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.run import run
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Record
+from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
+from certcli.cli.shared import inputs
+from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation.records import digested
+from certcli.evaluation.training_images import doubts
 from certcli.evaluation.verdicts import UNDECIDED
-from certcli.system.errors import GateError, UndecidedError, UsageError
+from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
+from certcli.images.labelled import Images
+from certcli.images.names import class_names
+from certcli.report import formats
+from certcli.report.compare import COLUMNS, TITLE, cells, changes
+from certcli.report.document import Audit, from_json, to_json
+from certcli.report.machine import as_annotations
+from certcli.report.shares import share_rows
+from certcli.system.errors import DataError, GateError, Refused, UndecidedError, UsageError
+from certcli.system.processes import team
+from certcli.system.reading import LARGEST_REPORT, read_bounded
 from certcli.system.registry import one_of
-
-if TYPE_CHECKING:
-    from certcli.audit.findings import AuditFindings
-    from certcli.audit.plan import AuditPlan
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.cli.audit.options import Reports
-    from certcli.cli.shared.groups import Output
-    from certcli.report.document import Audit
 
 FORMATS = (".html", ".json", ".sarif", ".xml")
 """Suffixes of --report."""
@@ -28,7 +43,101 @@ LARGEST_SHOWN = 6
 """Blocks of the bound that a terminal shows; a page shows all."""
 
 
-def require_formats(reports: Reports, as_json: bool) -> None:
+def report_audit(
+    source: Source,
+    options: AuditOptions,
+    data: Evaluation,
+    machine: BatchDevice,
+    reports: Reports,
+    output: Output,
+    talk: Talk,
+) -> None:
+    """Say in words how robust a network is: bound, slope, certificates and attacks within a time
+    budget."""
+    from certcli.models.open import open_checkpoint
+
+    plan = options.plan(data.seed, machine.batch_size, data.limit)
+    plan = replace(plan, anonymous=reports.anonymous)
+    clock = Clock(plan.budget, Sink.invocation.started, team())
+    output.claim(source, data, reports, options)
+    _require_formats(reports, talk.as_json)
+    earlier = None if reports.compare is None else _read_earlier(reports.compare)
+    sink, device = talk.sink(), machine.pick()
+    checkpoint = open_checkpoint(source.ckpt, source.hints())
+    data = _first_images(checkpoint.record, data, sink)
+    images = _images(checkpoint.record, data, sink)
+    if images is not None:
+        answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
+        images = digested(answered, team())
+
+    def calibration() -> Images:
+        return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
+
+    with sink.progress("audit", total=round(clock.budget)) as bar:
+
+        def tell(stage: str) -> None:
+            bar.reach(round(clock.spent), stage)
+
+        findings = run(checkpoint, images, calibration, plan, device, clock, tell)
+    if not team().leads:
+        return
+    if images is not None:
+        findings.seen = doubts(checkpoint.record, images)[1]
+        findings.seen += inputs.differences(checkpoint, images)
+    dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
+    folder = None if data.data_dir is None else str(data.data_dir)
+    typed = Typed(
+        unmistakable(source.ckpt),
+        source.words(),
+        dataset,
+        folder,
+        data.split,
+        checkpoint.record.dataset,
+    )
+    document = compose(checkpoint, findings, plan, clock, typed, device)
+    if earlier is not None:
+        document.changes = changes(earlier, document)
+    gate = _gate_of(document)
+    _show_audit(document, checkpoint.reading.line(), sink)
+    record = checkpoint.record
+    _write_reports(
+        document,
+        findings,
+        checkpoint,
+        reports,
+        output,
+        class_names(record.classes, record.class_names, () if images is None else images.classes),
+        plan,
+        sink,
+    )
+    gate.enforce()
+
+
+def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
+    """Name the bundled photographs where no images are named and the network can see them."""
+    if data.dataset is not None or record.dataset is not None or not photographs_suit(record.input):
+        return data
+    sink.note("no --dataset: twelve photographs that come with certvit give a first answer")
+    return replace(data, dataset=PHOTOGRAPHS)
+
+
+def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
+    """The images to judge by, in turn; None when none were named and none of its own are here."""
+    if data.dataset is None and record.dataset is None:
+        return None
+    try:
+        images = replace(data, limit=None).images(record, sink, unlabelled=True).in_turn(data.seed)
+    except DataError as failure:
+        if data.dataset is not None:
+            raise
+        sink.warn(
+            f"the images that it was trained on are not here ({failure.message}): the audit continues without images"
+        )
+        return None
+    return images.select(range(len(images.limit(data.limit))))
+
+
+def _require_formats(reports: Reports, as_json: bool) -> None:
     """UsageError on a suffix or a name that no format has, and on two formats for stdout."""
     if reports.written not in STDOUT:
         raise UsageError(f"--format {reports.written}", one_of(reports.written, STDOUT))
@@ -45,12 +154,8 @@ def require_formats(reports: Reports, as_json: bool) -> None:
             )
 
 
-def earlier(path: Path) -> Audit:
+def _read_earlier(path: Path) -> Audit:
     """Read the document of an earlier audit; DataError names its fault."""
-    from certcli.report.document import from_json
-    from certcli.system.errors import DataError, Refused
-    from certcli.system.reading import LARGEST_REPORT, read_bounded
-
     hint = "certvit audit ... --report FILE.json writes one"
     try:
         return from_json(read_bounded(path, LARGEST_REPORT))
@@ -62,7 +167,7 @@ def earlier(path: Path) -> Audit:
         ) from refusal
 
 
-def gate_of(document: Audit) -> Gate:
+def _gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
@@ -73,12 +178,8 @@ def gate_of(document: Audit) -> Gate:
     return gate
 
 
-def show(document: Audit, reading: str, sink: Sink) -> None:
+def _show_audit(document: Audit, reading: str, sink: Sink) -> None:
     """Print answer, next steps, details in sentences, tables; with --json the document."""
-    from certcli.report.compare import COLUMNS, TITLE, cells
-    from certcli.report.document import to_json
-    from certcli.report.shares import share_rows
-
     sink.document(to_json(document))
     for line in filter(None, (document.headline, document.scale, document.reference)):
         sink.text(line)
@@ -160,7 +261,7 @@ def _details(document: Audit, reading: str, sink: Sink) -> None:
     sink.text(f"{document.times}. Again: {document.reproduce}")
 
 
-def write(
+def _write_reports(
     document: Audit,
     findings: AuditFindings,
     checkpoint: Checkpoint,
@@ -171,10 +272,6 @@ def write(
     sink: Sink,
 ) -> None:
     """Write the reports, and the checkpoint with its evidence. names: of the classes."""
-    from certcli.audit.pictures import pictures_of
-    from certcli.report import formats
-    from certcli.report.machine import as_annotations
-
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
@@ -184,7 +281,5 @@ def write(
     if reports.written != TEXT:
         sink.commands(as_annotations(document))
     if output.output is not None:
-        from certcli.audit.evidence import with_evidence
-
         output.write(with_evidence(checkpoint, document, plan.seed), output.output)
         sink.note(f"wrote {output.output}")

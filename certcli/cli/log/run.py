@@ -1,4 +1,4 @@
-"""Several checkpoints in one table: what their evidence says, a row for each file."""
+"""The work of `certvit log`: one checkpoint in words, or several in one table, a row for each file."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.shards import ENDING, named
+from certcli.cli.log import view
 from certcli.cli.log.view import AS_STATED, chance, of_features, power
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation.evidence import Decoded, understood
 from certcli.evaluation.radii import (
     attacked_percent,
     proven_percent,
@@ -18,60 +22,85 @@ from certcli.evaluation.radii import (
     rounded_down,
     rounded_up,
 )
+from certcli.system.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from certcli.checkpoint.file import Checkpoint
-    from certcli.evaluation.evidence import Decoded
+Entries = Mapping[str, Decoded]
+"""Of one checkpoint: evidence by its command."""
 
 
-def compare(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
+def report_checkpoints(paths: Sequence[Path], sink: Sink) -> None:
+    """Show lineage and evidence of a checkpoint, or compare several in a table."""
+    read = [(path, Checkpoint.read(path)) for path in files_of(paths)]
+    documents = [view.document_of(path, checkpoint) for path, checkpoint in read]
+    sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
+    if len(read) > 1:
+        compare_evidence(read, sink)
+    else:
+        view.show_checkpoint(*read[0], sink)
+
+
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """The checkpoints among these; for a folder those in it, and in it alone."""
+    files: list[Path] = []
+    for path in paths:
+        inside = _checkpoints_in(path) if path.is_dir() else [path]
+        if not inside:
+            raise CheckpointError(
+                f"no checkpoint in the folder {path}", "certvit log FILE.safetensors"
+            )
+        files += inside
+    return files
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    """Its files and indexes; neither states nor what an index names."""
+    indexes = list(folder.glob(f"*{ENDING}"))
+    parts = {part for index in indexes for part in named(index)}
+    files = [
+        file
+        for file in folder.glob("*.safetensors")
+        if not file.name.endswith(".state.safetensors")
+    ]
+    return sorted([*indexes, *(file for file in files if file not in parts)])
+
+
+def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
     """Print a row for each checkpoint.
 
-    Fresh evidence only: what was found about another network says nothing about this one.
+    Fresh evidence only: what was measured of another network says nothing about this one.
 
     A column says its radius and its number of images where they are the same in all rows, else each
     cell its own. What only training knows (validation images, which chose the epoch) says so.
     """
-    from certcli.evaluation.evidence import understood
-
-    entries: list[dict[str, Decoded]] = []
+    entries: list[Entries] = []
     for _, ckpt in read:
         fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
         entries.append({entry.command: entry for entry in fresh if entry is not None})
-    columns: dict[str, list[_Cell | None]] = {
+    every: dict[str, list[_Cell | None]] = {
         "clean": [_clean(each) for each in entries],
         "attacked": [_attacked(each) for each in entries],
         "certified": _certified(entries, "l2"),
         "certified against patches": _certified(entries, "patch"),
         "validation clean": [_validation(each, "clean") for each in entries],
         "validation certified": [_validation(each, "certified") for each in entries],
+        "Lipschitz bound": [_bound(each) for each in entries],
+        "slope measured": [_slope(each) for each in entries],
+        "attention weight": [_weight(each) for each in entries],
     }
-    headings = ["file"]
-    cells = [[name] for name in _names([path for path, _ in read])]
-    for title, column in columns.items():
-        if any(column):
-            headings.append(_heading(title, column))
-            for row, cell in zip(cells, column, strict=True):
-                row.append("-" if cell is None else cell.text(column))
-    for title, tell in (
-        ("Lipschitz bound", _bound),
-        ("slope measured", _slope),
-        ("attention weight", _weight),
-    ):
-        column_texts = [tell(each) for each in entries]
-        if set(column_texts) != {"-"}:
-            headings.append(title)
-            for row, text in zip(cells, column_texts, strict=True):
-                row.append(text)
-    rows_with_results = [row for row in cells if set(row[1:]) - {"-"}]
-    if rows_with_results:
+    columns = {title: column for title, column in every.items() if any(column)}
+    rows = [
+        [name, *(_spelled(column[number], column) for column in columns.values())]
+        for number, name in enumerate(_names([path for path, _ in read]))
+    ]
+    with_results = [row for row in rows if set(row[1:]) - {"-"}]
+    if with_results:
         sink.table(
             "Evidence (proven unless it says measured or probability; radii pixel l2)",
-            headings,
-            rows_with_results,
+            ["file", *(_heading(title, column) for title, column in columns.items())],
+            with_results,
         )
         sink.text(f"Evidence: {AS_STATED}")
-    silent = [row[0] for row in cells if row not in rows_with_results]
+    silent = [row[0] for row in rows if row not in with_results]
     if silent:
         sink.text(
             f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
@@ -96,17 +125,19 @@ class _Cell:
     """A share with what it is about: images, radius, and how far it may be believed."""
 
     share: str
-    images: int | None
-    radius: str | None
+    images: int | None = None
+    radius: str | None = None
     remark: str = ""
 
-    def text(self, column: Sequence[_Cell | None]) -> str:
-        text = self.share
-        if self.radius is not None and _common(column, "radius") is None:
-            text += f" at {self.radius}"
-        if self.images is not None and _common(column, "images") is None:
-            text += f", n = {self.images}"
-        return text + (f" ({self.remark})" if self.remark else "")
+
+def _spelled(cell: _Cell | None, column: Sequence[_Cell | None]) -> str:
+    if cell is None:
+        return "-"
+    radius = cell.radius if _common(column, "radius") is None else None
+    images = cell.images if _common(column, "images") is None else None
+    text = cell.share + ("" if radius is None else f" at {radius}")
+    text += "" if images is None else f", n = {images}"
+    return text + (f" ({cell.remark})" if cell.remark else "")
 
 
 def _common(column: Sequence[_Cell | None], name: str) -> Any:
@@ -129,15 +160,11 @@ def _names(paths: Sequence[Path]) -> list[str]:
     return [name.removesuffix(".safetensors") for name in names]
 
 
-Found = Mapping[str, "Decoded"]
-"""Of one checkpoint: evidence by its command."""
-
-
-def _result(entries: Found, command: str) -> Any:
+def _result(entries: Entries, command: str) -> Any:
     return entries[command].result if command in entries else None
 
 
-def _clean(entries: Found) -> _Cell | None:
+def _clean(entries: Entries) -> _Cell | None:
     result = _result(entries, "certify") or _result(entries, "attack")
     remark = "" if "certify" in entries else "measured"
     if remark == "" and entries["certify"].result.norm == "patch":
@@ -145,7 +172,7 @@ def _clean(entries: Found) -> _Cell | None:
     return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
 
 
-def _attacked(entries: Found) -> _Cell | None:
+def _attacked(entries: Entries) -> _Cell | None:
     result = _result(entries, "attack")
     if result is None:
         return None
@@ -153,7 +180,7 @@ def _attacked(entries: Found) -> _Cell | None:
     return _Cell(attacked_percent(result.robust), result.images, norm + result.threat.attacked())
 
 
-def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
+def _certified(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most share, else at its smallest; one kind."""
     results = [
         result if (result := _result(each, "certify")) and result.norm == kind else None
@@ -172,7 +199,7 @@ def _certified(entries_of: Sequence[Found], kind: str) -> list[_Cell | None]:
     return cells
 
 
-def _validation(entries: Found, name: str) -> _Cell | None:
+def _validation(entries: Entries, name: str) -> _Cell | None:
     result = _result(entries, "finetune")
     if result is None:
         return None
@@ -186,20 +213,20 @@ def _validation(entries: Found, name: str) -> _Cell | None:
     )
 
 
-def _bound(entries: Found) -> str:
+def _bound(entries: Entries) -> _Cell | None:
     result = _result(entries, "lipschitz") or _result(entries, "finetune")
     if result is None or result.log10_upper is None:
-        return "-" if result is None else "none"
-    return power(result.log10_upper) + (" (of features)" if of_features(result) else "")
+        return None if result is None else _Cell("none")
+    return _Cell(power(result.log10_upper) + (" (of features)" if of_features(result) else ""))
 
 
-def _slope(entries: Found) -> str:
+def _slope(entries: Entries) -> _Cell | None:
     result = _result(entries, "lipschitz")
-    return "-" if result is None or result.lower is None else rounded_down(result.lower, 3)
+    return None if result is None or result.lower is None else _Cell(rounded_down(result.lower, 3))
 
 
-def _weight(entries: Found) -> str:
+def _weight(entries: Entries) -> _Cell | None:
     result = _result(entries, "lipschitz")
     if result is None or result.attention_weight is None:
-        return "-"
-    return f"{rounded_up(result.attention_weight, 2)} (measured)"
+        return None
+    return _Cell(f"{rounded_up(result.attention_weight, 2)} (measured)")
