@@ -1,5 +1,6 @@
 """What is documented exists, and what exists is documented."""
 
+import csv
 import html
 import importlib
 import re
@@ -91,6 +92,19 @@ def test_every_test_that_a_page_names_exists() -> None:
             assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), (
                 f"{page.name} names {name}"
             )
+
+
+def test_cells_that_are_no_page_are_linked_and_rectangular() -> None:
+    texts = {page: page.read_text() for page in DOCS}
+    linked = {
+        page.parent / name
+        for page, text in texts.items()
+        for name in re.findall(r"^\[([\w/-]+\.csv)\]", text, re.MULTILINE)
+    }
+    assert linked == set((ROOT / "docs").rglob("*.csv"))
+    for path in linked:
+        with path.open(newline="") as file:
+            assert len({len(row) for row in csv.reader(file)}) == 1, path
 
 
 def _anchors(page: str) -> set[str]:
