@@ -50,6 +50,7 @@ OF_BALLS = ["spelled-jumps", "spelled-rounded-jumps"]
 RADII = (1e-6, 0.02, 0.3) if EVERY else (0.05,)
 PLACES = 8 if EVERY else 2
 WALKS = ZONOTOPES | BALLS
+BACK = "l2 and back"
 
 
 def pixel_model(net: nn.Module) -> PixelModel:
@@ -68,7 +69,8 @@ def variants(number: int) -> list[str]:
     """Return the walks of a row: all of them, or one of zonotopes and one of balls in turn."""
     if EVERY:
         return list(WALKS)
-    return [list(table)[number % len(table)] for table in (ZONOTOPES, BALLS)]
+    forward = [kind for kind in ZONOTOPES if kind != BACK]
+    return [BACK, *(kinds[number % len(kinds)] for kinds in (forward, list(BALLS)))]
 
 
 @functools.cache

@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.enclosure.balls import table as balls
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
@@ -27,6 +28,8 @@ from tests.helpers.slopes import IMAGE
 
 ROUNDED = 1e-13
 """Rounding of the measured tensor and of the form's middle, in float64: 500 units of their sizes."""
+ROWS = 4
+"""Sums of a tensor's entries that are bounded by going back, where a walk has a tape."""
 FEW = 64
 """Margins up to this number are bounded by search as well; of more logits these are looked at for slopes."""
 
@@ -44,6 +47,7 @@ class Walked:
     trace: Any
     values: dict[fx.Node, tuple[Any, int | None]] = field(default_factory=dict)
     bounds: Tensor | None = None
+    backwards: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def watch(self, node: fx.Node, value: Any, token: int | None) -> None:
         self.values[node] = (value, token)
@@ -76,6 +80,21 @@ class Walked:
             far = part.farthest(place, truth) - ROUNDED * (1 + truth.norm() + size.max())
             if bool((far > 0).any()):
                 yield f"{node.meta['path']} {node.name}: {float(far.max()):.3g} outside"
+            if isinstance(part, Form) and part.node is not None:
+                rows, least = self._backwards(part)
+                below = least - rows @ truth.flatten() - ROUNDED * (1 + rows.norm() * truth.norm())
+                if bool((below > 0).any()):
+                    yield f"{node.meta['path']} {node.name}: {float(below.max()):.3g} below, going back"
+
+    def _backwards(self, part: Form) -> tuple[Tensor, Tensor]:
+        """Return numbers w of a tensor z, (rows, entries), and what going back says <w, z> is above."""
+        if id(part) not in self.backwards:
+            generator = torch.Generator().manual_seed(part.centre.numel())
+            entries = part.centre.numel()
+            rows = torch.randn(ROWS, entries, generator=generator, dtype=torch.float64)
+            assert part.node is not None
+            self.backwards[id(part)] = rows, lower(part.node, rows.view(ROWS, *part.shape))
+        return self.backwards[id(part)]
 
 
 @torch.no_grad()
@@ -136,12 +155,16 @@ Walk = Callable[[Enclosed, Tensor, float, int], Walked]
 """Of the network, the image (1, c, h, w), a radius and the number of random places."""
 
 
-def _zonotopes(norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = False) -> Walk:
+def _zonotopes(
+    norm: Norm, squares: int = 0, limit: int = 4000, in_box: bool = False, tape: bool = False
+) -> Walk:
     def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
         if norm == "linf":
-            start = linf_ball(pixels, radius, limit=limit, in_box=in_box)
+            start = linf_ball(pixels, radius, limit=limit, tape=tape, in_box=in_box)
         else:
-            start = l2_ball(pixels, radius, squares_up_to=squares, limit=limit, in_box=in_box)
+            start = l2_ball(
+                pixels, radius, squares_up_to=squares, limit=limit, tape=tape, in_box=in_box
+            )
         every = ball_places(row.model, pixels, norm, count)
         if start.space.reach is not None:
             fall, rise = start.space.reach
@@ -183,6 +206,7 @@ ZONOTOPES: dict[str, Walk] = {
     "l2": _zonotopes("l2"),
     "linf in the box": _zonotopes("linf", in_box=True),
     "l2 with few symbols": _zonotopes("l2", squares=128, limit=100),
+    "l2 and back": _zonotopes("l2", in_box=True, tape=True),
 }
 BALLS: dict[str, Walk] = {"l2 ball": ball_walk("l2"), "linf ball": ball_walk("linf")}
 

@@ -99,15 +99,19 @@ def transposing(transposed: Callable[[Tensor], Tensor]) -> Pull:
 
 
 def rearranging(apply: Callable[[Tensor], Tensor], like: Tensor) -> Pull:
-    """Return L^T of a map that moves, repeats or drops entries, from what it does to numbers."""
-    numbers = torch.arange(like.numel(), dtype=torch.float64, device=like.device)
-    sources = apply(numbers.view(1, *like.shape)).flatten().long()
-    if len(sources) == like.numel() == len(sources.unique()):
+    """Return L^T of a map that moves, repeats or drops entries, or puts 0 beside them, from what it
+    does to numbers.
+    """
+    numbers = torch.arange(1, like.numel() + 1, dtype=torch.float64, device=like.device)
+    sources = apply(numbers.view(1, *like.shape)).flatten().long() - 1
+    entries = sources >= 0
+    if bool(entries.all()) and len(sources) == like.numel() == len(sources.unique()):
         places = torch.argsort(sources)
         return lambda rows: (rows.flatten(1)[:, places].view(len(rows), *like.shape),)
 
     def pull(rows: Tensor) -> Sequence[Tensor]:
-        summed = rows.new_zeros(len(rows), like.numel()).index_add(1, sources, rows.flatten(1))
+        moved = rows.flatten(1)[:, entries]
+        summed = rows.new_zeros(len(rows), like.numel()).index_add(1, sources[entries], moved)
         return (summed.view(len(rows), *like.shape),)
 
     return pull
