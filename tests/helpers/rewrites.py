@@ -105,7 +105,7 @@ def residual(branch: nn.Module) -> nn.Module:
     return f(lambda m, x: x + m.parts[0](x), branch)
 
 
-def linears(width: int = 6) -> tuple[nn.Module, nn.Module]:
+def layers_of_tokens(width: int = 6) -> tuple[nn.Module, nn.Module]:
     """Return a layer from tokens to this width, and one behind it."""
     return nn.Linear(8, width), nn.Linear(width, 5)
 
@@ -244,7 +244,7 @@ def linear_before_conv() -> Pair:
 
 
 def scaled_twice(factor: float, between: nn.Module) -> Pair:
-    first, last = linears()
+    first, last = layers_of_tokens()
     larger = then(first, torch.full((6,), factor))
     smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / factor
@@ -261,7 +261,7 @@ def times_number(number: float) -> nn.Module:
 
 
 def number(where: Callable[[float], nn.Module]) -> Pair:
-    first, last = linears()
+    first, last = layers_of_tokens()
     return pair_on_tokens(
         (
             seq(first, where(-1.7), last, entry_products()),
@@ -271,7 +271,7 @@ def number(where: Callable[[float], nn.Module]) -> Pair:
 
 
 def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
-    first, last = linears()
+    first, last = layers_of_tokens()
     vector = 3 * torch.randn(6)
     shifted = then(first, torch.ones(6), vector)
     return pair_on_tokens(
@@ -284,7 +284,7 @@ def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
 
 def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> Pair:
     """A branch of weight 0 between two linear layers."""
-    first, last = linears(8)
+    first, last = layers_of_tokens(8)
     dead = nn.Linear(8, 8)
     dead.weight.data.zero_()
     dead.bias.data.fill_(bias)
@@ -295,7 +295,7 @@ def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> 
 
 
 def zero_scale() -> Pair:
-    first, last = linears(8)
+    first, last = layers_of_tokens(8)
     dead = seq(nn.LayerNorm(8), nn.Linear(8, 8))
     return pair_on_tokens((
         seq(first, residual(seq(dead, timm_layers.LayerScale(8, 0.0))), last, entry_products()),

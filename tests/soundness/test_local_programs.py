@@ -33,7 +33,13 @@ from tests.helpers.grids import EVERY
 from tests.soundness.local_laws import Found, attack, check
 from tests.soundness.local_programs import SIZE, Program, Writer, quarters
 
-PROGRAMS = (62, 1_000_003, 40_000_013, 41_000_044, *(0, 2, 7, 31, 40, 44, 47, 5129, 9007, 1_000_007) * EVERY)
+PROGRAMS = (
+    62,
+    1_000_003,
+    40_000_013,
+    41_000_044,
+    *(0, 2, 7, 31, 40, 44, 47, 5129, 9007, 1_000_007) * EVERY,
+)
 """Seeds of which most broke a law before the fix, and four with later parts."""
 
 
