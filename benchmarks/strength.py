@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from certcli.attack.presets import MADRY
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings, Planned
+from certcli.attack.settings import MADRY, AttackSettings, Planned
 from certcli.attack.summary import robust_accuracy
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets

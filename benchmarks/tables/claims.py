@@ -94,6 +94,15 @@ SENTENCES = (
         ("norms",),
         -1,
     ),
+    Sentence(
+        "specformer",
+        "manage the local Lipschitz constant of the attention layer by controlling the maximum singular values",
+        "local-1",
+        ("msvp-1e-3", "msvp-1e-2"),
+        ("none",),
+        ("local",),
+        -1,
+    ),
     _specformer(
         1,
         "SpecFormer achieves the best results among all the competitors",
@@ -212,7 +221,7 @@ def _judged() -> Iterator[Claim]:
 MOST_SEEDS = 10
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Number of seeds -> 97.5 % quantile of Student's t with one degree of freedom less."""
-_UNITS = ("upper", "norms", "sigma", "hoelder")
+_UNITS = ("upper", "norms", "sigma", "hoelder", "local")
 """Columns whose differences are shown in their own unit; the others are shares."""
 
 

@@ -131,6 +131,15 @@ FINDINGS = (
         "one of its products stands in the wrong order ([why](soundness.md#cauchy-paper-equation-5))",
     ),
     Finding(
+        "certvit",
+        0,
+        "attacking an ensemble of transformers and",
+        "not here",
+        "`--attack saga` attacks one vision transformer. Against an ensemble it adds the gradients of separate networks; "
+        "here an ensemble is one network, the mean of its members (`certvit init --member`), and every other attack takes "
+        "its whole gradient",
+    ),
+    Finding(
         "specformer",
         1,
         "a comprehensive theoretical analysis of the local Lipschitz continuity",

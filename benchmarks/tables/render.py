@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.tables import claims, papers, results
 from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.layout import ASSUMED, COUNTED, SOUND, Column, Row, Table
+from benchmarks.tables.rows import DATA as DATA_NAMES
 from benchmarks.tables.rows import ROWS, TABLES
 from certcli.evaluation.intervals import share_interval
 
@@ -47,7 +48,7 @@ not say what it counts); for differences between rows, see the claims below. *Co
 paper gives another figure. *Reached* and *not reached*: the row was trained until validation stopped rising or for an
 hour of CPU time, and the paper's figure lies within the 95 % interval of ours or below it, or above. *Not decided*: run,
 but the interval contains 0, or the training is too unlike the paper's. *Run*: the paper has no such figure. *Not run*:
-empty."""
+empty, with what is lacking."""
 
 
 def shown(column: Column, value: float) -> str:
@@ -118,11 +119,22 @@ def own_runs(row: Row, runs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [run for run in runs_of if run is not None]
 
 
+def lacking(row: Row) -> str:
+    """What a row that was not run would need."""
+    data = [
+        name for name in DATA_NAMES if any("{" + name + "}" in step for step in row.steps.values())
+    ]
+    if not row.steps:
+        return "the paper's own training, on GPUs"
+    hours = " and a GPU's hours" if row.table == "certvit-1" else ""
+    return f"needs {', '.join(data) or 'a run'}{hours}"
+
+
 def status(table: Table, row: Row, runs: Mapping[str, Any], published: Mapping[str, float]) -> str:
     """What the row says of the paper: see *Verdicts* in the introduction."""
     mine = own_runs(row, runs)
     if not mine:
-        return "not run"
+        return f"not run: {lacking(row)}"
     columns = {column.key: column for column in table.columns}
     said: dict[str, list[str]] = {}
     for key, value in published.items():

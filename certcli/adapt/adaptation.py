@@ -9,7 +9,7 @@ from torch import Tensor
 
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.state import identity
+from certcli.adapt.state import adaptation_identity
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
 from certcli.evaluation.evidence_schema import Rung
@@ -91,7 +91,7 @@ class Adaptation:
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         # the student has no digits beyond float32
         self.teacher = build.load(checkpoint, device, torch.float32)
-        self.identity = identity(checkpoint.digest, settings, images)
+        self.identity = adaptation_identity(checkpoint.digest, settings, images)
         self.records: list[AdaptedPart] = []
         self.trade = Trade()
 

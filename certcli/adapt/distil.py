@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from certcli.adapt.calibration_shards import Shards, Stream
 from certcli.adapt.descend import COMPARED, Descent, mixed_precision
-from certcli.adapt.pixels import as_pixels, augment
+from certcli.adapt.pixels import as_pixels, augment_for_distillation
 from certcli.adapt.settings import AdaptSettings
 
 _BATCH = 32
@@ -43,7 +43,7 @@ def distil(
     def loss(shard: int, rows: Tensor, seed: int | None) -> Tensor:
         pixels = as_pixels(images[shard][rows])
         if seed is not None:
-            pixels = augment(pixels, seed)
+            pixels = augment_for_distillation(pixels, seed)
         with mixed_precision(pixels):
             with torch.no_grad():
                 target = teacher(pixels).float()

@@ -54,13 +54,13 @@ def _vit_embed(net: Any, x: Tensor) -> Tensor:
     return embedded
 
 
-def _blocks(net: Any) -> list[Section]:
+def _block_sections(net: Any) -> list[Section]:
     return [
         Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)
     ]
 
 
-def end(net: Any, x: Tensor) -> Tensor:
+def run_end(net: Any, x: Tensor) -> Tensor:
     """Return the logits of the stream that leaves the last section, in every family."""
     logits: Tensor = net.forward_head(net.norm(x))
     return logits
@@ -95,15 +95,17 @@ def _convit_body(net: Any) -> list[Section]:
     def join(x: Tensor) -> Tensor:
         return torch.cat((net.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
 
-    steps = _blocks(net)
+    steps = _block_sections(net)
     if net.local_up_to_layer < len(net.blocks):
         steps.insert(net.local_up_to_layer, Section("cls_token", "tokens", None, join))
     return steps
 
 
 FAMILIES: dict[type[nn.Module], Family] = {
-    VisionTransformer: Family(_vit_embed, _blocks, ("norm_pre",), ("norm", "fc_norm")),
-    VisionTransformerDistilled: Family(_vit_embed, _blocks, ("norm_pre",), ("norm", "fc_norm")),
+    VisionTransformer: Family(_vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")),
+    VisionTransformerDistilled: Family(
+        _vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")
+    ),
     SwinTransformer: Family(_swin_embed, _swin_body, ("patch_embed.norm",), ("norm",)),
     ConVit: Family(_convit_embed, _convit_body, (), ("norm",)),
 }
@@ -120,7 +122,7 @@ def part_at(net: nn.Module, path: str) -> Any:
         return None
 
 
-def family_of(net: nn.Module) -> Family:
+def adapted_family(net: nn.Module) -> Family:
     """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
     family = FAMILIES.get(type(net))
     if family is None:
@@ -210,7 +212,7 @@ def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
         counts[path] = int(inputs[0].shape[-2])
 
     with ExitStack() as hooks, torch.no_grad():
-        for step in family_of(model.net).body(model.net):
+        for step in adapted_family(model.net).body(model.net):
             if step.kind == "block":
                 hooks.enter_context(
                     step.module.attn.register_forward_pre_hook(partial(note, step.path))

@@ -21,14 +21,14 @@ from certcli.adapt.families import (
     Half,
     Section,
     attention_input,
-    end,
     part_at,
+    run_end,
     run_half,
 )
 from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import compose_inputs, deviations, fit_layer
-from certcli.adapt.weight_transfer import Scales, heads, input_maps, output_map, start_norm
+from certcli.adapt.weight_transfer import Scales, branch_inputs, head_layers, output_map, start_norm
 from certcli.nn.heads import FlatHead
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.products import fast_products
@@ -105,7 +105,12 @@ class Fitter:
             self._fit_merge(old, new, x, y)
             self._move(old.run, new.run)
             return [
-                AdaptedPart(new.path, _name(old.module), _name(new.module.norm), self._error(1.0))
+                AdaptedPart(
+                    new.path,
+                    _class_name(old.module),
+                    _class_name(new.module.norm),
+                    self._error(1.0),
+                )
             ]
         half: Half
         for half in (1, 2):
@@ -114,7 +119,11 @@ class Fitter:
         self._move(old.run, None)
         self._descend(new.module, new.run, scale, index)
         self._move(None, new.run)
-        return [AdaptedPart(new.path, _name(old.module), _describe(new.module), self._error(scale))]
+        return [
+            AdaptedPart(
+                new.path, _class_name(old.module), _describe_block(new.module), self._error(scale)
+            )
+        ]
 
     def _subset(self, stream: Stream, section: Section) -> Stream:
         """Copy as many images as the widest least-squares problem of this section needs."""
@@ -135,7 +144,7 @@ class Fitter:
         norms = getattr(old, f"norm{half}"), getattr(new, f"norm{half}")
         norm_pairs = self._input_pairs(*norms, runs, x, y)
         self._start_norm(*norms, norm_pairs)
-        if readers := input_maps(new, half):
+        if readers := branch_inputs(new, half):
             compose_inputs(readers, self.shards, _outputs(*norms, norm_pairs), RIDGE)
         output = output_map(new, half)
 
@@ -170,22 +179,22 @@ class Fitter:
     def _fit_end(self) -> list[AdaptedPart]:
         """Fit the final norms, then the head; both streams end as logits."""
         parts = []
-        runs = partial(end, self.teacher.net), partial(end, self.student.net)
+        runs = partial(run_end, self.teacher.net), partial(run_end, self.student.net)
         net = self.student.net
-        tokens = len(heads(net)) if getattr(net, "global_pool", "") == "token" else None
+        tokens = len(head_layers(net)) if getattr(net, "global_pool", "") == "token" else None
         for path in self.family.end_norms:
             norms = part_at(self.teacher.net, path), part_at(net, path)
             if isinstance(norms[1], (CenterNorm, FloorNorm)):
                 pairs = self._input_pairs(*norms, runs, self.old, self.new, tokens)
                 self._start_norm(*norms, pairs)
                 error = self.shards.relative_error(_outputs(*norms, pairs))
-                parts.append(AdaptedPart(path, "LayerNorm", _name(norms[1]), error))
-        head, after = net.head, _name(net.head)
+                parts.append(AdaptedPart(path, "LayerNorm", _class_name(norms[1]), error))
+        head, after = net.head, _class_name(net.head)
         if isinstance(head, FlatHead):
             after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
             self._start_flat_head(head, runs)
         else:
-            for old, new in zip(heads(self.teacher.net), heads(net), strict=True):
+            for old, new in zip(head_layers(self.teacher.net), head_layers(net), strict=True):
                 # only as many rows as images: the fewer rows a feature has, the larger the ridge
                 ridge = _HEAD_RIDGE * new.in_features / self.shards.count
                 pairs = self._input_pairs(old, new, runs, self.old, self.new)
@@ -194,7 +203,10 @@ class Fitter:
         if isinstance(head, FlatHead):
             self._descend(head, runs[1], 1.0, 9_999)
         self._move(None, runs[1])
-        return [*parts, AdaptedPart("head", _name(self.teacher.net.head), after, self._error(1.0))]
+        return [
+            *parts,
+            AdaptedPart("head", _class_name(self.teacher.net.head), after, self._error(1.0)),
+        ]
 
     def _start_flat_head(self, head: Any, runs: tuple[Map, Map]) -> None:
         """Start hidden layers orthogonal, and the last one by least squares on the old logits."""
@@ -342,11 +354,11 @@ def _outputs(old: nn.Module, new: nn.Module, pairs: Pairs) -> Pairs:
     return lambda shard: ((new(rows), old(reached)) for rows, reached in pairs(shard))
 
 
-def _name(part: nn.Module) -> str:
+def _class_name(part: nn.Module) -> str:
     return type(part).__name__
 
 
-def _describe(block: Any) -> str:
+def _describe_block(block: Any) -> str:
     parts = [block.attn, block.norm1, block.mlp.act]
     parts += [block.residual1] if hasattr(block, "residual1") else []
-    return ", ".join(map(_name, parts))
+    return ", ".join(map(_class_name, parts))

@@ -39,7 +39,7 @@ from certcli.system.products import fast_products
 BLANK = (0.0, 0.5, 1.0)
 
 ROOM = 0.7
-"""A floor is this share of the least deviation seen (docs/lab/adapt.md, *Room under the floors*)."""
+"""A floor is this share of the least deviation seen (docs/trials.md, *Room under the floors*)."""
 
 QUANTILES = (0.1, 0.3)
 """Floors are tried at these quantiles of the deviations."""

@@ -35,7 +35,7 @@ def photograph_sized(images: Tensor) -> bool:
     return min(images.shape[-2:]) >= _PHOTOGRAPH
 
 
-def augment(images: Tensor, seed: int) -> Tensor:
+def augment_for_distillation(images: Tensor, seed: int) -> Tensor:
     """Crop photographs to 35 to 100 % of their area and mirror them; mirror small colour images.
 
     Grey images stay: on 8 x 8 digits, shifts by up to one pixel made distillation worse.

@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import nn
 
-from certcli.adapt.families import Section, family_of, part_at, require_known_blocks, token_counts
+from certcli.adapt.families import (
+    Section,
+    adapted_family,
+    part_at,
+    require_known_blocks,
+    token_counts,
+)
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
@@ -26,7 +32,7 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
     net = build.own_network(checkpoint)
     if not settings.refit:
         return _floor_plan(net)
-    family = family_of(net)
+    family = adapted_family(net)
     require_known_blocks(net, family)
     # a mixing matrix has the size of the sequence
     sized = settings.attention == "orthogonal"

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from certcli.adapt.adaptation import Adaptation, AdaptedPart
 from certcli.adapt.calibration_shards import FEW, SHARDS, Shards
 from certcli.adapt.distil import distil
-from certcli.adapt.families import Half, family_of, token_counts
+from certcli.adapt.families import Half, adapted_family, token_counts
 from certcli.adapt.fit import Fitter
 from certcli.adapt.pixels import photograph_sized
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import fold_center_norm
 from certcli.adapt.state import AdaptState
-from certcli.adapt.weight_transfer import Scales, carry_over, input_maps, reads_linearly
+from certcli.adapt.weight_transfer import Scales, branch_inputs, carry_over, reads_linearly
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.models import build
@@ -50,7 +50,7 @@ class Adapter(Adaptation):
         number = 1 if device.type == "cuda" else SHARDS if photograph_sized(images) else FEW
         shards = Shards(len(images), team, number)
         self.student, scales = perform_surgery(self.record, settings, self.teacher)
-        family = family_of(self.teacher.net)
+        family = adapted_family(self.teacher.net)
         self.sections = len(family.body(self.student.net)) + 1  # and the end
         parts = {shard: self.images[shards.images(shard)] for shard in shards.own}
         self.fitter = Fitter(self.teacher, self.student, family, scales, settings, parts, shards)
@@ -135,7 +135,7 @@ def perform_surgery(
         seed_all(settings.seed)  # for weights without a start
         net = build.build(record, initialise=True).requires_grad_(False)
         student = PixelModel(record.input, net).eval().to(device)
-        family = family_of(teacher.net)
+        family = adapted_family(teacher.net)
         tokens = token_counts(teacher, record.input.size)
         scales = carry_over(teacher.net, net, family, tokens)
     return student, scales
@@ -144,11 +144,11 @@ def perform_surgery(
 def _fold_norms(net: Any) -> list[str]:
     """Fold the centre norms of all blocks into the next linear maps; return these norms' paths."""
     paths = []
-    for step in family_of(net).body(net):
+    for step in adapted_family(net).body(net):
         half: Half
         for half in (1, 2) if step.kind == "block" else ():
             norm = getattr(step.module, f"norm{half}")
-            readers = input_maps(step.module, half)
+            readers = branch_inputs(step.module, half)
             # an offset moves into biases, and only linear maps may read the normed stream
             foldable = (
                 bool(readers)

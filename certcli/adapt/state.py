@@ -31,7 +31,7 @@ class AdaptState:
     net: Mapping[str, Tensor]
 
 
-def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
+def adaptation_identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
     """Return a digest of the starting checkpoint, settings and images, which resumed runs share."""
     about = [
         parent_digest,
@@ -42,12 +42,12 @@ def identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
 
 
-def save_state(path: Path, state: AdaptState) -> None:
+def save_adaptation_state(path: Path, state: AdaptState) -> None:
     about = {name: getattr(state, name) for name in ("identity", "done", "rate", "records")}
     write_state(path, KEY, about, state.net, (state.net[name] for name in in_file_order(state.net)))
 
 
-def load_state(path: Path, expected: str) -> AdaptState:
+def load_adaptation_state(path: Path, expected: str) -> AdaptState:
     """Return the state at `path`, as `read_state` reads it."""
     about, tensors = read_state(path, KEY, AdaptFields, "an adaptation", expected)
     net = {name: value.clone() for name, value in tensors.items()}

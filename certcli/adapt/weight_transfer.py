@@ -76,12 +76,12 @@ def carry_over(old_net: Any, new_net: Any, family: Family, tokens: dict[str, int
         start_norm(part_at(old_net, name), norm, 1.0 if divided else 1 / scale)
         divided = divided or (norm is not None and not isinstance(norm, nn.Identity))
     if not divided and scale != 1.0:
-        for layer in heads(new_net):
+        for layer in head_layers(new_net):
             layer.weight.data.mul_(scale)
     return scales
 
 
-def heads(net: Any) -> list[nn.Linear]:
+def head_layers(net: Any) -> list[nn.Linear]:
     """Return the linear layers that read the network's last features."""
     layers = [getattr(net, "head", None), getattr(net, "head_dist", None)]
     layers[0] = getattr(layers[0], "fc", layers[0])
@@ -144,7 +144,7 @@ def output_map(block: Any, half: Half) -> nn.Linear:
     return layer
 
 
-def input_maps(block: Any, half: Half) -> list[nn.Linear]:
+def branch_inputs(block: Any, half: Half) -> list[nn.Linear]:
     """Return the linear maps that read the normed stream."""
     if half == 2:
         return [block.mlp.fc1]

@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.api import arguments
-from certcli.api.data import dataset_images, images_of
+from certcli.api import arguments, data, errors
 from certcli.api.door import speaks_python
-from certcli.api.errors import in_python, require_known
 from certcli.api.options import (
     AttackOptions,
     AuditOptions,
@@ -42,23 +40,20 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.attack.summary import curve
+from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
-from certcli.audit.document_builder import compose
-from certcli.audit.gates import parse
 from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
-from certcli.certify.certificate import Certificate, CertifiedAccuracy, certified_accuracy
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of, prepare
-from certcli.certify.methods import certify as run_certifier
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.evaluation.choices import Defence
-from certcli.evaluation.perturbation import growing
+from certcli.evaluation import choices, perturbation
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.calibration import calibration_images
@@ -66,11 +61,9 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
-from certcli.models import build
+from certcli.models import build, in_memory, overrides
 from certcli.models.build import OpenCheckpoint
-from certcli.models.in_memory import PREFIX, Statistics, open_module, per_channel
 from certcli.models.open import open_checkpoint, perturbed_at
-from certcli.models.overrides import Hints
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import UsageError, plain
@@ -92,8 +85,8 @@ Labels = Any
 def load(
     source: Network,
     *,
-    mean: Statistics | None = None,
-    std: Statistics | None = None,
+    mean: in_memory.Statistics | None = None,
+    std: in_memory.Statistics | None = None,
     input_size: tuple[int, int, int] | None = None,
     arch: str | None = None,
     arch_args: Mapping[str, Any] | None = None,
@@ -128,42 +121,44 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        require_known(
+        errors.require_known(
             arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
         return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, ExportedProgram):
         source = source.module()
     if isinstance(source, nn.Module):
-        require_known(arguments.names_with_values(about_files), about_modules, "load of a module")
-        opened = open_module(source, mean, std, input_size, features=features)
+        errors.require_known(
+            arguments.names_with_values(about_files), about_modules, "load of a module"
+        )
+        opened = in_memory.open_module(source, mean, std, input_size, features=features)
         return perturbed_at(opened, image_size)
     if input_size is not None:
         raise UsageError(
             "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
         )
-    hints = Hints(
+    hints = overrides.Hints(
         arch,
         arch_args or {},
-        per_channel(mean),
-        per_channel(std),
+        in_memory.statistics_per_channel(mean),
+        in_memory.statistics_per_channel(std),
         as_stated,
         weights,
         features,
-        image_size,
+        image_size=image_size,
     )
     opened = open_checkpoint(str(source), hints)
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
     return opened
 
 
 @speaks_python
 def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> None:
     """Write a checkpoint atomically; replace an existing file only with `force`."""
-    if checkpoint.record.arch.startswith(PREFIX):
+    if checkpoint.record.arch.startswith(in_memory.PREFIX):
         raise UsageError(
             "a module in memory has no architecture that a file could name",
             "torch.save its state_dict, and load the file with arch=... if timm can build it",
@@ -194,7 +189,7 @@ def images(
     data_dir: str | Path | None = None,
 ) -> Images:
     """Return images of a dataset in the network's input size, labelled where they can be."""
-    return dataset_images(
+    return data.dataset_images(
         load(source).record, dataset, split, None if data_dir is None else Path(data_dir)
     ).limit(limit, seed)
 
@@ -297,7 +292,7 @@ def certify(
             raise UsageError(f"method {method} has no denoiser", "method='smoothing'")
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
-    batches = run_certifier(
+    batches = methods.certify(
         prepare(method, checkpoint, torch.device(device), chosen),
         _judged(checkpoint, images, labels),
         batch_size,
@@ -307,12 +302,14 @@ def certify(
 
 @speaks_python
 def shares(
-    certificates: Sequence[Certificate],
+    certificates: Sequence[certificate.Certificate],
     radii: Radius | Patch | Threat | Sequence[Radius | Patch | Threat],
-) -> CertifiedAccuracy:
+) -> certificate.CertifiedAccuracy:
     """Return certified accuracy and 95 % interval at each radius (l2), `Threat` or `Patch`."""
     threats = arguments.threats(radii)
-    summary = certified_accuracy(arguments.certificates(certificates), list(threats.values()))
+    summary = certificate.certified_accuracy(
+        arguments.certificates(certificates), list(threats.values())
+    )
     names = {threat.key: name for name, threat in threats.items()}
     return replace(
         summary,
@@ -326,7 +323,7 @@ def predict(
     source: Network,
     images: Data,
     *,
-    defence: Defence = "none",
+    defence: choices.Defence = "none",
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
@@ -383,7 +380,7 @@ def attack(
             model,
             batches,
             stage.plan,
-            growing(stage.norm, stage.radii),
+            perturbation.growing(stage.norm, stage.radii),
             chosen,
             keep_images=return_examples,
         )
@@ -421,7 +418,7 @@ def audit(
     """
     checkpoint = _classifier(source)
     plan = AuditPlan(
-        gates=tuple(parse(text) for text in fail_on),
+        gates=tuple(gates.parse(text) for text in fail_on),
         budget=seconds,
         **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
     )
@@ -438,7 +435,9 @@ def audit(
     # what is in memory has no name that a command could take: its reader fills it in
     name = unmistakable(str(source)) if isinstance(source, str | Path) else "FILE"
     named = images if isinstance(images, str) else None if images is None else "FOLDER"
-    report = compose(checkpoint, findings, plan, clock, Typed(name, dataset=named), where)
+    report = document_builder.compose(
+        checkpoint, findings, plan, clock, Typed(name, dataset=named), where
+    )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
@@ -454,7 +453,7 @@ def _judged(
     checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
 ) -> Images:
     """Return the images; warn where the file's own program answers otherwise on them."""
-    chosen = images_of(checkpoint.record, images, labels, labelled=labelled)
+    chosen = data.images_of(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
     return chosen

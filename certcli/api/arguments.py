@@ -14,8 +14,7 @@ from torch.export import ExportedProgram
 
 from certcli.api.errors import require_known
 from certcli.certify.certificate import Certificate
-from certcli.checkpoint.arch_args import LARGEST_SIDE
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint import arch_args, file
 from certcli.evaluation.radii import parse_radius
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import UsageError
@@ -134,7 +133,7 @@ def words(name: str, value: Any) -> tuple[str, ...]:
 
 def source(name: str, value: Any) -> Any:
     """Return a network as `load` takes it."""
-    if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, Checkpoint)):
+    if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, file.Checkpoint)):
         raise UsageError(
             f"{shown(value)} is no network",
             "an nn.Module, a path, a timm or hf-hub: name, or a result of load",
@@ -218,8 +217,8 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": whole_number(1, LARGEST_SIDE),
-    "checkpoint": Reader((Checkpoint,), "a result of load is needed"),
+    "image_size": whole_number(1, arch_args.LARGEST_SIDE),
+    "checkpoint": Reader((file.Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,
     "double": answer,

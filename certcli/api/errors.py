@@ -3,8 +3,7 @@
 import re
 from collections.abc import Iterable
 
-from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system import errors, registry
 
 _WORDS = re.compile(
     r"(?P<features>certvit lipschitz --features)"
@@ -58,5 +57,7 @@ def require_known(passed: Iterable[str], allowed: Iterable[str], where: str) -> 
     names = sorted(allowed)
     for name in sorted(set(passed) - set(names)):
         ours = _NAMES.get(name)
-        hint = f"did you mean '{ours}'?" if ours in names else one_of(name, names)
-        raise UsageError(f"{where} has no option '{name}'", hint if names else "it takes none")
+        hint = f"did you mean '{ours}'?" if ours in names else registry.one_of(name, names)
+        raise errors.UsageError(
+            f"{where} has no option '{name}'", hint if names else "it takes none"
+        )

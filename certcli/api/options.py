@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from certcli.certify.local_options import Effort
+from certcli.certify import local_options, proof_options
 from certcli.certify.patch.options import Bands, Hiding, Masking
-from certcli.certify.proof_options import Arithmetic
 from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import Norm
 
@@ -21,13 +20,13 @@ Words = str | Sequence[str]
 class ProofOptions(TypedDict, total=False):
     """Of methods lipschitz, box, local-lip and bcp: `certify.proof_options.Proof`."""
 
-    arithmetic: Arithmetic | None
+    arithmetic: proof_options.Arithmetic | None
 
 
 class LocalOptions(ProofOptions, total=False):
     """Of method local: `certify.local_options.Local`."""
 
-    effort: Effort
+    effort: local_options.Effort
     norm: Norm
     seconds: float | None
 

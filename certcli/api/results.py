@@ -17,8 +17,7 @@ from certcli.evaluation.radii import (
     percent_ends,
     proven_radius,
 )
-from certcli.lipschitz.bound import FEATURES
-from certcli.lipschitz.network import NetworkBound
+from certcli.lipschitz import bound, network
 from certcli.report.document import Audit
 
 V = TypeVar("V")
@@ -48,14 +47,14 @@ class Shown:
         return f"<p>{escape(self.headline)}</p>{table}"
 
 
-class ProvenBound(Shown, NetworkBound):
+class ProvenBound(Shown, network.NetworkBound):
     """The proven bound |f(x) - f(y)| <= upper |x - y| of a network, pixel l2, for images in [0, 1]."""
 
     @property
     def headline(self) -> str:
         if not self.upper.finite:
             return f"no finite bound: {self.bound.why}"
-        of = ", f(x) its features" if self.bound.kind == FEATURES else ""
+        of = ", f(x) its features" if self.bound.kind == bound.FEATURES else ""
         return f"proven: |f(x) - f(y)| <= {self.upper} |x - y| for all images in [0, 1]{of}"
 
     @property

@@ -17,14 +17,11 @@ class Attack(Entry):
         norms: in which its results mean something.
         random: False for an attack that draws nothing at random: a restart would repeat the same
             work.
-        needs_attention: it looks at the attention maps of a vision transformer, and refuses other
-            networks.
         weak: why it may miss an adversarial image of a linear network at 1.5 times the distance.
     """
 
     norms: tuple[Norm, ...] = ("l2", "linf")
     random: bool = True
-    needs_attention: bool = False
     weak: str = ""
 
 
@@ -80,25 +77,10 @@ ATTACKS = AttackRegistry(
         "Carlini & Wagner 2017 (the loss), Madry et al. 2018 (the ascent)",
     ),
     Attack(
-        "saga",
-        "certcli.attack.families.saga:saga",
-        "PGD whose gradient is weighted by the attention rollout of the image; vision transformers only",
-        "Mahmood et al. 2021, On the robustness of vision transformers to adversarial examples",
-        needs_attention=True,
-    ),
-    Attack(
         "cw",
         "certcli.attack.families.carlini:carlini_wagner",
         "smallest l2 perturbation by Adam on distance and margin, with the binary search over c, image by image",
         "Carlini & Wagner 2017, Towards evaluating the robustness of neural networks",
-        norms=("l2",),
-        random=False,
-    ),
-    Attack(
-        "deepfool",
-        "certcli.attack.families.deepfool:deepfool",
-        "smallest l2 perturbation by repeated linearisation towards the nearest of the ten likeliest classes",
-        "Moosavi-Dezfooli et al. 2016, DeepFool",
         norms=("l2",),
         random=False,
     ),
@@ -135,13 +117,13 @@ ATTACKS = AttackRegistry(
     ),
     Attack(
         "autoattack",
-        "certcli.attack.families.auto:autoattack",
+        "certcli.attack.families.apgd:autoattack",
         "APGD-CE, APGD-T, FAB-T, Square in turn; runs that are far from a success at their checkpoints are left",
         "Croce & Hein 2020, Reliable evaluation of adversarial robustness",
     ),
     Attack(
         "autoattack-full",
-        "certcli.attack.families.auto:autoattack_full",
+        "certcli.attack.families.apgd:autoattack_full",
         "the same with the whole of the published budgets for every image that withstands",
         "Croce & Hein 2020, Reliable evaluation of adversarial robustness",
     ),

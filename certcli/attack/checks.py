@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.eight_bit import nearest_within, rounded
 from certcli.attack.families.gradient import log_odds
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge, nearest_within, rounded
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
 from certcli.attack.watched_model import undisturbed

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.eight_bit import nearest_within, rounded
-from certcli.attack.judge import Judgement, judge, predict
+from certcli.attack.judge import Judgement, judge, nearest_within, predict, rounded
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watched_model import seeded
 from certcli.evaluation.perturbation import Norm, Region, image_norms

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from certcli.attack.certified_radii import CertifiedImage, require_correct, select
-from certcli.attack.presets import preset
 from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.radii import proven_radius, require_norm

@@ -36,9 +36,7 @@ STEPS = {
     "fgsm": 1,
     "pgd": 20,
     "eot-pgd": 200,
-    "saga": 20,
     "margin-pgd": 40,
-    "deepfool": 500,
     "cw": 900,
 }
 """Gradient steps of an attack by default, for a first guess; other attacks take 1,000."""

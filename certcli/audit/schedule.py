@@ -6,15 +6,67 @@ the first unit and the largest so far after it, times the wall seconds that a se
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from certcli.audit.clock import Clock
+from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.findings import AuditFindings, Key
-from certcli.audit.shared_stages import REFUSALS, together
 from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    DataError,
+    NoBoundError,
+    UsageError,
+)
 from certcli.system.processes import ALONE, Team
+
+Piece = TypeVar("Piece")
+REFUSALS = {
+    kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)
+}
+"""Failures after which an audit continues without the stage, in all processes."""
+
+
+def together(
+    team: Team,
+    seconds: float,
+    work: Callable[[], Piece],
+    pack: Callable[[Piece], Any] = lambda piece: piece,
+    unpack: Callable[[Any], Piece] = lambda plain: plain,
+) -> tuple[list[Piece], bool]:
+    """(results by rank, to the first that was broken off; whether one was). pack: to plain values.
+
+    What was found behind one that took too long is dropped: else images that take long would be
+    left out for taking long. A refusal of one process is raised in all of them.
+    """
+    if not team.several:
+        try:
+            with EndsAfter(seconds):
+                return [work()], False
+        except OutOfTime:
+            return [], True
+    try:
+        with EndsAfter(seconds):
+            mine = ["found", pack(work())]
+    except OutOfTime:
+        mine = ["over"]
+    except CertvitError as refusal:
+        if type(refusal).__name__ not in REFUSALS:
+            raise
+        mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
+    pieces: list[Piece] = []
+    everyone = team.everyone(mine)
+    for kind, *rest in everyone:
+        if kind == "refused":
+            raise REFUSALS[rest[0]](*rest[1:])
+    for kind, *rest in everyone:
+        if kind == "over":
+            return pieces, True
+        pieces.append(unpack(rest[0]))
+    return pieces, False
+
 
 FIRST = 4
 """Images of the first unit at most; each further one is twice as large."""

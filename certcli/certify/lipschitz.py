@@ -89,7 +89,10 @@ class LipschitzCertifier(ProvingCertifier):
             )
         self.bound = bound
         super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
-        self.rounding = self._of_float64(bound.traced)
+        self.rounding = self._of_float64(model.input_size, bound.traced)
+        if self.rounding.rows != 1:
+            message = f"{self.rounding.rows} rows of logits for 1 image"
+            raise NoBoundError(f"no certificate: the network makes {message}", _HINT)
         self._pairs = bound.pairs.double().to(self._device)
         self.title = f"global bound {bound.upper}, per-pair margins{self.taken_at}"
         self.statement = f"certificates: {self.spoken_of}; the bound is proven on [0, 1] images"
@@ -98,13 +101,13 @@ class LipschitzCertifier(ProvingCertifier):
     def about(self) -> Mapping[str, Any]:
         return {"bound": bound_document(self.bound.upper)}
 
-    def _of_float64(self, traced: Trace | None) -> NeighbourErrors:
+    def _of_float64(self, size: tuple[int, ...], traced: Trace | None) -> NeighbourErrors:
         """Return the rounding of the float64 logits that margins are taken of."""
         if self._neighbours is not None and self.arithmetic == "float64":
             return self._neighbours
         try:
             return NeighbourErrors(
-                self.model, self.model.input_size, PRECISIONS["float64"], traced=traced
+                self.model, size, PRECISIONS["float64"], traced=traced, as_traced=True
             )
         except NoRule as reason:
             raise NoBoundError(f"no certificate: {reason}", _HINT) from reason

@@ -48,13 +48,13 @@ METHODS = Registry(
     ),
     Entry(
         "bcp",
-        "certcli.certify.chains.bcp:prepare",
+        "certcli.certify.chains.local_lip:prepare_bcp",
         "chains of layers (ReLU, MaxMin): a box and a ball through all layers, proven, faster than local-lip",
         "Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound",
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing.sigma:prepare",
+        "certcli.certify.smoothing.preparation:prepare",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),

@@ -11,7 +11,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.vnnlib import Query, Row, rounded_up
+from certcli.certify.vnnlib import Query, Row, float64_above
 from certcli.system.errors import DataError, Refused
 
 EXACT = 2**53
@@ -27,9 +27,10 @@ class QueryNetwork(nn.Module):
         self, net: nn.Module, size: tuple[int, ...], query: Query, rows: list[Row]
     ) -> None:
         super().__init__()
-        low = [-rounded_up(-edge) for edge in query.low]
+        low = [-float64_above(-edge) for edge in query.low]
         width = [
-            rounded_up(high - Fraction(start)) for high, start in zip(query.high, low, strict=True)
+            float64_above(high - Fraction(start))
+            for high, start in zip(query.high, low, strict=True)
         ]
         self.size = size
         shape = size if len(size) == 3 else (1, 1, math.prod(size))
@@ -40,7 +41,7 @@ class QueryNetwork(nn.Module):
         weight = torch.zeros(len(rows) + 1, query.outputs, dtype=torch.float64)
         bias = torch.zeros(len(rows) + 1, dtype=torch.float64)
         for number, row in enumerate(rows, 1):
-            factors, constant = _whole(row)
+            factors, constant = _whole_factors(row)
             for place, factor in factors.items():
                 weight[number, place] = factor
             bias[number] = constant
@@ -56,13 +57,13 @@ class QueryNetwork(nn.Module):
         return self.last(outputs.reshape(outputs.shape[0], -1))
 
 
-def _whole(row: Row) -> tuple[dict[int, int], float]:
+def _whole_factors(row: Row) -> tuple[dict[int, int], float]:
     """Return a row times a number above 0 that makes its factors whole, and its constant rounded up."""
     scale = math.lcm(*(factor.denominator for factor in row.coefficients.values()))
     factors = {place: int(factor * scale) for place, factor in row.coefficients.items()}
     if max(map(abs, factors.values()), default=0) > EXACT:
         raise Refused("a factor has more digits than float64")
-    return factors, rounded_up(row.constant * scale)
+    return factors, float64_above(row.constant * scale)
 
 
 @torch.no_grad()

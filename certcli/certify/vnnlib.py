@@ -230,13 +230,13 @@ class _Reader:
         operator, *rest = words[0] or [""]
         first, *others = self._operands(rest) if rest else ({},)
         if operator == "-" and not others:
-            return _sum({}, first, -1)
+            return _sum_of_terms({}, first, -1)
         for other in others:
             if operator in ("+", "-"):
-                first = _sum(first, other, 1 if operator == "+" else -1)
+                first = _sum_of_terms(first, other, 1 if operator == "+" else -1)
             elif operator == "*" and (set(first) <= {_ONE} or set(other) <= {_ONE}):
                 number, terms = (first, other) if set(first) <= {_ONE} else (other, first)
-                first = _sum({}, terms, number.get(_ONE, Fraction(0)))
+                first = _sum_of_terms({}, terms, number.get(_ONE, Fraction(0)))
             else:
                 raise Refused(f"'{one_line(operator)[:20]}' of these is not linear")
         if operator not in ("+", "-", "*"):
@@ -251,7 +251,7 @@ class _Reader:
         if operator == "and":
             cases: list[list[tuple[Terms, bool]]] = [[]]
             for each in rest:
-                cases = _both(cases, self._cases(each))
+                cases = _cases_of_both(cases, self._cases(each))
             return cases
         if operator not in ("<=", ">=", "<", ">", "=="):
             raise Refused(f"'{one_line(operator)[:40]}' is no constraint that is read")
@@ -259,7 +259,10 @@ class _Reader:
         if len(sides) != 2:
             raise Refused(f"{operator} of {len(sides)} terms")
         strict = operator in ("<", ">")
-        rising, falling = _sum(sides[0], sides[1], -1), _sum(sides[1], sides[0], -1)
+        rising, falling = (
+            _sum_of_terms(sides[0], sides[1], -1),
+            _sum_of_terms(sides[1], sides[0], -1),
+        )
         if operator == "==":
             return [[(rising, False), (falling, False)]]
         return [[(rising if operator[0] == ">" else falling, strict)]]
@@ -273,7 +276,9 @@ class _Reader:
                     raise Refused("a box without its edge: < or > of an input")
                 self._narrow(terms)
         elif kinds == {"Y"}:
-            self.cases = _both(self.cases, [[_row(*each) for each in case] for case in cases])
+            self.cases = _cases_of_both(
+                self.cases, [[_row_of_terms(*each) for each in case] for case in cases]
+            )
         elif kinds == {"X"}:
             raise Refused("several boxes of inputs")
         else:
@@ -292,7 +297,7 @@ class _Reader:
         edges[side] = edge if earlier is None else nearer(earlier, edge)
 
 
-def _both(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
+def _cases_of_both(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
     """Return the cases in which one of each holds; the first may change. Refused: too many."""
     if len(further) == 1:
         for case in cases:
@@ -306,19 +311,19 @@ def _both(cases: list[list[T]], further: list[list[T]]) -> list[list[T]]:
     return cases
 
 
-def _sum(first: Terms, second: Terms, factor: Fraction | int) -> Terms:
+def _sum_of_terms(first: Terms, second: Terms, factor: Fraction | int) -> Terms:
     total = dict(first)
     for name, number in second.items():
         total[name] = total.get(name, Fraction(0)) + factor * number
     return total
 
 
-def _row(terms: Terms, strict: bool) -> Row:
+def _row_of_terms(terms: Terms, strict: bool) -> Row:
     factors = {place: number for (kind, place), number in terms.items() if kind}
     return Row(factors, terms.get(_ONE, Fraction(0)), strict)
 
 
-def rounded_up(number: Fraction) -> float:
+def float64_above(number: Fraction) -> float:
     """Return the smallest float64 that is not below; Refused: it has none."""
     try:
         nearest = float(number)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
 LARGEST_SIDE = 4096
 LARGEST_SIZE = (
@@ -34,18 +34,18 @@ _KEY = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}\Z")
 
 def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments as JSON scalars and lists; Refused: a file, URL, callable or weights."""
-    if len(arguments) > 128:
-        raise Refused(f"{len(arguments)} architecture arguments")
+    raise_if(len(arguments) > 128, Refused, f"{len(arguments)} architecture arguments")
     checked: dict[str, Any] = {}
     for key, value in arguments.items():
         if not isinstance(key, str) or not _KEY.match(key):
             raise Refused(
                 f"architecture argument {one_line(repr(key))[:80]} is no name of an argument"
             )
-        if _FORBIDDEN.match(key):
-            raise Refused(
-                f"architecture argument '{key}' is not taken from a file or the command line"
-            )
+        raise_if(
+            _FORBIDDEN.match(key),
+            Refused,
+            f"architecture argument '{key}' is not taken from a file or the command line",
+        )
         checked[key] = _argument(key, value, [MOST_ENTRIES], 3)
         pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
         if pair and (
@@ -73,19 +73,26 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
             raise Refused(f"architecture argument '{key}' is {shown}, beyond {limit:,}")
         return value
     if isinstance(value, float):
-        if not math.isfinite(value) or abs(value) > 1e6:
-            raise Refused(f"architecture argument '{key}' is {value}")
+        raise_if(
+            not math.isfinite(value) or abs(value) > 1e6,
+            Refused,
+            f"architecture argument '{key}' is {value}",
+        )
         return value
     if isinstance(value, str):
-        if not _WORD.match(value):
-            raise Refused(
-                f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass"
-            )
+        raise_if(
+            not _WORD.match(value),
+            Refused,
+            f"architecture argument '{key}' is {one_line(repr(value))[:80]}: only plain words pass",
+        )
         return value
     if isinstance(value, (list, tuple)) and depth:
         entries[0] -= len(value)
-        if entries[0] < 0:
-            raise Refused(f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries")
+        raise_if(
+            entries[0] < 0,
+            Refused,
+            f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries",
+        )
         return [_argument(key, item, entries, depth - 1) for item in value]
     raise Refused(
         f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass"

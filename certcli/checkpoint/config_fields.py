@@ -25,8 +25,10 @@ from certcli.checkpoint.schema import (
     convert,
     decode,
 )
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
+LOGITS_ALONE = "; the bound of its logits holds, and nothing else is judged"
+"""The end of a doubt about such a network, where only its logits are asked for."""
 DEFAULT_CROP = 0.875
 """timm's share of an image where a config states none."""
 
@@ -98,11 +100,16 @@ class ConfigFields(Struct):
     doubts: list[str] = []
 
 
-def decode_config(text: str | bytes) -> ConfigFields:
-    """Decode timm's config.json, or raise Refused."""
+def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
+    """Decode timm's config.json, or raise Refused.
+
+    Args:
+        decides: refuse a network that does not decide by its largest logit.
+    """
     raw = decode(text, Json)
-    if (judged_otherwise := other_problem(raw)) is not None:
-        raise Refused(judged_otherwise)
+    problem = other_problem(raw)
+    if problem is not None and decides:
+        raise Refused(problem)
     flat = not isinstance(raw.get(_NESTED), dict)
     if flat and raw.get(_NESTED) is not None:
         raise Refused(f"{_NESTED} is no dictionary")
@@ -116,11 +123,13 @@ def decode_config(text: str | bytes) -> ConfigFields:
     labels = _labels(raw) if flat else (_labels(raw) or _labels(about))
     config = convert({key: value for key, value in top.items() if key not in _LABELS}, ConfigFields)
     arch_arguments(config.model_args)
-    if config.pretrained_cfg.label_offset:
-        raise Refused(
-            f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier"
-        )
+    raise_if(
+        config.pretrained_cfg.label_offset,
+        Refused,
+        f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier",
+    )
     config.doubts = [
+        *([] if problem is None else [problem + LOGITS_ALONE]),
         *_unknown(raw, _TOP | (_PIXELS if flat else frozenset())),
         *([] if flat else _unknown(about, _PIXELS | set(_LABELS) | {"architecture"})),
         *_contradictions(config, about),

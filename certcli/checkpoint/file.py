@@ -22,7 +22,7 @@ from certcli.checkpoint.header import (
 from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
-from certcli.system.errors import CheckpointError, one_line
+from certcli.system.errors import CheckpointError, one_line, raise_if
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 from certcli.system.memory import free_bytes
 from certcli.system.reading import is_absent
@@ -63,9 +63,17 @@ class Checkpoint:
     @staticmethod
     def read(path: Path) -> "Checkpoint":
         """Read certvit's checkpoint. CheckpointError: unreadable, foreign, or with NaN."""
+        if path.suffix == ".onnx" and path.is_file():
+            raise CheckpointError(
+                f"{path} is an ONNX file, which carries no record of certvit",
+                "certvit audit and certify say what holds for it, with --json for a program",
+            )
         tensors, metadata = read_tensors(path)
-        if KEY not in metadata:
-            raise CheckpointError(f"{path} is a safetensors file without a certvit record")
+        raise_if(
+            KEY not in metadata,
+            CheckpointError,
+            f"{path} is a safetensors file without a certvit record",
+        )
         return Checkpoint(tensors, Record.from_json(metadata[KEY]))
 
     def derive(
@@ -116,15 +124,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         CheckpointError: the file is missing, incomplete, or holds values that are no weights.
     """
     path = shipped_path(str(path)) or path
-    if is_absent(path):
-        raise CheckpointError(
-            f"no file {path}",
-            "give a .safetensors file, a folder with model.safetensors, or a timm name",
-        )
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder without model.safetensors")
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+    raise_if(
+        is_absent(path),
+        CheckpointError,
+        f"no file {path}",
+        "give a .safetensors file, a folder with model.safetensors, or a timm name",
+    )
+    raise_if(path.is_dir(), CheckpointError, f"{path} is a folder without model.safetensors")
+    raise_if(not path.is_file(), CheckpointError, f"{path} is not a regular file")
     if shards.is_index(path):
         return _read_shards(path), shards.metadata_of(path)
     tensors, metadata = _read_one(path)
@@ -136,10 +143,12 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     """Read tensors of all files of the index; CheckpointError where they disagree."""
     tensors: dict[str, Tensor] = {}
     for path, names in shards.named(index).items():
-        if not path.is_file():
-            raise CheckpointError(
-                f"{index} names {path.name}, which is not beside it", "fetch it again, whole"
-            )
+        raise_if(
+            not path.is_file(),
+            CheckpointError,
+            f"{index} names {path.name}, which is not beside it",
+            "fetch it again, whole",
+        )
         part, _ = _read_one(path)
         require_numbers(part, path.name)
         wrong = names ^ part.keys()
@@ -157,8 +166,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
 def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     require_no_pointer(path)
     tensors, metadata = read_safetensors(path)
-    if not tensors:
-        raise CheckpointError(f"{path} holds no tensors")
+    raise_if(not tensors, CheckpointError, f"{path} holds no tensors")
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
     size = tensors[largest].nbytes
     if size / 4 > free_bytes():  # a test for NaN takes a byte a float32
@@ -172,22 +180,25 @@ def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise CheckpointError: a type weights do not have, NaN, infinity, or no plain name."""
     for name in sorted(tensors):
         tensor = tensors[name]
-        if not name.isprintable() or len(name) > LONGEST_NAME:
-            raise CheckpointError(
-                f"{where} has a tensor whose name does not print or fit a line: {one_line(name)[:80]}"
-            )
-        if tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS:
-            raise CheckpointError(
-                f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
-                "convert it to float32, float64, float16 or bfloat16, if it holds weights",
-            )
+        raise_if(
+            not name.isprintable() or len(name) > LONGEST_NAME,
+            CheckpointError,
+            f"{where} has a tensor whose name does not print or fit a line: {one_line(name)[:80]}",
+        )
+        raise_if(
+            tensor.dtype not in FLOATS and tensor.dtype not in INTEGERS,
+            CheckpointError,
+            f"tensor '{one_line(name)}' of {where} is {str(tensor.dtype).removeprefix('torch.')}: not a type of weights",
+            "convert it to float32, float64, float16 or bfloat16, if it holds weights",
+        )
         # torch tests no float8; half holds all its values
         wide = tensor.half() if tensor.dtype in FLOAT8 else tensor
-        if tensor.is_floating_point() and not torch.isfinite(wide).all():
-            raise CheckpointError(
-                f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
-                "go back to the checkpoint before it; `certvit log` shows the lineage",
-            )
+        raise_if(
+            tensor.is_floating_point() and not torch.isfinite(wide).all(),
+            CheckpointError,
+            f"tensor '{one_line(name)}' of {where} holds NaN or infinite values",
+            "go back to the checkpoint before it; `certvit log` shows the lineage",
+        )
 
 
 def write_safetensors(

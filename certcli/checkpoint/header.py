@@ -20,7 +20,7 @@ from torch import Tensor
 
 from certcli.checkpoint.schema import decode
 from certcli.system import watched
-from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.files import atomic_file
 from certcli.system.reading import open_regular
 
@@ -152,8 +152,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             buffer: bytearray | mmap.mmap
             if place is None:
                 buffer = bytearray(size)
-                if file.readinto(buffer) < len(buffer):
-                    raise Refused("it ends before its tensors do")
+                raise_if(
+                    file.readinto(buffer) < len(buffer), Refused, "it ends before its tensors do"
+                )
                 first = 0
             else:
                 try:
@@ -175,10 +176,10 @@ def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str
     size = os.fstat(file.fileno()).st_size
     start = file.read(8)
     length = int.from_bytes(start, "little")
-    if len(start) < 8 or length > size - 8:
-        raise Refused(f"it ends before its header: {size:,} bytes")
-    if length > LONGEST_HEADER:
-        raise Refused(f"its header has {length:,} bytes")
+    raise_if(
+        len(start) < 8 or length > size - 8, Refused, f"it ends before its header: {size:,} bytes"
+    )
+    raise_if(length > LONGEST_HEADER, Refused, f"its header has {length:,} bytes")
     fields, metadata = _decoded(file.read(length))
     return fields, metadata, size - 8 - length
 
@@ -199,16 +200,19 @@ def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
     """Raise Refused unless the tensors fill the `size` bytes one after the other, each its own."""
     place = 0
     for name, one in sorted(fields.items(), key=lambda item: item[1].data_offsets):
-        if one.dtype not in _TYPES:
-            raise Refused(
-                f"its tensor '{one_line(name)[:80]}' is {one_line(one.dtype)[:40]}: not a type of weights"
-            )
+        raise_if(
+            one.dtype not in _TYPES,
+            Refused,
+            f"its tensor '{one_line(name)[:80]}' is {one_line(one.dtype)[:40]}: not a type of weights",
+        )
         begin, end = one.data_offsets
-        if begin != place or end - begin != prod(one.shape) * _TYPES[one.dtype].itemsize:
-            raise Refused(f"its tensor '{one_line(name)[:80]}' does not fit its place")
+        raise_if(
+            begin != place or end - begin != prod(one.shape) * _TYPES[one.dtype].itemsize,
+            Refused,
+            f"its tensor '{one_line(name)[:80]}' does not fit its place",
+        )
         place = end
-    if place != size:
-        raise Refused(f"its tensors have {place:,} bytes, and it holds {size:,}")
+    raise_if(place != size, Refused, f"its tensors have {place:,} bytes, and it holds {size:,}")
 
 
 def _decoded(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
@@ -217,8 +221,7 @@ def _decoded(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
         entries: dict[str, Any] = decode(text, dict[str, msgspec.Raw])
     except Refused as failure:
         raise Refused(f"its header cannot be read: {one_line(failure)}") from failure
-    if len(entries) > MOST_TENSORS:
-        raise Refused(f"it has {len(entries):,} tensors")
+    raise_if(len(entries) > MOST_TENSORS, Refused, f"it has {len(entries):,} tensors")
     fields = {}
     metadata: dict[str, str] = {}
     for name, entry in entries.items():

@@ -23,7 +23,7 @@ from certcli.checkpoint.shards import (
     part_names,
 )
 from certcli.checkpoint.shipped import shipped_names, shipped_path
-from certcli.system.errors import CheckpointError, Refused, UsageError
+from certcli.system.errors import CheckpointError, Refused, UsageError, raise_if
 from certcli.system.files import is_stream, open_alone, require_absent, sweep
 from certcli.system.reading import is_absent, open_regular
 
@@ -80,11 +80,12 @@ class Outputs:
         --force. UsageError for the name of a network that comes with the package, which a file
         would hide.
         """
-        if str(path) in shipped_names():
-            raise UsageError(
-                f"{option} {path} is the name of a network that comes with certvit",
-                f"name a file: {option} {path.name}.safetensors",
-            )
+        raise_if(
+            str(path) in shipped_names(),
+            UsageError,
+            f"{option} {path} is the name of a network that comes with certvit",
+            f"name a file: {option} {path.name}.safetensors",
+        )
         self._written.append((OptionPath(option, path), continued))
 
     def draws(self, option: str, path: Path) -> None:
@@ -109,30 +110,34 @@ class Outputs:
                 _require_home(output)
             old = [*belonging(output.path), *orphans(output.path)] if is_index(output.path) else []
             for source in self._read:
-                if same_file(output.path, source.path):
-                    raise UsageError(
-                        f"the output {output.path} ({output.option}) is the input {source.path} ({source.option})",
-                        f"an input file is never modified; choose another {output.option}",
-                    )
-                if any(same_file(part, source.path) for part in old):
-                    raise UsageError(
-                        f"the input {source.path} ({source.option}) belongs to {output.path}, "
-                        "which would be replaced",
-                        f"an input file is never deleted; choose another {output.option}",
-                    )
+                raise_if(
+                    same_file(output.path, source.path),
+                    UsageError,
+                    f"the output {output.path} ({output.option}) is the input {source.path} ({source.option})",
+                    f"an input file is never modified; choose another {output.option}",
+                )
+                raise_if(
+                    any(same_file(part, source.path) for part in old),
+                    UsageError,
+                    f"the input {source.path} ({source.option}) belongs to {output.path}, "
+                    "which would be replaced",
+                    f"an input file is never deleted; choose another {output.option}",
+                )
             for folder in self._folders:
                 inside = output.path.resolve().is_relative_to(folder.path.resolve())
-                if not is_absent(output.path) and output.path.suffix not in WRITTEN and inside:
-                    raise UsageError(
-                        f"the output {output.path} ({output.option}) lies among the images of {folder.option}",
-                        f"an input file is never modified; choose another {output.option}",
-                    )
+                raise_if(
+                    not is_absent(output.path) and output.path.suffix not in WRITTEN and inside,
+                    UsageError,
+                    f"the output {output.path} ({output.option}) lies among the images of {folder.option}",
+                    f"an input file is never modified; choose another {output.option}",
+                )
             for other, _ in self._written[:position]:
-                if same_file(output.path, other.path):
-                    raise UsageError(
-                        f"{other.option} and {output.option} would both write {output.path}",
-                        "give each its own file",
-                    )
+                raise_if(
+                    same_file(output.path, other.path),
+                    UsageError,
+                    f"{other.option} and {output.option} would both write {output.path}",
+                    "give each its own file",
+                )
         for drawn in self._figures:
             if drawn.path.suffix.lower() not in FIGURES:
                 message = (
@@ -150,11 +155,12 @@ def same_file(one: Path, other: Path) -> bool:
 
 def _require_home(index: OptionPath) -> None:
     """Raise UsageError where an index is a link: its files would not lie beside it."""
-    if is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent):
-        raise UsageError(
-            f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
-            f"{index.option} {index.path.resolve()}",
-        )
+    raise_if(
+        is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent),
+        UsageError,
+        f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
+        f"{index.option} {index.path.resolve()}",
+    )
 
 
 def read_metadata(path: Path) -> dict[str, str]:
@@ -204,21 +210,23 @@ def is_unfinished(path: Path, state: Path, command: str) -> bool:
 
 def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     """Raise UsageError when `path` holds another run's state, perhaps hours, unless `force`."""
-    if not is_absent(path) and not force and not is_state_of(path, key, identity):
-        raise UsageError(
-            f"{path} is the state of another run, which this one would replace",
-            "continue that run (its options and --resume), choose another -o, or pass --force to "
-            "replace it",
-        )
+    raise_if(
+        not is_absent(path) and not force and not is_state_of(path, key, identity),
+        UsageError,
+        f"{path} is the state of another run, which this one would replace",
+        "continue that run (its options and --resume), choose another -o, or pass --force to "
+        "replace it",
+    )
 
 
 def require_state_of(path: Path, identity: str, digest: str) -> None:
     """Raise CheckpointError where the state at `path`, of `stated`, is another run's."""
-    if digest != identity:
-        raise CheckpointError(
-            f"{path} belongs to a run with other settings, other images or another starting checkpoint",
-            "repeat the command with the options of that run, or drop --resume",
-        )
+    raise_if(
+        digest != identity,
+        CheckpointError,
+        f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+        "repeat the command with the options of that run, or drop --resume",
+    )
 
 
 def hold_state(path: Path, stack: contextlib.ExitStack) -> None:

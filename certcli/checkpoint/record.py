@@ -32,7 +32,7 @@ from certcli.checkpoint.schema import (
     require_pixels,
     surgery_arguments,
 )
-from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 
 KEY = "certvit"
 SCHEMA = 1
@@ -195,11 +195,13 @@ class Record:
 
 
 def _decode(text: str) -> Record:
-    if len(text) > LONGEST_RECORD:
-        raise Refused(f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}")
+    raise_if(
+        len(text) > LONGEST_RECORD,
+        Refused,
+        f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}",
+    )
     schema = decode(text, Versioned).schema
-    if schema != SCHEMA:
-        raise Refused(f"schema {schema}; this certvit reads schema {SCHEMA}")
+    raise_if(schema != SCHEMA, Refused, f"schema {schema}; this certvit reads schema {SCHEMA}")
     record = decode(text, Record)
     raw = decode(text, Json)
     del raw["schema"]
@@ -213,8 +215,7 @@ def _decode(text: str) -> Record:
     if record.input.resized is not None:
         shown = (record.input.size[0], *record.input.resized)
         require_pixels(shown, record.input.mean, record.input.std)
-    if record.classes == 1:
-        raise Refused("classes: 1, and one class leaves nothing to decide")
+    raise_if(record.classes == 1, Refused, "classes: 1, and one class leaves nothing to decide")
     for item in record.surgery:
         surgery_arguments(item.path, item.kind, item.args)
     for step in record.lineage:
@@ -222,8 +223,11 @@ def _decode(text: str) -> Record:
     for entry in record.evidence:
         require_bounded(entry.parameters)
         require_bounded(entry.result)
-    if any(len(part) > LONGEST_TEXT for pair in record.foreign.items() for part in pair):
-        raise Refused(f"foreign: a text of more than {LONGEST_TEXT:,} characters")
+    raise_if(
+        any(len(part) > LONGEST_TEXT for pair in record.foreign.items() for part in pair),
+        Refused,
+        f"foreign: a text of more than {LONGEST_TEXT:,} characters",
+    )
     return record
 
 

@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
 MOST_CHANNELS = 256
 LARGEST_IMAGE = 2**24  # values, channels x height x width
@@ -281,15 +281,13 @@ def _each_once(pairs: list[tuple[str, Any]]) -> None:
     counts."""
     names = set()
     for key, _ in pairs:
-        if key in names:
-            raise Refused(f"the key '{one_line(key)[:80]}' occurs twice")
+        raise_if(key in names, Refused, f"the key '{one_line(key)[:80]}' occurs twice")
         names.add(key)
 
 
 def _bounded(digits: str) -> None:
     """Raise Refused for an integer that no field has: its arithmetic may not end."""
-    if len(digits) > MOST_DIGITS:
-        raise Refused(f"an integer of {len(digits):,} digits")
+    raise_if(len(digits) > MOST_DIGITS, Refused, f"an integer of {len(digits):,} digits")
 
 
 def is_name(text: str) -> bool:
@@ -315,10 +313,8 @@ def _reason(failure: Exception) -> str:
 
 def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
     """Raise Refused unless `kind` is known, with valid arguments for a module at `path`."""
-    if kind not in SURGERY:
-        raise Refused(f"unknown replacement '{one_line(kind)[:80]}'")
-    if (path == "") != (kind == "flat-head"):
-        raise Refused(f"surgery '{kind}' at '{path}'")
+    raise_if(kind not in SURGERY, Refused, f"unknown replacement '{one_line(kind)[:80]}'")
+    raise_if((path == "") != (kind == "flat-head"), Refused, f"surgery '{kind}' at '{path}'")
     try:
         convert(args, SURGERY[kind])
     except Refused as refusal:
@@ -327,10 +323,11 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
 
 def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
     """Raise Refused unless (x - mean) / std, a pair a channel, normalises [0, 1] images."""
-    if math.prod(size) > LARGEST_IMAGE:
-        raise Refused(
-            f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values"
-        )
+    raise_if(
+        math.prod(size) > LARGEST_IMAGE,
+        Refused,
+        f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values",
+    )
     if not len(mean) == len(std) == size[0]:
         raise Refused(
             f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel"
@@ -342,14 +339,17 @@ def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
     """Raise Refused unless all are finite, scaled to [0, 1], and deviations are positive."""
     for name, values in (("mean", mean), ("std", std)):
         for value in values:
-            if not math.isfinite(value):
-                raise Refused(f"{name} {value} is not finite")
-            if name == "std" and value < SMALLEST_STD:
-                raise Refused(f"std {value:g} is not a positive standard deviation")
-            if abs(value) > PIXEL_SCALE:
-                raise Refused(
-                    f"{name} {value:g} is of another scale than pixels in [0, 1]: divide statistics of pixels 0 to 255 by 255"
-                )
+            raise_if(not math.isfinite(value), Refused, f"{name} {value} is not finite")
+            raise_if(
+                name == "std" and value < SMALLEST_STD,
+                Refused,
+                f"std {value:g} is not a positive standard deviation",
+            )
+            raise_if(
+                abs(value) > PIXEL_SCALE,
+                Refused,
+                f"{name} {value:g} is of another scale than pixels in [0, 1]: divide statistics of pixels 0 to 255 by 255",
+            )
 
 
 def require_bounded(value: Any) -> None:

@@ -15,7 +15,7 @@ from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import require_state_of
 from certcli.checkpoint.schema import Json, decode
-from certcli.system.errors import CheckpointError, Refused
+from certcli.system.errors import CheckpointError, Refused, raise_if
 
 _UNKNOWN = "?" * 64
 """Stands for the digest while the tensors are written."""
@@ -74,11 +74,12 @@ def read_state(
         ) from refusal
     require_state_of(path, identity, about.identity)
     digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
-    if about.digest != _digest(digests, decode(metadata[key], Json)):
-        raise CheckpointError(
-            f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
-            "drop --resume",
-        )
+    raise_if(
+        about.digest != _digest(digests, decode(metadata[key], Json)),
+        CheckpointError,
+        f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
+        "drop --resume",
+    )
     return about, tensors
 
 

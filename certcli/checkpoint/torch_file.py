@@ -19,7 +19,7 @@ import torch
 
 from certcli.checkpoint.header import require_no_pointer
 from certcli.checkpoint.zip_records import MAGIC, PROGRAM, ZipRecord, stored_records
-from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import open_regular
 from certcli.system.watched import read_whole
 
@@ -137,28 +137,39 @@ def _require_plain(file: IO[bytes], path: Path) -> bool:
             _require_names(file)
         return False
     require_no_pointer(path)
-    if start.startswith(b"\x80"):
-        raise Refused("it is a pickle, not a file of torch.save")
+    raise_if(start.startswith(b"\x80"), Refused, "it is a pickle, not a file of torch.save")
     raise Refused("it is not a file of torch.save")
 
 
 def _require_archive(file: IO[bytes]) -> None:
     records = stored_records(file)
-    if any(record.name.endswith("/constants.pkl") for record in records):
-        raise Refused(f"{PROGRAM} of TorchScript, and reading it runs code")
-    if any(record.name.endswith(_EXPORTED) for record in records):
-        raise Refused(f"{PROGRAM} of torch.export, and reading it runs code")
+    raise_if(
+        any(record.name.endswith("/constants.pkl") for record in records),
+        Refused,
+        f"{PROGRAM} of TorchScript, and reading it runs code",
+    )
+    raise_if(
+        any(record.name.endswith(_EXPORTED) for record in records),
+        Refused,
+        f"{PROGRAM} of torch.export, and reading it runs code",
+    )
     pickles = [record for record in records if record.name.lower().endswith("/data.pkl")]
-    if len(pickles) != 1:
-        raise Refused(f"it holds {len(pickles)} records data.pkl, a file of torch.save one")
+    raise_if(
+        len(pickles) != 1,
+        Refused,
+        f"it holds {len(pickles)} records data.pkl, a file of torch.save one",
+    )
     with _opened(file, pickles[0]) as content:
         _require_names(content)
 
 
 @contextmanager
 def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
-    if record.size > LARGEST_PICKLE:
-        raise Refused(f"its {one_line(record.name)} has {record.size:,} bytes")
+    raise_if(
+        record.size > LARGEST_PICKLE,
+        Refused,
+        f"its {one_line(record.name)} has {record.size:,} bytes",
+    )
     file.seek(record.start)
     yield BytesIO(file.read(record.size))
 
@@ -173,8 +184,11 @@ def _require_names(content: IO[bytes]) -> None:
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         objects += _OBJECTS.match(opcode.name) is not None
         marks += (opcode.name == "MARK") - (pickletools.markobject in opcode.stack_before)
-        if count > MOST_OPCODES or objects > MOST_OBJECTS or marks > MOST_MARKS:
-            raise Refused("its pickle makes millions of objects")
+        raise_if(
+            count > MOST_OPCODES or objects > MOST_OBJECTS or marks > MOST_MARKS,
+            Refused,
+            "its pickle makes millions of objects",
+        )
         if opcode.name in ("GLOBAL", "INST"):
             names.add(_current_name(str(argument)))
         elif opcode.name == "STACK_GLOBAL":
@@ -184,10 +198,12 @@ def _require_names(content: IO[bytes]) -> None:
         elif isinstance(argument, str):
             longest = max(longest, len(argument))
     strange = sorted(name for name in names if not _is_plain(name))
-    if strange:
-        raise Refused(f"it holds {one_line(', '.join(strange))[:160]}, not tensors alone")
-    if _ENCODE in names and calls * longest > MOST_COPIED:
-        raise Refused("it copies a long text many times")
+    raise_if(strange, Refused, f"it holds {one_line(', '.join(strange))[:160]}, not tensors alone")
+    raise_if(
+        _ENCODE in names and calls * longest > MOST_COPIED,
+        Refused,
+        "it copies a long text many times",
+    )
 
 
 def _current_name(argument: str) -> str:

@@ -10,7 +10,7 @@ import struct
 from dataclasses import dataclass
 from typing import IO
 
-from certcli.system.errors import Refused, one_line
+from certcli.system.errors import Refused, one_line, raise_if
 
 MAGIC = b"PK\x03\x04"
 LARGEST_DIRECTORY = 2**26
@@ -64,8 +64,7 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
             raise Refused(f"the record {_shown(entry.name)} reaches past the end of its place")
         records.append(record)
     names = [record.name.lower() for record in records]  # torch looks names up without their case
-    if len(set(names)) < len(names):
-        raise Refused("two of its records have one name")
+    raise_if(len(set(names)) < len(names), Refused, "two of its records have one name")
     return records
 
 
@@ -73,68 +72,67 @@ def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
     """Return where the directory begins, and its entries."""
     size = file.seek(0, 2)
     count, length, start = _end(file, size)
-    if length > LARGEST_DIRECTORY:
-        raise Refused(f"its directory has {length:,} bytes")
+    raise_if(length > LARGEST_DIRECTORY, Refused, f"its directory has {length:,} bytes")
     text = _read(file, start, length)
     entries = []
     place = 0
     for _ in range(count):
         entry, place = _entry(text, place)
         entries.append(entry)
-    if place != length:
-        raise Refused("its directory has another length than it states")
+    raise_if(place != length, Refused, "its directory has another length than it states")
     return start, entries
 
 
 def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
     """Return count, length and start of the directory, which ends at the closing part."""
     place = size - _END.size
-    if place < 0:
-        raise Refused("it is cut off")
+    raise_if(place < 0, Refused, "it is cut off")
     magic, disk, first, here, count, length, start, comment = _END.unpack(
         _read(file, place, _END.size)
     )
-    if magic != b"PK\x05\x06" or comment:
-        raise Refused("it does not end as torch.save ends it: it is cut off, or something follows")
+    raise_if(
+        magic != b"PK\x05\x06" or comment,
+        Refused,
+        "it does not end as torch.save ends it: it is cut off, or something follows",
+    )
     closing = place
     if place >= _LOCATOR_64.size:
         locator = _LOCATOR_64.unpack(_read(file, place - _LOCATOR_64.size, _LOCATOR_64.size))
         if locator[0] == b"PK\x06\x07":
             closing = place - _LOCATOR_64.size - _END_64.size
-            if closing < 0 or locator[2] != closing:
-                raise Refused("its directory lies elsewhere than it states")
+            raise_if(
+                closing < 0 or locator[2] != closing,
+                Refused,
+                "its directory lies elsewhere than it states",
+            )
             end = _END_64.unpack(_read(file, closing, _END_64.size))
-            if end[0] != b"PK\x06\x06":
-                raise Refused("its directory lies elsewhere than it states")
+            raise_if(
+                end[0] != b"PK\x06\x06", Refused, "its directory lies elsewhere than it states"
+            )
             wide = (end[7], end[8], end[9])
             for short, limit, value in zip(
                 (count, length, start), (_MAX_16, _MAX_32, _MAX_32), wide, strict=True
             ):
-                if short not in (limit, value):
-                    raise Refused("it states two directories")
+                raise_if(short not in (limit, value), Refused, "it states two directories")
             count, length, start = wide
             disk = end[4]
             first = end[5]
             here = end[6]
-    if disk or first or here not in (count, _MAX_16):
-        raise Refused("it is one part of several")
-    if start + length != closing:
-        raise Refused("its directory lies elsewhere than it states")
+    raise_if(disk or first or here not in (count, _MAX_16), Refused, "it is one part of several")
+    raise_if(start + length != closing, Refused, "its directory lies elsewhere than it states")
     return count, length, start
 
 
 def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     """Return the directory's entry at `place`, and the place behind it."""
-    if place + _ENTRY.size > len(text):
-        raise Refused("its directory is cut off")
+    raise_if(place + _ENTRY.size > len(text), Refused, "its directory is cut off")
     fields = _ENTRY.unpack_from(text, place)
     flags = fields[3]
     method = fields[4]
     packed = fields[8]
     size = fields[9]
     name_length, extra_length, comment_length, header = *fields[10:13], fields[16]
-    if fields[0] != b"PK\x01\x02":
-        raise Refused("its directory is damaged")
+    raise_if(fields[0] != b"PK\x01\x02", Refused, "its directory is damaged")
     after = place + _ENTRY.size
     name = text[after : after + name_length]
     extra = text[after + name_length : after + name_length + extra_length]
@@ -142,8 +140,11 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     if flags & _ENCRYPTED:
         raise Refused(f"the record {_shown(name)} is encrypted")
     if method != 0 or packed != size:
-        if b"/code/__torch__" in name:
-            raise Refused(f"{PROGRAM} of TorchScript, and reading it runs code")
+        raise_if(
+            b"/code/__torch__" in name,
+            Refused,
+            f"{PROGRAM} of TorchScript, and reading it runs code",
+        )
         raise Refused(
             f"the record {_shown(name)} is compressed: torch.save stores all records as they are"
         )
@@ -162,8 +163,7 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
                 (values[index],) = struct.unpack_from("<Q", extra, place + 4 + 8 * number)
             missing = []
         place += 4 + length
-    if missing:
-        raise Refused("a record lacks its size")
+    raise_if(missing, Refused, "a record lacks its size")
     return values[0], values[1], values[2]
 
 
@@ -181,8 +181,7 @@ def _record(file: IO[bytes], entry: _Entry) -> ZipRecord:
 def _read(file: IO[bytes], place: int, length: int) -> bytes:
     file.seek(place)
     text = file.read(length)
-    if len(text) < length:
-        raise Refused("it is cut off")
+    raise_if(len(text) < length, Refused, "it is cut off")
     return text
 
 

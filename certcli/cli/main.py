@@ -19,14 +19,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
-from certcli.cli.shared import settings
+from certcli.cli.shared import output, settings, streams
 from certcli.cli.shared.command import EVERYTHING
-from certcli.cli.shared.output import Invocation, Sink, as_line
-from certcli.cli.shared.streams import Interrupts, guarded
+from certcli.system import memory, watched
 from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
-from certcli.system.memory import out_of_memory
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
-from certcli.system.watched import forget, require_unchanged
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
@@ -114,16 +111,16 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
 
     @wraps(command)
     def wrapped(*args: Any, **kwargs: Any) -> None:
-        Sink.invocation.command = name
+        output.Sink.invocation.command = name
         if name not in SPLIT:
             require_one(
                 f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it"
             )
-        forget()
+        watched.forget()
         try:
             command(*args, **kwargs)
-            for path in require_unchanged():
-                Sink(False, False).warn(
+            for path in watched.require_unchanged():
+                output.Sink(False, False).warn(
                     f"{path} was changed after it was read: the results are of the file as it was"
                 )
             team().finish()
@@ -235,15 +232,15 @@ def run(started: float | None = None) -> None:
     Args:
         started: the begin of the process, on the clock of `time.perf_counter`.
     """
-    Sink.invocation = Invocation(started=started, silent=not _others().leads)
+    output.Sink.invocation = output.Invocation(started=started, silent=not _others().leads)
     if sys.__stderr__ is not None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a file
             # a mapped file that is cut ends the process: not without a word
             faulthandler.enable(sys.__stderr__)
     with (
         _usable_surroundings(),
-        guarded() as out,
-        Interrupts(terminated=_others().several) as interrupts,
+        streams.guarded() as out,
+        streams.Interrupts(terminated=_others().several) as interrupts,
     ):
         code = _run(interrupts)
         out.flush()
@@ -271,7 +268,7 @@ def _usable_surroundings() -> Iterator[None]:
         yield
 
 
-def _run(interrupts: Interrupts) -> int:
+def _run(interrupts: streams.Interrupts) -> int:
     try:
         os.getcwd()
     except OSError:  # torch would end the process with a line of its own
@@ -289,7 +286,7 @@ def _run(interrupts: Interrupts) -> int:
     except Exception as failure:
         if os.environ.get("CERTVIT_DEBUG") and not isinstance(failure, CertvitError):
             raise
-        if out_of_memory(failure):
+        if memory.out_of_memory(failure):
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)
         if isinstance(failure, CertvitError):
             return _report(failure.message, failure.hint, failure.code)
@@ -336,8 +333,8 @@ def _report(message: str, hint: str, code: int) -> int:
     ended = _others().fail(code)
     if ended is not None:
         return ended
-    if "--json" in sys.argv and not Sink.invocation.concluded:
-        sys.stdout.write(as_line({"error": message, "hint": hint, "code": code}))
+    if "--json" in sys.argv and not output.Sink.invocation.concluded:
+        sys.stdout.write(output.as_line({"error": message, "hint": hint, "code": code}))
     lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()

@@ -122,7 +122,7 @@ def constrain_keeping(
             report(eta, path)
         return judged(weights, eta, reference.trial_logits)
 
-    eta = search(trial)
+    eta = search_eta(trial)
     for turn in range(1, ROUNDS + 1):
         results = []
         for result in constrain_to(calibration, replace(settings, eta=eta), bases=bases):
@@ -138,7 +138,7 @@ def constrain_keeping(
     return KeepResult(0.0, [], unchanged)
 
 
-def search(trial: Callable[[float], tuple[bool, float]]) -> float:
+def search_eta(trial: Callable[[float], tuple[bool, float]]) -> float:
     """Return an eta from at most TRIALS calls of trial(eta) -> (enough is kept, predicted eta)."""
     eta = START
     accepted = 0.0

@@ -93,7 +93,7 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit) -> Iterator[N
         yield
 
 
-def require_finite(path: str, diagonal: Tensor) -> None:
+def require_finite_inputs(path: str, diagonal: Tensor) -> None:
     """Raise DataError, naming the layer, where the diagonal of X X^T, and so X, is not finite."""
     if not bool(diagonal.isfinite().all()):
         raise DataError(
@@ -102,7 +102,7 @@ def require_finite(path: str, diagonal: Tensor) -> None:
         )
 
 
-def geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
+def conv_geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:
     """Return the arguments of `conv_norm` for a zero-padded convolution; None: other modules."""
     if not isinstance(module, nn.Conv2d):
         return None
@@ -127,7 +127,9 @@ def proven_norm(weight: Tensor, conv: Mapping[str, Any] | None) -> float:
     return spectral_norm(weight.double().flatten(1)) if conv is None else conv_norm(weight, **conv)
 
 
-def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[Tensor]:
+def input_rows(
+    module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64
+) -> Iterator[Tensor]:
     """Yield the layer's input as rows (tokens, in) of `dtype`, in pieces of at most CHUNK_BYTES."""
     if isinstance(module, nn.Linear):
         tokens = value.reshape(-1, value.shape[-1])
@@ -139,7 +141,7 @@ def rows(module: nn.Module, value: Tensor, dtype: torch.dtype = torch.float64) -
     width = module.weight[0].numel()
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padding = module._reversed_padding_repeated_twice
-    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _positions(module, images)))):
+    for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _window_count(module, images)))):
         padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
         if module.kernel_size == module.stride and module.dilation == (1, 1):
             yield _disjoint_patches(padded, *module.kernel_size).to(dtype)
@@ -160,8 +162,8 @@ def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator
         yield tokens[:, _drawn(tokens.shape[1], count, seed).to(value.device)].flatten(0, 1)
         return
     assert isinstance(module, nn.Conv2d)
-    for piece in rows(module, value, value.dtype):
-        images = piece.unflatten(0, (-1, _positions(module, value)))
+    for piece in input_rows(module, value, value.dtype):
+        images = piece.unflatten(0, (-1, _window_count(module, value)))
         yield images[:, _drawn(images.shape[1], count, seed).to(value.device)].flatten(0, 1)
 
 
@@ -174,7 +176,7 @@ def _drawn(rows: int, count: int, seed: int) -> Tensor:
     return torch.cat([torch.zeros(1, dtype=torch.long), others.sort().values])
 
 
-def _positions(module: nn.Conv2d, value: Tensor) -> int:
+def _window_count(module: nn.Conv2d, value: Tensor) -> int:
     """Return the number of windows of an image."""
     padding = module._reversed_padding_repeated_twice
     return math.prod(

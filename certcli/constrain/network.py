@@ -14,8 +14,8 @@ from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import Batches
 from certcli.constrain.parallel import (
     LayerResult,
+    compute_in_parallel,
     constrain_layer,
-    side_by_side,
     try_layer,
     workers_for,
 )
@@ -196,8 +196,8 @@ def _for_each(
 
     def own_layers() -> Iterator[Computed]:
         for part in calibration.parts():
-            for path, plain, weight, basis in side_by_side(one, part, calibration.workers):
-                _remember(bases, path, basis)
+            for path, plain, weight, basis in compute_in_parallel(one, part, calibration.workers):
+                _remember_basis(bases, path, basis)
                 yield path, plain, spool.keep(weight)
 
     yield from _for_all_processes(calibration, own_layers())
@@ -246,7 +246,9 @@ def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
     return [path for path in paths if rank_of[path] == team.rank]
 
 
-def _remember(bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None) -> None:
+def _remember_basis(
+    bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None
+) -> None:
     """Keep a layer's basis if BASES_BYTES allow."""
     if bases is not None and basis is not None:
         size = sum(other.vectors.nbytes for name, other in bases.items() if name != path)

@@ -61,7 +61,7 @@ def workers_for(device: torch.device | str) -> int:
     return min(MOST_WORKERS, torch.get_num_threads()) if torch.device(device).type == "cpu" else 1
 
 
-def side_by_side(
+def compute_in_parallel(
     work: Callable[[LayerStatistics], T], layers: Iterable[LayerStatistics], workers: int
 ) -> Iterator[T]:
     """Yield work(layer) for each layer, in order, with at most twice `workers` layers in flight.

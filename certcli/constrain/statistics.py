@@ -26,12 +26,12 @@ from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import (
     Batches,
     Visit,
-    geometry,
+    conv_geometry,
+    input_rows,
     module_at,
     proven_norm,
     refusal,
-    require_finite,
-    rows,
+    require_finite_inputs,
     run_batches,
     sampled,
     visiting,
@@ -189,7 +189,7 @@ def collect_in_passes(
     """
     copies = 1 + (held_out_batches is not None)
     for part in passes_within(model, paths, copies=copies, memory_limit_bytes=memory_limit_bytes):
-        _check(model, part)
+        _require_constrainable(model, part)
         with gathering(model, part, sample) as sums_of:
             run_batches(model, batches)
         others = held_out or {}
@@ -221,7 +221,7 @@ def _statistics_of(
     )
 
 
-def _check(model: nn.Module, paths: Sequence[str]) -> None:
+def _require_constrainable(model: nn.Module, paths: Sequence[str]) -> None:
     if model.training:
         raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
     path_of: dict[int, str] = {}
@@ -252,7 +252,7 @@ def gathering(
         with torch.inference_mode():
             sums.settle()
             sums.mirror()
-        require_finite(path, sums.gram.diagonal())
+        require_finite_inputs(path, sums.gram.diagonal())
         sums_of[path] = replace(sums, gram=sums.gram.clone())  # autograd refuses inference tensors
 
 
@@ -260,16 +260,18 @@ def _adding(sums_of: dict[str, GramSums], sample: int | None) -> Visit:
     """Return a visitor of `stream` that adds a layer's inputs to its sums."""
 
     def visit(number: int, path: str, module: nn.Module, value: Tensor) -> None:
-        pieces = rows(module, value) if sample is None else sampled(module, value, sample, number)
+        pieces = (
+            input_rows(module, value) if sample is None else sampled(module, value, sample, number)
+        )
         for columns in pieces:
             if path not in sums_of:
                 width = columns.shape[1]
                 gram = torch.zeros(width, width, dtype=torch.float64, device=columns.device)
-                sums_of[path] = GramSums(gram, geometry(module, value))
-            require_finite(path, torch.stack(columns.aminmax()))
+                sums_of[path] = GramSums(gram, conv_geometry(module, value))
+            require_finite_inputs(path, torch.stack(columns.aminmax()))
             sums_of[path].add(columns)
         if not sums_of[path].waiting:
             # now, so that the error names the first such layer
-            require_finite(path, sums_of[path].gram.diagonal())
+            require_finite_inputs(path, sums_of[path].gram.diagonal())
 
     return visit

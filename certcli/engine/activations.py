@@ -36,6 +36,7 @@ from certcli.engine.curves import (
 )
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU
+from certcli.system.errors import raise_if
 
 
 def up(number: float, roundings: int) -> float:
@@ -44,8 +45,12 @@ def up(number: float, roundings: int) -> float:
 
 
 def _need(condition: bool, reason: str) -> None:
-    if not condition:
-        raise NoRule(reason)
+    raise_if(not condition, NoRule, reason)
+
+
+def _is_moderate(number: float) -> bool:
+    """Tell whether arguments that are multiplied or divided by it neither overflow nor vanish."""
+    return 2.0**-60 < number < 2.0**60
 
 
 def named(
@@ -106,17 +111,19 @@ named(
     functions=(F.softsign,),
 )
 named(
-    smooth("atan", torch.atan, third=2.0, slope=1.0, bend=0.6496),
+    smooth("atan", torch.atan, third=2.0, slope=1.0, bend=0.6496, rounded=(4, 0)),
     functions=(torch.atan,),
     methods=("atan",),
 )
 named(
-    smooth("sin", torch.sin, third=1.0, slope=1.0, bend=1.0, limit=1.0),
+    smooth("sin", torch.sin, third=1.0, slope=1.0, bend=1.0, limit=1.0, rounded=(4, 0)),
     functions=(torch.sin,),
     methods=("sin",),
 )
 named(
-    smooth("cos", torch.cos, third=1.0, slope=1.0, bend=1.0, growth=math.inf, limit=1.0),
+    smooth(
+        "cos", torch.cos, third=1.0, slope=1.0, bend=1.0, growth=math.inf, limit=1.0, rounded=(0, 4)
+    ),
     functions=(torch.cos,),
     methods=("cos",),
 )
@@ -129,6 +136,7 @@ named(
         bend=SIGMOID.slope,
         why="slope of log sigmoid at most 1",
         offset=up(math.log(2.0), 2),
+        rounded=(4, 8),  # a sum of two numbers of one sign, |log(1 + e^-|x|)| <= 1
     ),
     nn.LogSigmoid,
     functions=(F.logsigmoid,),
@@ -184,7 +192,12 @@ def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
     around_0 = (low is None or bool((low <= 0).all())) and (high is None or bool((high >= 0).all()))
     largest = torch.stack([limit.abs().max() for limit in limits]).max() if limits else 0.0
     ordered = low is None or high is None or bool((low <= high).all())
-    kinks = tuple((limit, rise) for limit, rise in ((low, 1.0), (high, -1.0)) if limit is not None)
+    ends = ((min, low, 1.0), (max, high, -1.0))
+    kinks = tuple(
+        (end if isinstance(limit, Tensor) else float(end), rise)
+        for limit, end, rise in ends
+        if end is not None
+    )
     line = Line(1.0, 0.0, kinks) if low is None else Line(0.0, low, kinks)
     finite = all(bool(limit.isfinite().all()) for limit in limits)
     return Curve(
@@ -249,21 +262,35 @@ def parametric_relu(weight: Tensor) -> Curve:
 
 @curve(nn.ELU, functions=(F.elu, F.elu_), relaxed=False)
 def elu(alpha: float = 1.0) -> Curve:
+    """Computed, e^x may be taken less 1."""
     slope = max(1.0, abs(float(alpha)))
-    return Curve("ELU", lambda x: F.elu(x, alpha), slope=slope, why="ELU", growth=slope)
+    rounded = (4 * slope, 4 * slope)
+    return Curve(
+        "ELU", lambda x: F.elu(x, alpha), slope=slope, why="ELU", growth=slope, rounded=rounded
+    )
 
 
 @curve(nn.CELU, functions=(F.celu, torch.celu), relaxed=False)
 def celu(alpha: float = 1.0) -> Curve:
+    """x / alpha, computed, is a few units off, which moves e^z by |z| e^z < 1/2 of them."""
     _need(0 < alpha < math.inf, "CELU with alpha that is not positive and finite")
-    return Curve("CELU", lambda x: F.celu(x, alpha), slope=1.0, why="CELU: slope at most 1")
+    rounded = (4, 8 * float(alpha)) if _is_moderate(alpha) else None
+    return Curve(
+        "CELU",
+        lambda x: F.celu(x, alpha),
+        slope=1.0,
+        why="CELU: slope at most 1",
+        rounded=rounded,
+    )
 
 
 @curve(nn.Softshrink, functions=(F.softshrink,))
 def soft_shrink(lambd: float = 0.5) -> Curve:
     _need(lambd >= 0, "softshrink with a negative threshold")
     line = Line(1.0, lambd, ((-lambd, -1.0), (lambd, 1.0)))
-    return Curve("softshrink", lambda x: F.softshrink(x, lambd), slope=1.0, line=line)
+    return Curve(
+        "softshrink", lambda x: F.softshrink(x, lambd), slope=1.0, line=line, rounded=(4, 0)
+    )
 
 
 @curve(nn.Softplus, functions=(F.softplus,))
@@ -287,4 +314,6 @@ def softplus(
         bend=up(SIGMOID.slope * beta, 2),
         why="slope of softplus at most 1",
         offset=up(math.log(2.0) / beta, 2),
+        # beta t is a few units off, of slope 1; so is the jump
+        rounded=(8, 8 / float(beta)) if _is_moderate(beta) else None,
     )

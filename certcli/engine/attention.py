@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule, Register, Rule, RuleTable, runs_known_code
 from certcli.engine.walk import Constant
+from certcli.system.errors import raise_if
 
 
 def attention_module(table: RuleTable) -> Register:
@@ -63,8 +64,7 @@ def fused_attention(table: RuleTable) -> Register:
             scale: float | None = None,
             enable_gqa: bool = False,
         ) -> Any:
-            if dropout_p or enable_gqa:
-                raise NoRule("attention with dropout or grouped queries")
+            raise_if(dropout_p or enable_gqa, NoRule, "attention with dropout or grouped queries")
             mask = CAUSAL if attn_mask is None and is_causal else attn_mask
             return rule(ctx, query, key, value, mask, scale)
 
@@ -88,10 +88,12 @@ def added_to_scores(mask: Any, shape: tuple[int, ...]) -> Tensor | None:
     tensor = mask.tensor if isinstance(mask, Constant) else mask
     if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
         raise NoRule("attention with a mask of other than stored numbers")
-    if not bool(tensor.isfinite().all()):
-        raise NoRule("attention with a mask that hides tokens")
-    if torch.broadcast_shapes(tensor.shape, shape) != shape:
-        raise NoRule("attention with a mask of another shape")
+    raise_if(not bool(tensor.isfinite().all()), NoRule, "attention with a mask that hides tokens")
+    raise_if(
+        torch.broadcast_shapes(tensor.shape, shape) != shape,
+        NoRule,
+        "attention with a mask of another shape",
+    )
     return tensor
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.engine.table import NoRule, RuleTable, with_attributes
+from certcli.system.errors import raise_if
 
 Shape = tuple[int, ...]
 
@@ -103,8 +104,11 @@ def interpolation(
     dtype: torch.dtype,
 ) -> Separable:
     """Read off the identity, axis by axis. dtype: in which the nearest pixel is decided."""
-    if len(shape) != 4 or mode not in ("nearest", "bilinear", "bicubic"):
-        raise NoRule(f"interpolation mode {mode}")
+    raise_if(
+        len(shape) != 4 or mode not in ("nearest", "bilinear", "bicubic"),
+        NoRule,
+        f"interpolation mode {mode}",
+    )
     sizes, scales = (
         list(x) if isinstance(x, (tuple, list)) else [x] * 2 for x in (size, scale_factor)
     )
@@ -202,8 +206,11 @@ def window_places(
     """
     numbers = torch.arange(1, math.prod(shape) + 1, dtype=torch.float64).view(1, 1, *shape)
     pooled = F.max_pool2d(numbers, kernel, stride, padding, dilation, ceil_mode)
-    if not bool(pooled.isfinite().all()):
-        raise NoRule("a window of max pooling that lies in the padding")
+    raise_if(
+        not bool(pooled.isfinite().all()),
+        NoRule,
+        "a window of max pooling that lies in the padding",
+    )
     rows, columns = pooled.shape[-2:]
     beyond = [
         max(0, (count - 1) * s + d * (k - 1) + 1 - size - 2 * p)

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
+from certcli.system.errors import raise_if
 
 Scalar = Callable[[Tensor], Tensor]
 Limit = Tensor | float
@@ -46,7 +47,9 @@ class Curve:
         why: the slope in words.
         growth, offset, limit: |f(t)| <= growth |t| + offset and |f| <= limit.
         line: f where it is piecewise linear.
-        rounded: (a, b) where f is computed within a |x| + b units of elementary functions.
+        rounded: (a, b) where f is computed within a |x| + b units of elementary functions; None: only
+            comparisons and products with numbers of `line`, or nothing is known.
+        cubes: x^3 is computed on the way.
     """
 
     name: str
@@ -62,7 +65,8 @@ class Curve:
     offset: float = 0.0
     limit: float = math.inf
     line: Line | None = None
-    rounded: tuple[int, int] | None = None
+    rounded: tuple[float, float] | None = None
+    cubes: bool = False
 
 
 def _derivative(f: Scalar) -> Scalar:
@@ -130,6 +134,7 @@ GELU = Curve(
     slope=1.12890415,
     bend=0.7978846,
     why="largest slope of GELU, at x = sqrt 2",
+    rounded=(4, 0),
 )
 GELU_TANH = Curve(
     "tanh GELU",
@@ -140,8 +145,11 @@ GELU_TANH = Curve(
     slope=1.12901,
     bend=0.7978846,
     why="largest slope of tanh-GELU, at x = 1.4185",
+    rounded=(4, 0),
+    cubes=True,
 )
-# SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most
+# SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most. Of x g(x) with 0 <= g <= 1, what is off by a
+# factor in the argument of g moves |g| by 1/2 of that factor at most
 SILU = Curve(
     "SiLU",
     lambda x: x * torch.sigmoid(x),
@@ -197,6 +205,7 @@ ERF = smooth(
     why="largest slope of erf, 2 / sqrt(pi), at 0",
     growth=_ERF,
     limit=1.0,
+    rounded=(4, 0),
 )
 SQUARE = Curve(
     "square",
@@ -207,7 +216,16 @@ SQUARE = Curve(
     bend=2.0,
     growth=math.inf,
 )
-SELU = Curve("SELU", torch.selu, slope=1.7580994, growth=1.7580994, why="SELU: scale times alpha")
+# exp may be taken less 1: an error of 1; 1.06 alpha < 2
+SELU = Curve(
+    "SELU",
+    torch.selu,
+    slope=1.7580994,
+    growth=1.7580994,
+    why="SELU: scale times alpha",
+    rounded=(8, 8),
+)
+# x + 3 is off by 3 units where g is neither 0 nor 1
 HARD_SWISH = Curve(
     "hard swish",
     functional.hardswish,
@@ -279,14 +297,16 @@ def register_curves(
     values: type | tuple[type, ...],
     transfer: Callable[[Any, Any, Curve], Any],
     names: Sequence[Named] = NAMED,
+    mark: Callable[[Any], Any] = lambda rule: rule,
 ) -> None:
     """Register all names in a domain's table; transfer: (context, value, curve) -> value.
 
     Args:
         values: the types of the domain's values.
+        mark: adds to each rule what the domain notes of it.
     """
     for named in names:
-        of_module, of_call = _rules(named.describe, values, transfer)
+        of_module, of_call = map(mark, _rules(named.describe, values, transfer))
         table.module(*named.modules)(of_module)
         table.function(*named.functions)(of_call)
         table.method(*named.methods)(of_call)
@@ -299,8 +319,11 @@ def _rules(describe: Describe, values: Any, transfer: Any) -> tuple[Any, Any]:
     def described(ctx: Any, arguments: dict[str, Any]) -> Curve:
         for value in arguments.values():
             number = isinstance(value, (int, float, Tensor))
-            if number and bool(torch.isnan(torch.as_tensor(value)).any()):
-                raise NoRule("an option that is not a number")
+            raise_if(
+                number and bool(torch.isnan(torch.as_tensor(value)).any()),
+                NoRule,
+                "an option that is not a number",
+            )
         dtype = {"dtype": getattr(ctx, "dtype", None)} if "dtype" in parameters else {}
         return describe(**arguments, **dtype)
 

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
+from certcli.system.errors import raise_if
 
 Shape = tuple[int, ...]
 
@@ -154,8 +155,11 @@ def _shape(x: Any) -> Shape:
 @_move(getattr)
 def _attribute(x: Any, name: str) -> Move:
     """x.T and x.mT."""
-    if name != "mT" and (name != "T" or len(x.shape) != 2):
-        raise NoRule(f"no theorem for the attribute '{name}'")
+    raise_if(
+        name != "mT" and (name != "T" or len(x.shape) != 2),
+        NoRule,
+        f"no theorem for the attribute '{name}'",
+    )
     return Move(torch.transpose, (-2, -1))
 
 
@@ -166,8 +170,11 @@ def _padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Move
         raise NoRule(f"padding with {value}")
     if mode == "constant":
         return Move(F.pad, (tuple(pad),), filled=float(value or 0.0))
-    if mode not in ("reflect", "replicate", "circular") or len(x.shape) != 4:
-        raise NoRule(f"padding mode {mode}")
+    raise_if(
+        mode not in ("reflect", "replicate", "circular") or len(x.shape) != 4,
+        NoRule,
+        f"padding mode {mode}",
+    )
     return Move(F.pad, (tuple(pad), mode))
 
 
@@ -204,8 +211,11 @@ def _rule(describe: Describe, values: Any, transfer: Any) -> Any:
         described = describe(x, *args, **named)
         if not isinstance(x, values):
             return _of_constant(x, described)
-        if depends((described.args, *described.named.values())):
-            raise NoRule("a rearrangement by a tensor that depends on the image")
+        raise_if(
+            depends((described.args, *described.named.values())),
+            NoRule,
+            "a rearrangement by a tensor that depends on the image",
+        )
         if any(isinstance(other, torch.dtype) for other in others):
             raise NoRule("a view as another dtype")
         shape = tuple(x.shape)

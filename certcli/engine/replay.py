@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
 from certcli.engine.state import differs, state_of
@@ -279,3 +280,20 @@ def _random_states_saved() -> Iterator[None]:
         failure = Untraceable("the network draws random numbers")
     if failure is not None:
         raise failure
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Fused kernels are written out in operations; convolutions are sums of products."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

@@ -20,6 +20,7 @@ from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
 from certcli.engine.written_out import written_out
 from certcli.models.build import own_name
 from certcli.models.foreign_tensors import foreign_tensor
+from certcli.system.errors import raise_if
 from certcli.system.torch_modes import RestoredModes
 
 
@@ -202,8 +203,11 @@ def refuse_patched_library() -> None:
 
 def refuse_hooks(root: nn.Module) -> None:
     """Raise Untraceable for hooks or training mode: it would not run its known forward."""
-    if _module._global_forward_hooks or _module._global_forward_pre_hooks:
-        raise Untraceable("a hook is set for all modules")
+    raise_if(
+        _module._global_forward_hooks or _module._global_forward_pre_hooks,
+        Untraceable,
+        "a hook is set for all modules",
+    )
     foreign = foreign_tensor(root)
     if foreign is not None:
         raise Untraceable(
@@ -215,14 +219,17 @@ def refuse_hooks(root: nn.Module) -> None:
             raise Untraceable(
                 f"{where} is a scripted module, whose operations torch.fx cannot follow"
             )
-        if type(module).__module__.startswith("torch._dynamo"):
-            raise Untraceable(
-                f"{where} is a compiled module, which torch.fx cannot follow: give its _orig_mod"
-            )
-        if module.training:
-            raise Untraceable(f"{where} is in training mode")
-        if module._forward_hooks or module._forward_pre_hooks:
-            raise Untraceable(f"{where} has a forward hook")
+        raise_if(
+            type(module).__module__.startswith("torch._dynamo"),
+            Untraceable,
+            f"{where} is a compiled module, which torch.fx cannot follow: give its _orig_mod",
+        )
+        raise_if(module.training, Untraceable, f"{where} is in training mode")
+        raise_if(
+            module._forward_hooks or module._forward_pre_hooks,
+            Untraceable,
+            f"{where} has a forward hook",
+        )
 
 
 LOG_SOFTMAX = (functional.log_softmax, torch.log_softmax, "log_softmax")

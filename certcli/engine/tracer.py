@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.models.build import own_name
-from certcli.models.foreign_tensors import is_own
+from certcli.models.foreign_tensors import is_torch_tensor
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",
@@ -170,7 +170,7 @@ class Tracer(fx.Tracer):
                 self.state.result = self._concrete(a)
             return a.node
         if isinstance(a, Tensor):
-            if not is_own(a):
+            if not is_torch_tensor(a):
                 raise self.refusal(
                     f"{self._where()}: a {type(a).__name__} is no tensor of torch's own"
                 )

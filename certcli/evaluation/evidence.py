@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Json, convert
+from certcli.checkpoint import record, schema
 from certcli.evaluation.evidence_schema import (
     COMMANDS,
     OPTIONS,
@@ -44,20 +43,22 @@ class Decoded:
     result: Any
 
 
-def decode_evidence(entry: Evidence) -> Decoded:
+def decode_evidence(entry: record.Evidence) -> Decoded:
     """Refused, with the reason, for what no command of certvit writes."""
     if entry.command not in COMMANDS:
         raise Refused("no command of certvit writes such evidence")
     parameters, result = COMMANDS[entry.command]
     evidence = Decoded(
-        entry.command, convert(entry.parameters, parameters), convert(entry.result, result)
+        entry.command,
+        schema.convert(entry.parameters, parameters),
+        schema.convert(entry.result, result),
     )
     for wrong in _contradictions(evidence):
         raise Refused(wrong)
     return evidence
 
 
-def understood(entry: Evidence) -> Decoded | None:
+def understood(entry: record.Evidence) -> Decoded | None:
     """The entry, where it is evidence that certvit writes."""
     try:
         return decode_evidence(entry)
@@ -74,8 +75,8 @@ def method_of(run: Run, path: Path) -> str:
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
     common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
-        convert(parameters, OPTIONS[run.method])
-        convert(common, dict[str, str])
+        schema.convert(parameters, OPTIONS[run.method])
+        schema.convert(common, dict[str, str])
     except Refused as refusal:
         raise DataError(
             f"{path} states parameters that no {run.method} has: {refusal}"
@@ -83,7 +84,7 @@ def method_of(run: Run, path: Path) -> str:
     return run.method
 
 
-def command_of(entry: Evidence) -> str:
+def command_of(entry: record.Evidence) -> str:
     """The command's name; a name that certvit does not know is not repeated."""
     return entry.command if entry.command in COMMANDS else "unknown"
 
@@ -96,14 +97,14 @@ def count_of(share: float, images: int) -> int:
     return count
 
 
-def as_json(entry: Evidence, network: str) -> Json:
+def as_json(entry: record.Evidence, network: str) -> schema.Json:
     """An entry for programs: its closed structure, and which of its fields nothing recomputes.
 
     Args:
         network: digest of the checkpoint that holds the entry; nothing is recomputed of an entry
             about another network.
     """
-    about: Json = {"command": command_of(entry), "digest": entry.digest}
+    about: schema.Json = {"command": command_of(entry), "digest": entry.digest}
     try:
         evidence = decode_evidence(entry)
     except Refused as refusal:

@@ -10,11 +10,8 @@ from torch import Tensor, nn
 from certcli.checkpoint.record import Record
 from certcli.evaluation.image_doubts import chance_doubt, image_doubts
 from certcli.evaluation.intervals import share_interval, upper_confidence
-from certcli.images import datasets
-from certcli.images.calibration import DIGITS, PHOTOGRAPHS
-from certcli.images.labelled import Images, at_once
-from certcli.system.errors import DataError, UsageError
-from certcli.system.products import fast_products
+from certcli.images import calibration, datasets, labelled
+from certcli.system import errors, products
 
 CACHED_BYTES = 2**27
 """Most bytes of images that are cached between networks: 220 images of 224 x 224 pixels."""
@@ -102,7 +99,11 @@ class ReferenceLogits:
     """The logits of the original network on some images, for comparison with changed networks."""
 
     def __init__(
-        self, model: nn.Module, images: Images, labels: Tensor | None = None, batch_size: int = 50
+        self,
+        model: nn.Module,
+        images: labelled.Images,
+        labels: Tensor | None = None,
+        batch_size: int = 50,
     ) -> None:
         """Compute the logits. labels: (images,), see `known_labels`."""
         self.images = images
@@ -111,7 +112,7 @@ class ReferenceLogits:
         if len(images):
             parameter = next(model.parameters(), torch.empty(0))
             size = images.fetch([0]).shape[1:]
-            self.batch_size = at_once(batch_size, size, parameter.device)
+            self.batch_size = labelled.at_once(batch_size, size, parameter.device)
         self._pixels: list[Tensor] = []
         self.before = self.logits(model)
 
@@ -225,7 +226,7 @@ class ReferenceLogits:
 
 def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with torch.inference_mode(), fast_products(model):
+    with torch.inference_mode(), products.fast_products(model):
         logits = torch.cat([model(pixels.to(device)) for pixels in batches]).double().cpu()
     return logits.clone()
 
@@ -273,19 +274,23 @@ def worth_of_judges(images: int) -> float:
 def check_keep(keep: float) -> None:
     """Raise UsageError unless 0 < keep <= 1."""
     if not 0 < keep <= 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"--keep must lie between 0 and 1, not {keep:g}",
             "--keep 0.95 preserves 95 of 100 top-1 predictions",
         )
 
 
-def known_labels(images: Images, record: Record) -> tuple[Tensor | None, str]:
+def known_labels(images: labelled.Images, record: Record) -> tuple[Tensor | None, str]:
     """Return (labels, "") where they mean the network's classes, else (None, the reason)."""
-    if images.name == PHOTOGRAPHS:
+    if images.name == calibration.PHOTOGRAPHS:
         return None, ""
-    if images.name == DIGITS and record.dataset is None and record.input.size != (1, 8, 8):
+    if (
+        images.name == calibration.DIGITS
+        and record.dataset is None
+        and record.input.size != (1, 8, 8)
+    ):
         return None, "the digits' labels are not this network's classes"
     try:
         return datasets.require_classes(images, record.classes, record.class_names).labels, ""
-    except DataError as failure:
+    except errors.DataError as failure:
         return None, failure.message

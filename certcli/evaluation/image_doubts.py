@@ -21,8 +21,7 @@ from timm.data.constants import (
 from timm.models.vision_transformer import Block
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.evidence import understood
-from certcli.evaluation.intervals import chance_level, share_interval
+from certcli.evaluation import evidence, intervals
 from certcli.images.labelled import Images, sent
 from certcli.system.errors import one_line
 
@@ -72,9 +71,9 @@ def right_of(
 
 def chance_doubt(right: int, count: int, classes: int) -> str | None:
     """Return a doubt about an accuracy that is about that of guessing."""
-    if not chance_level(right, count, classes):
+    if not intervals.chance_level(right, count, classes):
         return None
-    if share_interval(right, count)[1] < 1 / classes:
+    if intervals.share_interval(right, count)[1] < 1 / classes:
         return (
             f"the network is right on {right} of {count} images, fewer than by chance: is this a permutation of the classes "
             "of its training? Folders named 0, 1, ... fix an order"
@@ -91,7 +90,7 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
     if chance is not None:
         return [chance]
     fresh = (
-        understood(entry)
+        evidence.understood(entry)
         for entry in checkpoint.record.evidence
         if entry.digest == checkpoint.digest
     )
@@ -100,7 +99,7 @@ def accuracy_doubts(right: int, count: int, checkpoint: Checkpoint) -> list[str]
         for entry in fresh
         if entry and hasattr(entry.result, "clean")
     ]
-    high = share_interval(right, count)[1]
+    high = intervals.share_interval(right, count)[1]
     return [
         f"the network is right on {right} of {count} images, its record on {100 * clean:.0f} % ({command}): are these images "
         "like those?"

@@ -24,9 +24,8 @@ from certcli.checkpoint.schema import (
     decode,
     require_bounded,
 )
-from certcli.evaluation.intervals import MOST_DRAWS
+from certcli.evaluation import intervals, threat
 from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
-from certcli.evaluation.threat import Kind
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, Refused
 
@@ -37,7 +36,7 @@ HINT = "certvit certify or attack ... --records FILE writes them"
 Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
 Length = Annotated[float, Meta(ge=0, le=LARGEST)]
 """A radius, a distance between images, or seconds."""
-Draws = Annotated[int, Meta(ge=1, le=MOST_DRAWS)]
+Draws = Annotated[int, Meta(ge=1, le=intervals.MOST_DRAWS)]
 Pixels = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
 Patches = Annotated[list[PatchKey], Meta(min_length=1, max_length=32)]
@@ -51,7 +50,7 @@ class _Fields(Struct, forbid_unknown_fields=True):
     pass
 
 
-class JudgedImages(_Fields, frozen=True):
+class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
 
     name: Dataset
@@ -60,7 +59,7 @@ class JudgedImages(_Fields, frozen=True):
     digest: Digest
 
 
-class Run(_Fields, frozen=True, kw_only=True):
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that decides the records of a file: two runs that are equal write the same records.
 
     Attributes:
@@ -77,7 +76,7 @@ class Run(_Fields, frozen=True, kw_only=True):
     checkpoint: Digest
     dataset: JudgedImages
     method: Name | list[list[Text]]
-    norm: Kind | list[Norm]
+    norm: threat.Kind | list[Norm]
     radii: list[list[Length]] = []
     parameters: Json = {}
     network: Json = {}

@@ -17,10 +17,9 @@ from unicodedata import normalize
 
 from certcli.evaluation.record_lines import Run, parse
 from certcli.images.labelled import DIGESTED, SPLITS, Images
+from certcli.system import processes, reading
 from certcli.system.errors import DataError, OutputError, Refused, UsageError
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
-from certcli.system.processes import Team
-from certcli.system.reading import read_bounded
 
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
@@ -30,7 +29,7 @@ FILE = "file"
 NETWORK = "network"
 
 
-def digested(images: Images, team: Team) -> Images:
+def digested(images: Images, team: processes.Team) -> Images:
     """The same images, digests computed by all processes: reading photographs takes long."""
     if not team.several:
         return images
@@ -194,7 +193,7 @@ class RecordFile:
 def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
     """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
-        data = read_bounded(path, LARGEST_RECORDS)
+        data = reading.read_bounded(path, LARGEST_RECORDS)
     except Refused as refusal:
         raise DataError(f"cannot read {path}: {refusal}", "is it a file of records?") from refusal
     except OSError as failure:

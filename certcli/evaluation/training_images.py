@@ -13,9 +13,8 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint import file, schema
 from certcli.checkpoint.record import SEEN, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, Dataset, StrictStruct, Text, convert
 from certcli.images.labelled import Images
 from certcli.system.errors import Refused
 
@@ -29,11 +28,11 @@ KINDS = {"finetune": TRAINED, "adapt": CALIBRATED, "constrain": CALIBRATED}
 """What each command does with its images."""
 
 
-class _SeenFields(StrictStruct):
-    dataset: Dataset
-    split: Text
+class _SeenFields(schema.StrictStruct):
+    dataset: schema.Dataset
+    split: schema.Text
     images: Annotated[int, Meta(ge=1, le=2**53)]
-    digests: Annotated[str, Meta(max_length=LONGEST_TEXT)]
+    digests: Annotated[str, Meta(max_length=schema.LONGEST_TEXT)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ def kept_of(images: Images) -> dict[str, Any]:
     return {"dataset": images.name, "split": images.split, "images": len(images), "digests": text}
 
 
-def remember(checkpoint: Checkpoint, images: Images) -> Checkpoint:
+def remember(checkpoint: file.Checkpoint, images: Images) -> file.Checkpoint:
     *before, last = checkpoint.record.lineage
     step = replace(last, parameters={**last.parameters, SEEN: kept_of(images)})
     return replace(checkpoint, record=replace(checkpoint.record, lineage=(*before, step)))
@@ -108,7 +107,7 @@ def seen_by(record: Record) -> list[Seen]:
         if step.command not in KINDS:
             continue
         try:
-            fields = convert(step.parameters.get(SEEN), _SeenFields)
+            fields = schema.convert(step.parameters.get(SEEN), _SeenFields)
             listed = listed_in(fields.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")

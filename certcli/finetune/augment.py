@@ -115,7 +115,9 @@ def _drawn_seed(generator: Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator))
 
 
-def augment(images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator) -> Tensor:
+def augment_batch(
+    images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator
+) -> Tensor:
     """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout."""
     side = min(images.shape[2:])
     if "crop" in names:

@@ -39,7 +39,7 @@ def jitter_reach(match: Match[str]) -> tuple[float, float, float, float]:
     return brightness, contrast, saturation, hue
 
 
-def require_known(names: tuple[str, ...]) -> None:
+def require_known_augmentations(names: tuple[str, ...]) -> None:
     """Raise UsageError for a name that is no augmentation, or whose numbers have no meaning."""
     for name in names:
         match = JITTER.fullmatch(name)

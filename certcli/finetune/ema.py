@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from certcli.finetune.shards import LocalRows, Stored, is_sharded, own, put
+from certcli.finetune.shards import LocalRows, Stored, copy_stored, is_sharded, rows_here
 from certcli.finetune.stiefel import retract
 from certcli.system.processes import ALONE, Team
 
@@ -34,7 +34,7 @@ class Average:
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
         for name, value in net.state_dict().items():
             if value.is_floating_point():
-                own(self.weights[name]).lerp_(own(value), 1 - decay)
+                rows_here(self.weights[name]).lerp_(rows_here(value), 1 - decay)
             else:
                 self.weights[name].copy_(value)
 
@@ -53,7 +53,9 @@ class Average:
 
     def state(self) -> dict[str, Stored]:
         weights = {
-            f"w.{name}": LocalRows(own(value).cpu(), value.shape) if is_sharded(value) else value
+            f"w.{name}": LocalRows(rows_here(value).cpu(), value.shape)
+            if is_sharded(value)
+            else value
             for name, value in self.weights.items()
         }
         return {"updates": torch.tensor(self.updates), **weights}
@@ -61,10 +63,10 @@ class Average:
     def load(self, state: Mapping[str, Tensor], team: Team = ALONE) -> None:
         self.updates = int(state["updates"])
         for name, value in self.weights.items():
-            put(value, state[f"w.{name}"], team)
+            copy_stored(value, state[f"w.{name}"], team)
 
 
 @torch.no_grad()
 def _assign(net: nn.Module, weights: dict[str, Tensor]) -> None:
     for name, value in net.state_dict().items():
-        own(value).copy_(own(weights[name]))
+        rows_here(value).copy_(rows_here(weights[name]))

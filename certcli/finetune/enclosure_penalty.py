@@ -69,7 +69,7 @@ class EnclosurePenalty:
     def __init__(self, model: PixelModel, weights: tuple[float, float, float]) -> None:
         self.model = model
         self.weights = dict(zip(PLACES, weights, strict=True))
-        if not any(True for _ in _places(model)):
+        if not any(True for _ in _nonlinear_places(model)):
             raise ArchitectureError(
                 "there is no LayerNorm, softmax or activation whose curvature could be penalised",
                 "drop --enclosure-penalty",
@@ -108,7 +108,7 @@ def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
     return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
 
 
-def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, FloorNorm)):
             yield "norm", module
@@ -123,7 +123,7 @@ def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
     """Record the input of every nonlinear place of the forward passes inside the block."""
     readings: list[NonlinearInput] = []
     hooks = []
-    for place, module in _places(model):
+    for place, module in _nonlinear_places(model):
         if place == "softmax":
             qkv: Any = module.qkv
             hooks.append(qkv.register_forward_hook(_score_reader(module, readings)))

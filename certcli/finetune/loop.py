@@ -261,7 +261,7 @@ class Trainer:
         bad = [
             name
             for name, value in tensors
-            if value.is_floating_point() and not bool(torch.isfinite(shards.own(value)).all())
+            if value.is_floating_point() and not bool(torch.isfinite(shards.rows_here(value)).all())
         ]
         if self.sharded:
             bad = [name for names in self.team.everyone(bad) for name in names]
@@ -309,7 +309,7 @@ class Trainer:
 
     def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
         """Return a checkpoint's tensors; sharded ones gathered in the leader, mapped (`Spool`)."""
-        return shards.whole(net, self.team, Spool().keep)
+        return shards.gather_whole(net, self.team, Spool().keep)
 
     def change_plan(self, train: Images, steps: int) -> None:
         """Make `steps` those of the whole run; the schedule goes on from where it is."""
@@ -353,12 +353,12 @@ class Trainer:
             )
             self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
             best = {
-                name: shards.stored_as(value, state.best_net[name], self.team)
+                name: shards.stored_like(value, state.best_net[name], self.team)
                 for name, value in current.items()
             }
             self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
             for name, value in current.items():
-                shards.put(value, state.net[name], self.team)
+                shards.copy_stored(value, state.net[name], self.team)
             for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
                 shards.load_optimiser(optimiser, stored, self.team)
             self.arithmetic.vectors = {

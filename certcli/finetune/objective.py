@@ -10,7 +10,7 @@ from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
 from certcli.finetune.adversarial import Adversary
-from certcli.finetune.augment import augment
+from certcli.finetune.augment import augment_batch
 from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
 from certcli.finetune.hiding import Hiding
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
@@ -97,7 +97,9 @@ class Objective:
         images = sent(train.fetch(positions.tolist()), self.device)
         labels = sent(train.labels[positions], self.device)
         if settings.augment:
-            images = augment(images, settings.augment, self.model.normalize.mean, self.generator)
+            images = augment_batch(
+                images, settings.augment, self.model.normalize.mean, self.generator
+            )
         with self._precision():
             taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:

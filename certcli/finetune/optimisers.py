@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from certcli.finetune.rates import curve_of
+from certcli.finetune.rates import rate_curve
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import StiefelMuon
 
@@ -52,7 +52,7 @@ class Rates:
     def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
         self.optimisers = optimisers
         self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
-        self.curve = curve_of(settings.schedule, settings.lr, settings.warmup)
+        self.curve = rate_curve(settings.schedule, settings.lr, settings.warmup)
 
     def set(self, share: float) -> None:
         """Set the rates for this share of the run."""

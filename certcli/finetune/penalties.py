@@ -15,20 +15,19 @@ KINDS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AttentionMap:
-    """A weight (or its transpose) whose rows are maps of some kinds in turn, split into heads."""
+    """The map of one kind within a weight (or its transpose): its rows, split into heads."""
 
     weight: Tensor
-    kinds: tuple[str, ...]
+    kind: str
+    place: int
+    kinds: int
     heads: int
     transposed: bool = False
 
-    def blocks(self, chosen: tuple[str, ...]) -> Tensor:
-        """Return the heads' matrices of the chosen kinds: (chosen kinds * heads, rows, columns)."""
+    def blocks(self) -> Tensor:
+        """Return the heads' matrices: (heads, rows, columns)."""
         weight = self.weight.T if self.transposed else self.weight
-        split = weight.reshape(len(self.kinds), -1, weight.shape[1])
-        if len(chosen) < len(split):
-            split = split[[self.kinds.index(kind) for kind in chosen]]
-        return split.reshape(len(chosen) * self.heads, -1, weight.shape[1])
+        return weight.chunk(self.kinds)[self.place].unflatten(0, (self.heads, -1))
 
 
 class SpectralPenalty:
@@ -51,8 +50,7 @@ class SpectralPenalty:
     """
 
     def __init__(self, net: nn.Module, weights: tuple[float, float, float]) -> None:
-        strength = dict(zip(KINDS, weights, strict=True))
-        self._groups: dict[tuple[int, int], list[tuple[AttentionMap, tuple[str, ...]]]] = {}
+        self.strengths = dict(zip(KINDS, weights, strict=True))
         self.vectors: dict[str, Tensor] = {}
         maps = list(attention_maps(net))
         if not maps:
@@ -60,31 +58,25 @@ class SpectralPenalty:
                 "there is no attention whose query, key and value maps could be penalised",
                 "drop --msvp",
             )
-        factors: dict[tuple[int, int], list[float]] = {}
+        self._alike: dict[tuple[int, ...], list[AttentionMap]] = {}
         for each in maps:
-            chosen = tuple(kind for kind in each.kinds if strength[kind] > 0)
-            if not chosen:
-                continue
-            with torch.no_grad():
-                _, rows, columns = each.blocks(chosen).shape
-            self._groups.setdefault((rows, columns), []).append((each, chosen))
-            factors.setdefault((rows, columns), []).extend(
-                strength[kind] for kind in chosen for _ in range(each.heads)
-            )
-        self._factors = {shape: torch.tensor(values) for shape, values in factors.items()}
+            if self.strengths[each.kind] > 0:
+                with torch.no_grad():
+                    shape = tuple(each.blocks().shape[1:])
+                self._alike.setdefault(shape, []).append(each)
 
     def __call__(self) -> Tensor:
         """Return the penalty, in float32 also under autocast."""
-        total: Tensor | None = None
-        for shape, members in self._groups.items():
-            device = members[0][0].weight.device
+        total = torch.zeros(())
+        for (rows, columns), members in self._alike.items():
+            device = members[0].weight.device
             with torch.autocast(device.type, enabled=False):
-                blocks = torch.cat([each.blocks(chosen) for each, chosen in members])
-                norms = block_norms(blocks, self.vectors, f"{shape[0]}x{shape[1]}")
-                self._factors[shape] = self._factors[shape].to(device)
-                term = (self._factors[shape] * norms.square()).sum()
-            total = term if total is None else total + term
-        return torch.zeros(()) if total is None else total
+                blocks = torch.cat([each.blocks() for each in members])
+                norms = block_norms(blocks, self.vectors, f"{rows}x{columns}")
+                factors = [self.strengths[each.kind] for each in members for _ in range(each.heads)]
+                squares = torch.tensor(factors, device=device) * norms.square()
+                total = total.to(device) + squares.sum()
+        return total
 
 
 def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
@@ -113,6 +105,7 @@ def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
             names = {name: (name,) for name in KINDS}
         for name, kinds in names.items():
             layer: Any = getattr(module, name)
-            yield AttentionMap(layer.weight, kinds, heads)
+            for place, kind in enumerate(kinds):
+                yield AttentionMap(layer.weight, kind, place, len(kinds), heads)
         if "query" in names and "value" not in names and isinstance(out, nn.Linear):
-            yield AttentionMap(out.weight, ("v",), heads, transposed=True)
+            yield AttentionMap(out.weight, "v", 0, 1, heads, transposed=True)

@@ -50,14 +50,14 @@ def one_cycle(share: float) -> float:
     return LAST + (1 - LAST) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def _cosine(match: Match[str], lr: float) -> Curve:
+def _cosine_rate(match: Match[str], lr: float) -> Curve:
     if match[1] is None:
         return lambda share: max(FLOOR, 0.5 * (1 + math.cos(math.pi * share)))
-    last = _end(match[1], lr)
+    last = _last_rate(match[1], lr)
     return lambda share: last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-def _steps(match: Match[str], lr: float) -> Curve:
+def _stepped_rate(match: Match[str], lr: float) -> Curve:
     if match[1] is None:
         rates = (1.0, 0.1, 0.01)
         return lambda share: rates[(share >= 7 / 8) + (share >= 19 / 20)]
@@ -70,15 +70,15 @@ def _steps(match: Match[str], lr: float) -> Curve:
     return lambda share: factor ** sum(share >= place for place in places)
 
 
-def _exponential(match: Match[str], lr: float) -> Curve:
-    last = _end(match[1], lr)
+def _exponential_rate(match: Match[str], lr: float) -> Curve:
+    last = _last_rate(match[1], lr)
     start = 0.0 if match[2] is None else float(match[2])
     if not 0 <= start < 1:
         raise ValueError(f"it cannot begin to fall at {start:g} of the run")
     return lambda share: last ** max(0.0, (share - start) / (1 - start))
 
 
-def _end(text: str, lr: float) -> float:
+def _last_rate(text: str, lr: float) -> float:
     """Return the last rate relative to --lr."""
     if not 0 < float(text) <= lr:
         raise ValueError(f"the last rate {text} is not between 0 and --lr {lr:g}")
@@ -86,16 +86,16 @@ def _end(text: str, lr: float) -> float:
 
 
 SCHEDULES = {
-    "cosine": Schedule(re.compile(rf"cosine(?::({_NUMBER}))?"), "cosine:1e-5", _cosine),
+    "cosine": Schedule(re.compile(rf"cosine(?::({_NUMBER}))?"), "cosine:1e-5", _cosine_rate),
     "steps": Schedule(
         re.compile(rf"steps(?::({_NUMBER})@((?:{_NUMBER})(?:,(?:{_NUMBER}))*))?"),
         "steps:0.2@0.5,0.6,0.7,0.8",
-        _steps,
+        _stepped_rate,
     ),
     "exponential": Schedule(
         re.compile(rf"exponential:({_NUMBER})(?:@({_NUMBER}))?"),
         "exponential:5e-6@0.5",
-        _exponential,
+        _exponential_rate,
     ),
     "one-cycle": Schedule(
         re.compile("one-cycle"), "one-cycle", lambda match, lr: one_cycle, warms=False
@@ -103,7 +103,7 @@ SCHEDULES = {
 }
 
 
-def curve_of(text: str, lr: float, warmup: float) -> Curve:
+def rate_curve(text: str, lr: float, warmup: float) -> Curve:
     """Return the learning rate over the run that a schedule's text describes.
 
     Args:
@@ -126,9 +126,9 @@ def curve_of(text: str, lr: float, warmup: float) -> Curve:
     if warmup == 0 or not schedule.warms:
         return curve
     if text in ("cosine", "steps"):
-        return lambda share: max(FLOOR, _warm(share, warmup) * curve(share))
-    return lambda share: _warm(share, warmup) * curve(share)
+        return lambda share: max(FLOOR, _warm_up(share, warmup) * curve(share))
+    return lambda share: _warm_up(share, warmup) * curve(share)
 
 
-def _warm(share: float, warmup: float) -> float:
+def _warm_up(share: float, warmup: float) -> float:
     return min(1.0, share / warmup + 1e-3)

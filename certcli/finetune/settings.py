@@ -11,10 +11,10 @@ from certcli.finetune.agreement import (
     require_agreement,
     require_ranges,
 )
-from certcli.finetune.augmentations import BANDS, SQUARES, require_known
+from certcli.finetune.augmentations import BANDS, SQUARES, require_known_augmentations
 from certcli.finetune.budget import parse_duration
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE, NEEDS_PAIRS
-from certcli.finetune.rates import curve_of
+from certcli.finetune.rates import rate_curve
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -217,8 +217,8 @@ class FinetuneSettings:
                 self, "attack_epsilon", LINF_EPSILON if self.attack_norm == "linf" else self.epsilon
             )
         require_ranges(self)
-        require_known(self.augment or ())
-        curve_of(self.schedule, self.lr, self.warmup)
+        require_known_augmentations(self.augment or ())
+        rate_curve(self.schedule, self.lr, self.warmup)
         if self.time_budget is not None:
             parse_duration(self.time_budget)
         require_agreement(self)

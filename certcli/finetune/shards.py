@@ -2,7 +2,7 @@
 optimiser state.
 
 PyTorch's FSDP2 (`fully_shard`) gathers the weights block by block for a pass, and frees them again.
-A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `own` gives this
+A sharded parameter is a DTensor, its rows dealt as `torch.chunk` deals them. `rows_here` gives this
 process's rows in the same memory, `LocalRows` is a copy of them with the shape of the whole.
 """
 
@@ -77,7 +77,7 @@ def share_out(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    _require_rows(model.net)
+    _require_divisible(model.net)
     team.group()
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -95,14 +95,14 @@ def share_out(
         # block in the backward pass
         return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
-    for part in [*blocks(model.net), model.net]:
+    for part in [*gathered_blocks(model.net), model.net]:
         part.register_forward_hook(without_view)
         fully_shard(part, mesh=mesh, mp_policy=policy)
     model.normalize.to(device)
     _require_called(model, device, precision)
 
 
-def blocks(net: nn.Module) -> list[nn.Module]:
+def gathered_blocks(net: nn.Module) -> list[nn.Module]:
     """Return members of module lists with modules of their own (blocks, stages), inner first."""
     lists = (
         module for module in net.modules() if isinstance(module, (nn.Sequential, nn.ModuleList))
@@ -135,7 +135,7 @@ def _require_average(team: Team, device: torch.device) -> None:
         ) from failure
 
 
-def _require_rows(net: nn.Module) -> None:
+def _require_divisible(net: nn.Module) -> None:
     named = list(net.named_parameters(remove_duplicate=False))
     if len({id(parameter) for _, parameter in named}) < len(named):
         raise ArchitectureError(
@@ -172,7 +172,7 @@ def is_sharded(value: object) -> bool:
     return hasattr(value, "to_local")
 
 
-def own(value: Tensor) -> Tensor:
+def rows_here(value: Tensor) -> Tensor:
     """Return this process's rows of a sharded tensor, same memory; others as they are."""
     return value.detach().to_local() if is_sharded(value) else value  # type: ignore[attr-defined]
 
@@ -188,37 +188,37 @@ def let_go(net: nn.Module) -> None:
 
 def stored_copy(value: Tensor) -> Stored:
     """Return a copy on the CPU; for a sharded tensor, of this process's rows."""
-    copy = own(value).detach().cpu().clone()
+    copy = rows_here(value).detach().cpu().clone()
     return LocalRows(copy, value.shape) if is_sharded(value) else copy
 
 
-def stored_as(value: Tensor, stored: Stored, team: Team) -> Stored:
+def stored_like(value: Tensor, stored: Stored, team: Team) -> Stored:
     """Return `stored`, whole or rows, in the form that `stored_copy(value)` has."""
     if isinstance(stored, LocalRows) or not is_sharded(value):
         return stored
-    return LocalRows(_rows(stored, team).clone(), value.shape)
+    return LocalRows(_rows_of_rank(stored, team).clone(), value.shape)
 
 
 @torch.no_grad()
-def put(value: Tensor, stored: Stored, team: Team) -> None:
+def copy_stored(value: Tensor, stored: Stored, team: Team) -> None:
     """Copy `stored`, whole or rows, into `value`. RuntimeError where the shapes differ."""
     if stored.shape != value.shape:
         raise RuntimeError(
             f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
         )
-    here = own(value)
+    here = rows_here(value)
     if isinstance(stored, LocalRows):
         here.copy_(stored.rows)
     else:
-        here.copy_(_rows(stored, team) if is_sharded(value) else stored)
+        here.copy_(_rows_of_rank(stored, team) if is_sharded(value) else stored)
 
 
-def _rows(whole: Tensor, team: Team) -> Tensor:
+def _rows_of_rank(whole: Tensor, team: Team) -> Tensor:
     rows_each = -(-len(whole) // team.size)
     return whole[team.rank * rows_each : (team.rank + 1) * rows_each]
 
 
-def whole(
+def gather_whole(
     stored: Mapping[str, Stored], team: Team, keep: Callable[[Tensor], Tensor]
 ) -> dict[str, Tensor]:
     """Return the whole tensors in the leader, gathered one after the other; an empty dict in the
@@ -256,5 +256,5 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: dict[str, Any], team
         for name, value in values.items():
             if is_sharded(parameters[index]) and len(value.shape) > 0:
                 entries[index][name] = torch.empty_like(parameters[index].detach())
-                put(entries[index][name], value, team)
+                copy_stored(entries[index][name], value, team)
     optimiser.load_state_dict({**state, "state": entries})

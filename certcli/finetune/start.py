@@ -49,7 +49,9 @@ def start_of(record: Record) -> Start:
     return start
 
 
-def defaults(start: Start, settings: FinetuneSettings, parameters: int) -> Mapping[str, Any]:
+def defaults_of_start(
+    start: Start, settings: FinetuneSettings, parameters: int
+) -> Mapping[str, Any]:
     """Return the settings that a trained network has in place of a fresh one's, as far as nobody
     named them.
 
@@ -73,7 +75,7 @@ def default_batch_size(start: Start, settings: FinetuneSettings, parameters: int
     return BATCH if large else None
 
 
-def sentence(start: Start, settings: FinetuneSettings) -> str:
+def sentence_of_start(start: Start, settings: FinetuneSettings) -> str:
     """Return one line: what was taken, and why."""
     kind = "trained already" if start.trained else "fresh"
     if start.why != FRESH_WEIGHTS:

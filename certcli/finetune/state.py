@@ -31,7 +31,7 @@ CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
 
-def identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
+def training_identity(parent_digest: str, settings: FinetuneSettings, *sets: Images) -> str:
     """Return a digest of the starting weights, the settings and the images, which a resumed run
     must share.
 
@@ -77,7 +77,7 @@ class TrainingState:
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
+def save_training_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
     """Write the state in the leader; sharded weights are gathered one whole tensor at a time."""
     tensors: dict[str, Stored] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
@@ -119,7 +119,7 @@ def save_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
         raise
 
 
-def load_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
+def load_training_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
     """Return the state at `path`, as `read_state` reads it.
 
     Args:

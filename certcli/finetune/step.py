@@ -132,7 +132,7 @@ class Descent:
             loss = loss + self.penalty() / self.team.size
         value = float(loss.detach())
         if not self.team.several:
-            _require_finite(value, where)
+            _require_finite_loss(value, where)
         # of sharded weights the backward pass takes the mean over the processes
         (loss * self.team.size if self.sharded else loss).backward()
         if not self.team.several:
@@ -140,7 +140,7 @@ class Descent:
         added = torch.tensor(value, dtype=torch.float64)
         summed = [] if self.sharded else self.parameters
         self.team.add_up([added, *(p.grad for p in summed if p.grad is not None)])
-        _require_finite(float(added), where)  # here, where all processes see it
+        _require_finite_loss(float(added), where)  # here, where all processes see it
         return float(added)
 
     def state(self) -> dict[str, dict[str, Tensor]]:
@@ -152,6 +152,6 @@ class Descent:
             self.penalty.vectors = {path: value.clone() for path, value in parts["penalty"].items()}
 
 
-def _require_finite(loss: float, where: str) -> None:
+def _require_finite_loss(loss: float, where: str) -> None:
     if not math.isfinite(loss):
         raise Diverged(f"the loss became {loss} at {where}")

@@ -49,7 +49,7 @@ def polar_factor(weight: Tensor) -> Tensor:
 
 def retract(weight: Tensor, steps: int = 1) -> None:
     """Move the weight by `steps` cubic Newton-Schulz steps towards its polar factor, in place."""
-    iterate = _side_by_side([weight])
+    iterate = _stack_tall([weight])
     for _ in range(steps):
         iterate = _cubic(iterate)
     weight.copy_((iterate if iterate.shape[1] == len(weight) else iterate.mT).reshape(weight.shape))
@@ -101,7 +101,7 @@ class StiefelMuon(torch.optim.Optimizer):
             alike: dict[Any, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    flat = _flat(parameter)
+                    flat = _as_matrix(parameter)
                     state = self.state[parameter]
                     state.setdefault("step", 0)
                     alike[flat.shape, flat.dtype, flat.device, state["step"]].append(parameter)
@@ -115,11 +115,11 @@ class StiefelMuon(torch.optim.Optimizer):
     def _update(self, parameters: list[Tensor], lr: float, momentum: float) -> None:
         """Step matrices of one shape, stacked: (c, m, n)."""
         states = [self.state[parameter] for parameter in parameters]
-        weight = _side_by_side(parameters)
-        moment = _side_by_side([parameter.grad for parameter in parameters])  # type: ignore[misc]
+        weight = _stack_tall(parameters)
+        moment = _stack_tall([parameter.grad for parameter in parameters])  # type: ignore[misc]
         if "momentum" in states[0]:
             moment = torch.add(
-                moment, _side_by_side([state["momentum"] for state in states]), alpha=momentum
+                moment, _stack_tall([state["momentum"] for state in states]), alpha=momentum
             )
         large = weight.device.type != "cpu" or weight.shape[-1] >= _HALF_WIDTH
         half = large and weight.dtype == torch.float32 and multiplies_bf16(weight.device)
@@ -127,7 +127,7 @@ class StiefelMuon(torch.optim.Optimizer):
         narrow = weight.to(fast)
         moment = _tangent(narrow, moment)
         step = states[0]["step"] + 1
-        tangent = _tangent(narrow, direction(moment, fast))
+        tangent = _tangent(narrow, orthogonalised_direction(moment, fast))
         weight = torch.sub(weight, tangent, alpha=lr).div_((1 + lr * lr) ** 0.5)
         if step % RETRACT_EVERY == 0:
             weight = _cubic(weight)
@@ -147,7 +147,7 @@ class StiefelMuon(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
 
 
-def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
+def orthogonalised_direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
     """Return T Q with Q ~ (T^T T)^(-1/2), whose singular values are near 1: (c, m, n).
 
     The Gram matrix G is divided by its trace and then by ||G^2||_F^(1/2) >= ||G||_2, which bounds
@@ -177,16 +177,16 @@ def direction(tangent: Tensor, fast: torch.dtype) -> Tensor:
             gram = factor @ gram @ factor
     assert whiten is not None
     whiten = whiten / (trace * scale).sqrt()
-    return _times(tangent.to(fast), whiten.to(fast))
+    return _tall_product(tangent.to(fast), whiten.to(fast))
 
 
-def _flat(weight: Tensor) -> Tensor:
+def _as_matrix(weight: Tensor) -> Tensor:
     return weight.reshape(weight.shape[0], -1)
 
 
-def _side_by_side(weights: list[Tensor]) -> Tensor:
+def _stack_tall(weights: list[Tensor]) -> Tensor:
     """Return same-shaped tensors as (c, m, n), m >= n; where possible, a view of one."""
-    flats = [_flat(weight) for weight in weights]
+    flats = [_as_matrix(weight) for weight in weights]
     stack = flats[0][None] if len(flats) == 1 else torch.stack(flats)
     return stack if stack.shape[1] >= stack.shape[2] else stack.mT
 
@@ -194,14 +194,14 @@ def _side_by_side(weights: list[Tensor]) -> Tensor:
 def _tangent(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return X - W sym(W^T X), the products in the precision of W."""
     inner = weight.mT @ gradient.to(weight)
-    return gradient - _times(weight, (inner + inner.mT) / 2)
+    return gradient - _tall_product(weight, (inner + inner.mT) / 2)
 
 
-def _times(tall: Tensor, small: Tensor) -> Tensor:
+def _tall_product(tall: Tensor, small: Tensor) -> Tensor:
     """Return the product in `tall`'s memory layout: mixed layouts take five times as long."""
     return tall @ small if tall.stride(-1) == 1 else (small.mT @ tall.mT).mT
 
 
 def _cubic(tall: Tensor) -> Tensor:
     """Return W (1.5 I - 0.5 W^T W), one Newton-Schulz step towards the polar factor."""
-    return 1.5 * tall - 0.5 * _times(tall, tall.mT @ tall)
+    return 1.5 * tall - 0.5 * _tall_product(tall, tall.mT @ tall)

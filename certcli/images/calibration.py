@@ -19,7 +19,7 @@ from certcli.checkpoint.record import InputSpec, Record
 from certcli.images import datasets
 from certcli.images.dead_leaves import drop_leaves
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, raise_if
 
 PHOTOGRAPHS = "synthetic photographs"
 DIGITS = "digits"
@@ -76,8 +76,7 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
     One in four is 1/f noise, the others are dead leaves over such noise. Image number k does not
     depend on `count`.
     """
-    if count < 1:
-        raise DataError(f"a limit of {count} images leaves none")
+    raise_if(count < 1, DataError, f"a limit of {count} images leaves none")
     channels, height, width = spec.size
     scale = 2 if min(height, width) < _FINE else 1
     size = (channels, scale * height, scale * width)

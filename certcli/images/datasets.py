@@ -17,7 +17,7 @@ from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
 from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
 from certcli.images.splits import order_note
-from certcli.system.errors import DataError, one_line
+from certcli.system.errors import DataError, one_line, raise_if
 
 LARGEST_RAW = 2**28
 """Bytes of one of the files of the datasets like MNIST, of which the largest has 47 MB."""
@@ -65,11 +65,12 @@ def require_classes(
 
     Folders of ImageNet synset names are mapped to the indices of a 1,000-class model.
     """
-    if images.unlabelled:
-        raise DataError(
-            f"the images of '{images.name}' have no labels",
-            "one folder a class, or a labels.csv; audit, attack and certify need no labels",
-        )
+    raise_if(
+        images.unlabelled,
+        DataError,
+        f"the images of '{images.name}' have no labels",
+        "one folder a class, or a labels.csv; audit, attack and certify need no labels",
+    )
     mapping = imagenet_indices(images.classes) if classes == 1000 else None
     if mapping is not None:
         return replace(
@@ -107,8 +108,11 @@ def _by_name(images: Images, class_names: Sequence[str]) -> Images:
             f"name the folders by the network's classes, or by their numbers, 0 to {len(class_names) - 1}",
         )
     order = [number_of[_plain_name(name)] for name in images.classes]
-    if len(set(order)) < len(order):
-        raise DataError(f"dataset '{images.name}' has two classes of one name of the network")
+    raise_if(
+        len(set(order)) < len(order),
+        DataError,
+        f"dataset '{images.name}' has two classes of one name of the network",
+    )
     if order == list(range(len(order))):
         return images
     names = sorted(images.classes, key=lambda name: number_of[_plain_name(name)])
@@ -270,8 +274,9 @@ def _require_consistent(
         reason = "no images"
     elif int(numbers.min()) < 0 or int(numbers.max()) >= classes:
         reason = f"labels up to {int(numbers.max())} of {classes} classes"
-    if reason:
-        raise DataError(
-            f"the files of '{name}' in {data_dir} contradict each other: {reason}",
-            "fetch them again, all of one version",
-        )
+    raise_if(
+        reason,
+        DataError,
+        f"the files of '{name}' in {data_dir} contradict each other: {reason}",
+        "fetch them again, all of one version",
+    )

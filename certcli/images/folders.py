@@ -25,7 +25,7 @@ from certcli.images.splits import (
     splits_in,
     unused_folders,
 )
-from certcli.system.errors import DataError, Refused, one_line, plain
+from certcli.system.errors import DataError, Refused, one_line, plain, raise_if
 from certcli.system.reading import is_absent, open_bounded
 
 LARGEST_RESIZED = 2**24
@@ -67,8 +67,12 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
         unreadable.append(f"{failure.filename} ({failure.strerror})")
 
     for path in paths:
-        if is_absent(path):
-            raise DataError(f"no file {one_line(path)}", "name image files, or folders of them")
+        raise_if(
+            is_absent(path),
+            DataError,
+            f"no file {one_line(path)}",
+            "name image files, or folders of them",
+        )
         if not path.is_dir():
             files.append(path)
             continue
@@ -76,11 +80,12 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
         below = [Path(parent, name) for parent, _, names in walked for name in names]
         inside = sorted(each for each in below if _is_image(each.name))
         others += [each.name for each in below if not _is_image(each.name)]
-        if not inside:
-            raise DataError(
-                f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
-                f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
-            )
+        raise_if(
+            not inside,
+            DataError,
+            f"{one_line(path)} holds no images{' that can be read' if unreadable else ''}",
+            f"their names end in {', '.join(sorted(IMAGE_SUFFIXES))}",
+        )
         files += inside
     return files, unreadable, _left_out(others, files)
 
@@ -163,8 +168,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
 def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) -> Images:
     """Return images without labels from files in one folder."""
     for path in paths:
-        if not path.is_file():
-            raise DataError(f"{path} is not a regular file", "remove it")
+        raise_if(not path.is_file(), DataError, f"{path} is not a regular file", "remove it")
     decode = Decoder(spec)
     ahead = Ahead(lambda position: decode(paths[position]))
     zeros = torch.zeros(len(paths), dtype=torch.long)
@@ -237,8 +241,12 @@ def _is_data(name: str) -> bool:
 
 def _foldered(folder: Path) -> tuple[list[Path], list[int], list[str], list[str]]:
     classes = in_order(folders_in(folder))
-    if not classes:
-        raise DataError(f"{folder} holds no class folders", "one folder a class, its images inside")
+    raise_if(
+        not classes,
+        DataError,
+        f"{folder} holds no class folders",
+        "one folder a class, its images inside",
+    )
     paths: list[Path] = []
     labels: list[int] = []
     others: list[str] = []
@@ -270,18 +278,19 @@ def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
             if not _is_image(name):
                 others.append(name)
                 continue
-            if not path.is_file():
-                raise DataError(f"{path} is not a regular file", "remove it")
+            raise_if(not path.is_file(), DataError, f"{path} is not a regular file", "remove it")
             yield path
 
 
 def _lines(handle: IO[str], listing: Path) -> Iterator[str]:
     """Yield the lines of a table; DataError for one that is too long."""
     while line := handle.readline(LONGEST_LINE):
-        if len(line) == LONGEST_LINE:
-            raise DataError(
-                f"{listing} has a line of {LONGEST_LINE:,} characters or more", "is it a table?"
-            )
+        raise_if(
+            len(line) == LONGEST_LINE,
+            DataError,
+            f"{listing} has a line of {LONGEST_LINE:,} characters or more",
+            "is it a table?",
+        )
         yield line
 
 
@@ -323,19 +332,24 @@ def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[st
         )
     classes, labels = _numbered(rows, class_column)
     for other in class_columns[1:]:
-        if other == class_column or _numbered(rows, other)[1] != labels:
-            raise DataError(
-                f"{listing} has two columns of classes that disagree: {class_column}, {other}",
-                "leave one of them",
-            )
+        raise_if(
+            other == class_column or _numbered(rows, other)[1] != labels,
+            DataError,
+            f"{listing} has two columns of classes that disagree: {class_column}, {other}",
+            "leave one of them",
+        )
     paths = [folder / row[name_column] for row in rows]
     for row, path in zip(rows, paths, strict=True):
-        if ".." in path.parts or Path(row[name_column]).is_absolute():
-            raise DataError(
-                f"{listing} names {one_line(row[name_column])}, which is not in its folder"
-            )
-        if not path.is_file():
-            raise DataError(f"{listing} names {one_line(path.name)}, which does not exist")
+        raise_if(
+            ".." in path.parts or Path(row[name_column]).is_absolute(),
+            DataError,
+            f"{listing} names {one_line(row[name_column])}, which is not in its folder",
+        )
+        raise_if(
+            not path.is_file(),
+            DataError,
+            f"{listing} names {one_line(path.name)}, which does not exist",
+        )
     return paths, labels, classes
 
 
@@ -405,20 +419,22 @@ class Decoder:
     def _require_size(self, image: Image.Image, path: Path) -> None:
         """Raise DataError for a long image that resizing its short side would make huge."""
         short, long = sorted(image.size)
-        if self.short_side**2 * long > LARGEST_RESIZED * short:
-            raise DataError(
-                f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
-                "crop it, or remove it",
-            )
+        raise_if(
+            self.short_side**2 * long > LARGEST_RESIZED * short,
+            DataError,
+            f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
+            "crop it, or remove it",
+        )
 
     def _pixels(self, image: Image.Image, path: Path) -> Tensor:
         # 16 bits a pixel: Pillow's own conversion to 8 clips at 255
         if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
             scaled = Image.fromarray(np.asarray(image, dtype=np.float32) / np.float32(65535))
             return self.grey(scaled).expand(self.channels, -1, -1)
-        if image.mode in ("I", "F"):
-            raise DataError(
-                f"image {path} has {image.mode} pixels, whose white is not known",
-                "save it with 8 or 16 bits",
-            )
+        raise_if(
+            image.mode in ("I", "F"),
+            DataError,
+            f"image {path} has {image.mode} pixels, whose white is not known",
+            "save it with 8 or 16 bits",
+        )
         return self.transform(image.convert("L" if self.channels == 1 else "RGB"))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.images.prefetch import Ahead
-from certcli.system.errors import DataError
+from certcli.system.errors import DataError, raise_if
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """(indices (b,) int64, images (b, c, h, w) float32 in [0, 1], labels (b,) int64)"""
@@ -121,8 +121,7 @@ class Images:
         """Return a seeded, class-balanced sample of `count` images, in the order of the split."""
         if count is None or count >= len(self):
             return self
-        if count < 1:
-            raise DataError(f"a limit of {count} images leaves none")
+        raise_if(count < 1, DataError, f"a limit of {count} images leaves none")
         return self.select(sorted(_balanced(self.labels, count, seed)))
 
     def in_turn(self, seed: int = 0) -> "Images":
@@ -226,7 +225,9 @@ def split_training(labels: Tensor, split: str) -> Tensor:
 
 
 def require_split(name: str, split: str, splits: Sequence[str]) -> None:
-    if split not in splits:
-        raise DataError(
-            f"dataset '{name}' has no split '{split}'", f"--split {' or '.join(splits)}"
-        )
+    raise_if(
+        split not in splits,
+        DataError,
+        f"dataset '{name}' has no split '{split}'",
+        f"--split {' or '.join(splits)}",
+    )

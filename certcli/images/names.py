@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from certcli.system.errors import DataError, one_line
+from certcli.system.errors import DataError, one_line, raise_if
 from certcli.system.registry import one_of
 
 DIGITS = "digits"
@@ -21,8 +21,9 @@ def require_named(name: str) -> None:
     """Raise DataError for a name that is no dataset's and no folder's."""
     if name in (DIGITS, PHOTOGRAPHS, *TORCHVISION):
         return
-    if name.startswith("torch/"):
-        raise DataError(f"unknown dataset '{name}'", one_of(name, TORCHVISION))
+    raise_if(
+        name.startswith("torch/"), DataError, f"unknown dataset '{name}'", one_of(name, TORCHVISION)
+    )
     try:
         is_folder = Path(name).resolve().is_dir()
     except (OSError, ValueError) as failure:
@@ -30,11 +31,12 @@ def require_named(name: str) -> None:
             f"cannot read folder {one_line(name)} ({one_line(failure)})",
             "check name and permissions",
         ) from failure
-    if not is_folder:
-        raise DataError(
-            f"unknown dataset '{name}'",
-            f"{one_of(name, (DIGITS, PHOTOGRAPHS, *TORCHVISION))}, or a folder of class folders",
-        )
+    raise_if(
+        not is_folder,
+        DataError,
+        f"unknown dataset '{name}'",
+        f"{one_of(name, (DIGITS, PHOTOGRAPHS, *TORCHVISION))}, or a folder of class folders",
+    )
 
 
 def class_names(

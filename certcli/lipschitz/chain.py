@@ -21,7 +21,7 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.activations import ClippedReLU, MaxMin
-from certcli.system.errors import NoBoundError
+from certcli.system.errors import NoBoundError, raise_if
 
 Run = Callable[[Tensor, Tensor], Tensor]
 rules = RuleTable("sequential")
@@ -113,8 +113,9 @@ def pixels(call: Call, module: PixelNormalize, x: Chain) -> Chain:
 
 @rules.module(nn.Linear)
 def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
-    if len(call.shape) != 2:
-        raise NoRule("a linear layer on something other than one vector an image")
+    raise_if(
+        len(call.shape) != 2, NoRule, "a linear layer on something other than one vector an image"
+    )
     return (*x, LinearLayer(call.path, module, F.linear, module.in_features, matrix=True))
 
 
@@ -124,8 +125,7 @@ def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
 )
 def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
-    if len(size) != 4:
-        raise NoRule("a convolution of something other than (b, c, h, w)")
+    raise_if(len(size) != 4, NoRule, "a convolution of something other than (b, c, h, w)")
     options: Any = module.stride, module.padding, module.dilation, module.groups
     padding = tuple((int(p), int(p)) for p in module.padding)
     geometry = Geometry(module.stride, padding, module.dilation, module.groups, tuple(size[2:]))
@@ -167,8 +167,11 @@ def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) 
     if isinstance(arguments[0], nn.Module):
         return (*_chain(arguments), Flatten())
     value, *rest = arguments
-    if [*rest, start_dim][0] != 1 or end_dim != -1 or len(rest) > 1:
-        raise NoRule("a flattening of something other than an image's entries")
+    raise_if(
+        [*rest, start_dim][0] != 1 or end_dim != -1 or len(rest) > 1,
+        NoRule,
+        "a flattening of something other than an image's entries",
+    )
     return (*_chain((value,)), Flatten())
 
 

@@ -254,6 +254,10 @@ class Context:
         """Return `constant_tensor` of a weight or bias that may be absent."""
         return None if argument is None else self.constant_tensor(argument)
 
+    def column(self, vector: Tensor | None) -> Matrix | None:
+        """Return a vector (n,), such as a bias, as a matrix (n, 1); None where it is absent."""
+        return None if vector is None else self.arith.matrix(vector.reshape(-1, 1))
+
     def largest_entry(self, tensor: Tensor) -> Scalar:
         """Return max |entry| of a constant."""
         if not self.arith.rigorous:

@@ -121,7 +121,7 @@ class Size:
         )
 
     def _root(self, count: int) -> Scalar:
-        return self.arith.sqrt(self.arith.const(float(count)))
+        return self.arith.root(count)
 
     def _least(self, candidates: list[Scalar]) -> Scalar:
         if not candidates:

@@ -74,7 +74,7 @@ class Adapter:
                 self._merge_layer(key.removesuffix(".lora_A.weight"), base, unread, changed)
         for key, tensor in unread.items():
             plain = re.sub(r"\.(base_layer|modules_to_save(\.default)?)(?=\.)", "", key)
-            _put(changed, base, plain, tensor)
+            _set_once(changed, base, plain, tensor)
         return {**base, **changed}
 
     def _merge_layer(
@@ -96,19 +96,19 @@ class Adapter:
             if key in unread
         ]
         rank = _by_pattern(self.config.rank_pattern, path, self.config.r)
-        name = _place(f"{layer}.weight", base)
+        name = _base_name(f"{layer}.weight", base)
         fits = 2 <= a.dim() == b.dim() == base[name].dim()
         if not fits or not len(a) == b.flatten(1).shape[1] == rank:
             raise CheckpointError(f"'{one_line(path)[:80]}' is of another rank than {CONFIG} says")
         scale = self._scale(path, rank)
         product = torch.einsum("or,r...->o...", b.flatten(1), a)
         change = scale * (product.T if self.config.fan_in_fan_out else product)
-        weight = self._with_lengths(name, _added(name, base, change), lengths)
-        _put(changed, base, name, weight)
+        weight = self._with_lengths(name, _with_change(name, base, change), lengths)
+        _set_once(changed, base, name, weight)
         if f"{layer}.lora_B.bias" in unread:
-            bias = _place(f"{layer}.bias", base)
+            bias = _base_name(f"{layer}.bias", base)
             change = scale * unread.pop(f"{layer}.lora_B.bias").double()
-            _put(changed, base, bias, _added(bias, base, change))
+            _set_once(changed, base, bias, _with_change(bias, base, change))
 
     def _scale(self, path: str, rank: int) -> float:
         alpha: float = _by_pattern(self.config.alpha_pattern, path, self.config.lora_alpha)
@@ -165,7 +165,7 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> An
     return next(values, usual)
 
 
-def _place(key: str, base: Mapping[str, Tensor]) -> str:
+def _base_name(key: str, base: Mapping[str, Tensor]) -> str:
     """Return the name that a tensor of the adapter has in the base; CheckpointError without one."""
     path = key.removeprefix("base_model.model.")
     for name in (path, path.removeprefix("model.")):
@@ -177,7 +177,7 @@ def _place(key: str, base: Mapping[str, Tensor]) -> str:
     )
 
 
-def _added(name: str, base: Mapping[str, Tensor], change: Tensor) -> Tensor:
+def _with_change(name: str, base: Mapping[str, Tensor], change: Tensor) -> Tensor:
     weight = base[name].double()
     if weight.shape != change.shape:
         sizes = f"{tuple(change.shape)} to {tuple(weight.shape)}"
@@ -185,9 +185,11 @@ def _added(name: str, base: Mapping[str, Tensor], change: Tensor) -> Tensor:
     return weight + change
 
 
-def _put(changed: dict[str, Tensor], base: Mapping[str, Tensor], key: str, tensor: Tensor) -> None:
+def _set_once(
+    changed: dict[str, Tensor], base: Mapping[str, Tensor], key: str, tensor: Tensor
+) -> None:
     """Set a tensor of the base once, in its type."""
-    name = _place(key, base)
+    name = _base_name(key, base)
     if name in changed or tensor.shape != base[name].shape:
         why = "twice" if name in changed else f"to the shape {tuple(tensor.shape)}"
         raise CheckpointError(

@@ -50,7 +50,7 @@ def _channels(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
         yield Advice(_PATCHES, f"--arch-arg patch_size={first.shape[2]}")
 
 
-def _width(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
+def _width_advice(tensors: Tensors, expected: Tensors) -> Iterator[Advice]:
     first = tensors.get(_PATCHES)
     usual = expected.get(_PATCHES)
     if first is not None and usual is not None and first.shape[0] != usual.shape[0]:
@@ -73,7 +73,7 @@ def _surplus(ending: str, options: str) -> Callable[[Tensors, Tensors], Iterator
 _RULES: tuple[Callable[[Tensors, Tensors], Iterator[Advice]], ...] = (
     _distilled,
     _registers,
-    _width,
+    _width_advice,
     _channels,
     _surplus("fc_norm.weight", "--arch-arg global_pool=avg"),
     _surplus(".ls1.gamma", "--arch-arg init_values=1e-5"),

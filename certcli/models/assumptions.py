@@ -63,14 +63,14 @@ def reading_of(
     facts = [Fact("architecture", record.arch, origins.get("architecture", default))]
     facts += [Fact(name, value, option_names[name]) for name, value in invisible(net).items()]
     facts += [
-        Fact("mean", _numbers(spec.mean), origins.get("mean", default)),
-        Fact("std", _numbers(spec.std), origins.get("std", default)),
-        Fact("images", images_of(spec), origins.get("view", default)),
+        Fact("mean", _numbers_text(spec.mean), origins.get("mean", default)),
+        Fact("std", _numbers_text(spec.std), origins.get("std", default)),
+        Fact("images", image_preparation(spec), origins.get("view", default)),
     ]
     return Reading(tuple(facts), tuple(doubts))
 
 
-def images_of(spec: InputSpec) -> str:
+def image_preparation(spec: InputSpec) -> str:
     """Return how images become pixels: "3x224x224 bicubic, crop 0.9"."""
     view = f"{'x'.join(map(str, spec.size))} {spec.interpolation}, crop {spec.crop_pct:g}"
     view += "" if spec.crop_mode == "center" else f" {spec.crop_mode}"
@@ -112,7 +112,7 @@ def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
         return []  # a head of one's own: trained on other images
     pairs = ((name, getattr(record.input, name), pretrained.get(name)) for name in ("mean", "std"))
     return [
-        f"{name} {_numbers(value)} is not timm's own {_numbers(tuple(usual))} for {record.arch}"
+        f"{name} {_numbers_text(value)} is not timm's own {_numbers_text(tuple(usual))} for {record.arch}"
         for name, value, usual in pairs
         if usual
         and len(usual) == len(value)
@@ -120,7 +120,7 @@ def statistics_doubts(net: nn.Module, record: Record) -> list[str]:
     ]
 
 
-def _numbers(values: tuple[float, ...]) -> str:
+def _numbers_text(values: tuple[float, ...]) -> str:
     return f"{values[0]:g}" if len(set(values)) == 1 else " ".join(f"{value:g}" for value in values)
 
 

@@ -63,7 +63,7 @@ class Building(OperationMode):
                 # may never be
                 return torch.zeros((), dtype=torch.bool, device=args[0].device)
         if all(result.alias_info is None for result in func._schema.returns):
-            self._take(_values(name, args), any(isinstance(part, Tensor) for part in args))
+            self._take(_values_made(name, args), any(isinstance(part, Tensor) for part in args))
         return func(*args, **kwargs)
 
     def _take(self, values: int, computed: bool) -> None:
@@ -118,7 +118,7 @@ _POINTWISE = frozenset(
 )
 
 
-def _values(name: str, args: tuple[Any, ...]) -> int:
+def _values_made(name: str, args: tuple[Any, ...]) -> int:
     """Return how many values an operation makes, by a size argument or by broadcasting."""
     shapes = [tuple(part.shape) for part in args if isinstance(part, Tensor)]
     if shapes:

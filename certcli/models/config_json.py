@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,18 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     config = config_path(path)
     if is_absent(config):
         return None, []
+    read = partial(decode_config, decides=not hints.logits)
     try:
         fields = read_config(
-            config, decode_config, "it needs what timm writes: architecture, num_classes, ..."
+            config, read, "it needs what timm writes: architecture, num_classes, ..."
         )
     except CheckpointError as failure:
         if hints.arch is None:
             raise
         return None, [f"not used: {failure.message}"]
-    if hints.arch is not None and _stem(hints.arch) != _stem(fields.architecture):
+    if hints.arch is not None and _architecture_stem(hints.arch) != _architecture_stem(
+        fields.architecture
+    ):
         return None, [f"--arch says {hints.arch}, {CONFIG} {fields.architecture}: it is not used"]
     why = None if hints.as_stated else _of_another(path, fields)
     if why is not None and hints.arch is None:
@@ -74,16 +78,16 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
         )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
-    return fields, [*fields.doubts, *_differences(fields, hints)]
+    return fields, [*fields.doubts, *_overruled_fields(fields, hints)]
 
 
-def _stem(name: str) -> str:
+def _architecture_stem(name: str) -> str:
     return name.split(".")[0]
 
 
 def _of_another(path: Path, fields: ConfigFields) -> str | None:
     """Return why the config may belong to another file, or None."""
-    arch = _stem(fields.architecture)
+    arch = _architecture_stem(fields.architecture)
     called = path.name.lower()
     names = timm.list_models()
     named = max((name for name in names if called.startswith(name)), key=len, default=None)
@@ -99,7 +103,7 @@ def _of_another(path: Path, fields: ConfigFields) -> str | None:
     return None
 
 
-def _differences(fields: ConfigFields, hints: Hints) -> list[str]:
+def _overruled_fields(fields: ConfigFields, hints: Hints) -> list[str]:
     """Return a sentence for each option that overrules config.json."""
     about = fields.pretrained_cfg
     pairs: list[tuple[str, Any, Any]] = [
@@ -112,15 +116,15 @@ def _differences(fields: ConfigFields, hints: Hints) -> list[str]:
     ]
     differences = []
     for option, option_value, said in pairs:
-        if option_value is None or said is None or _same(option_value, said):
+        if option_value is None or said is None or _equal_values(option_value, said):
             continue
         differences.append(
-            f"{option} says {_shown(option_value)}, {CONFIG} {_shown(said)}: the option is taken"
+            f"{option} says {_value_text(option_value)}, {CONFIG} {_value_text(said)}: the option is taken"
         )
     return differences
 
 
-def _same(first: Any, said: Any) -> bool:
+def _equal_values(first: Any, said: Any) -> bool:
     if isinstance(first, (list, tuple)) and isinstance(said, (list, tuple)):
         longest = max(len(first), len(said))
         one, right = (
@@ -130,11 +134,11 @@ def _same(first: Any, said: Any) -> bool:
     return bool(first == said)
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
-def describe(
+def describe_timm_file(
     path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]
 ) -> Description:
     """Return the description of a foreign file, from config.json or, without it, the options."""
@@ -151,7 +155,7 @@ def describe(
                 TIMM,
             )
             record, net = _from_hints(_as_hints(config, hints), tensors, path)
-            record = replace(record, class_names=_names_of(config, record.classes))
+            record = replace(record, class_names=_names_of_classes(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
     else:
@@ -197,11 +201,13 @@ def _from_config(
         about.crop_pct or DEFAULT_CROP,
         about.crop_mode or "center",
     )
-    spec = pixel_input(_size_of(about.input_size, arguments), mean or (), std or (), view, _PIXELS)
-    return Record(fields.architecture, arguments, spec, classes, _names_of(fields, classes))
+    spec = pixel_input(
+        _input_size(about.input_size, arguments), mean or (), std or (), view, _PIXELS
+    )
+    return Record(fields.architecture, arguments, spec, classes, _names_of_classes(fields, classes))
 
 
-def _names_of(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
+def _names_of_classes(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
     """Return the names of the classes, where there is one for each."""
     names = config.class_names
     return names if names is not None and len(names) == classes else None
@@ -222,7 +228,7 @@ def _of_input_size(config: ConfigFields) -> dict[str, Any]:
     return arguments
 
 
-def _size_of(
+def _input_size(
     input_size: tuple[int, int, int], arguments: Mapping[str, Any]
 ) -> tuple[int, int, int]:
     """Return the input's size: that of the network's own arguments, else the stated one."""
@@ -235,7 +241,7 @@ def _size_of(
     return int(arguments.get("in_chans") or channels), height, width
 
 
-def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str]:
+def config_image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str]:
     """Return doubts about a config's images: none described, or within a border."""
     spec = record.input
     if spec.crop_mode == "border":
@@ -246,9 +252,9 @@ def image_doubts(config: ConfigFields, record: Record, hints: Hints) -> list[str
         return []
     usual = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     other = [
-        f"{name} {_shown(values)}"
+        f"{name} {_value_text(values)}"
         for name, values in usual.items()
-        if getattr(hints, name) is None and not _same(getattr(spec, name), values)
+        if getattr(hints, name) is None and not _equal_values(getattr(spec, name), values)
     ]
     if not other:
         return []
@@ -292,7 +298,9 @@ def _from_hints(
     return Record(hints.arch, arguments, spec, build.classes_of(net)), net
 
 
-def require_consistent(fields: ConfigFields, net: nn.Module, config: Path, hints: Hints) -> None:
+def require_consistent_config(
+    fields: ConfigFields, net: nn.Module, config: Path, hints: Hints
+) -> None:
     """Raise ArchitectureError where config.json contradicts the network that it names."""
     for name in ("num_features", "global_pool"):
         said = getattr(fields, name)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import convert, decode
-from certcli.models.converters.prefixes import unwrapped
+from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
@@ -115,7 +115,7 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     """
     by_torch = path.suffix in TORCH_SUFFIXES
     bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
-    bare = unwrapped(bare, path, None, _roots)
+    bare = without_wrapping(bare, path, None, _denoiser_roots)
     if bare.normaliser is not None:
         raise ArchitectureError(
             f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
@@ -124,7 +124,7 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     return bare.tensors
 
 
-def _roots(tensors: Mapping[str, Tensor]) -> list[str]:
+def _denoiser_roots(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the prefixes under which denoisers lie."""
     return sorted({match[1] for name in tensors if (match := _FIRST.fullmatch(name))})
 
@@ -139,9 +139,9 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     """
     inner = path if is_absent(path / "unet") else path / "unet"
     scheduler_folder = path if is_absent(path / "scheduler") else path / "scheduler"
-    _require_pixels(path)
-    config = _fields(inner / "config.json")
-    rule = _fields(scheduler_folder / "scheduler_config.json")
+    _require_pixel_pipeline(path)
+    config = _json_fields(inner / "config.json")
+    rule = _json_fields(scheduler_folder / "scheduler_config.json")
 
     def stored() -> dict[str, Tensor]:
         file = inner / WEIGHTS
@@ -156,12 +156,12 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
     return assembled(config, rule, stored, channels, str(path))
 
 
-def _require_pixels(path: Path) -> None:
+def _require_pixel_pipeline(path: Path) -> None:
     """Raise ArchitectureError for a pipeline of latent images, or one without a UNet."""
     index = path / "model_index.json"
     if is_absent(index):
         return
-    parts = _fields(index)
+    parts = _json_fields(index)
     latent = [part for part in LATENT if part in parts]
     name = one_line(str(parts.get("_class_name", "pipeline")))
     if latent or all(is_absent(path / name) for name in ("unet", "config.json")):
@@ -183,8 +183,8 @@ def assembled(
         tensors_of: reads the tensors, once both are understood.
         where: names the denoiser in a message.
     """
-    shape = _shape(config, where)
-    schedule = _schedule(rule, where)
+    shape = _diffusers_shape(config, where)
+    schedule = _diffusers_schedule(rule, where)
     require_channels(shape, channels, where)
     tensors = {_new_name(name): value for name, value in tensors_of().items()}
     try:
@@ -212,7 +212,7 @@ def _new_name(name: str) -> str:
     return ".".join(parts)
 
 
-def _fields(path: Path) -> dict[str, Any]:
+def _json_fields(path: Path) -> dict[str, Any]:
     if is_absent(path):
         raise CheckpointError(
             f"{path} is missing: without it the denoiser's function is not known",
@@ -224,7 +224,7 @@ def _fields(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
 
 
-def _shape(config: Mapping[str, Any], path: str) -> UNetShape:
+def _diffusers_shape(config: Mapping[str, Any], path: str) -> UNetShape:
     name = config.get("_class_name", "UNet2DModel")
     if name != "UNet2DModel":
         raise ArchitectureError(f"{path} is a {one_line(str(name))}: {_PIXELS}", _UNET)
@@ -235,7 +235,7 @@ def _shape(config: Mapping[str, Any], path: str) -> UNetShape:
     return shape
 
 
-def _schedule(config: Mapping[str, Any], path: str) -> Schedule:
+def _diffusers_schedule(config: Mapping[str, Any], path: str) -> Schedule:
     name = config.get("_class_name", SCHEDULERS[0])
     if name not in SCHEDULERS:
         raise ArchitectureError(

@@ -16,8 +16,8 @@ from torch.fx.node import map_aggregate
 from torch.nn import functional
 
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
-from certcli.models.onnx.call import Call, read
-from certcli.models.onnx.layers import linear
+from certcli.models.onnx.call import Call, read_call
+from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import Program, on_meta, shape_of
 from certcli.system.errors import ArchitectureError, Refused, one_line
@@ -49,7 +49,7 @@ def is_exported(module: nn.Module) -> TypeGuard[fx.GraphModule]:
     return any(isinstance(node.target, OpOverload) for node in nodes)
 
 
-def network_of(module: fx.GraphModule) -> tuple[nn.Module, Any]:
+def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
     """Return the network of a program, and the size of one image.
 
     Raises:
@@ -111,7 +111,7 @@ class _Reader:
         name = target._schema.name.removeprefix("aten::")
         if target._schema.is_mutable and not _is_fresh(node.args[0], node):
             raise Refused("it changes a tensor that is read elsewhere")
-        depends = any(isinstance(each, fx.Node) for each in _flat((args, kwargs)))
+        depends = any(isinstance(each, fx.Node) for each in _flat_arguments((args, kwargs)))
         if name == "sym_size":
             size = shape_of(args[0])[args[1]]
             return Batch(size) if args[1] == 0 else size
@@ -121,16 +121,16 @@ class _Reader:
         if reader is None:
             return self.program.apply(target, *args, **kwargs)
         if name in _RESHAPED:
-            return _reshaped(self.program, target, *args, **kwargs)
+            return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
 
 
-def _flat(value: Any) -> list[Any]:
+def _flat_arguments(value: Any) -> list[Any]:
     items = value.values() if isinstance(value, dict) else value
     return [
         each
         for item in items
-        for each in (_flat(item) if isinstance(item, (tuple, list, dict)) else [item])
+        for each in (_flat_arguments(item) if isinstance(item, (tuple, list, dict)) else [item])
     ]
 
 
@@ -148,11 +148,11 @@ def _is_fresh(node: Any, user: fx.Node) -> bool:
 
 def _op(program: Program, op: str, *inputs: Any, outputs: int = 1, **attributes: Any) -> Any:
     """Return the results of ONNX's operator of these inputs, one of one."""
-    results = read(Call(program, op, OPSET, list(inputs), attributes, outputs))
+    results = read_call(Call(program, op, OPSET, list(inputs), attributes, outputs))
     return results if outputs > 1 else results[0]
 
 
-def _reshaped(program: Program, target: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def _aten_reshape(program: Program, target: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """The first size stands for what grows with the batch, or the one that is the batch's."""
     sizes = list(target(on_meta(x).contiguous(), *args, **kwargs).shape)
     asked = args[0] if args and isinstance(args[0], (list, tuple)) else ()
@@ -161,7 +161,7 @@ def _reshaped(program: Program, target: Any, x: Any, *args: Any, **kwargs: Any) 
     return program.apply("reshape", x, sizes)
 
 
-def _attention(
+def _aten_attention(
     program: Program, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
@@ -177,7 +177,7 @@ def _attention(
     return program.apply(torch.matmul, program.apply(nn.Softmax(-1), scores), value)
 
 
-def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
+def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
     def reader(
         program: Program, a: Any, b: Any, *, alpha: float = 1, rounding_mode: Any = None
     ) -> Any:
@@ -189,7 +189,7 @@ def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
     return reader
 
 
-def _convolution(
+def _aten_convolution(
     program: Program, x: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
     padding: Any = (0, 0), dilation: Any = (1, 1), groups: int = 1,
 ) -> Any:  # fmt: skip
@@ -200,7 +200,7 @@ def _convolution(
     )  # fmt: skip
 
 
-def _batch_norm(
+def _aten_batch_norm(
     program: Program, x: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> Any:  # fmt: skip
@@ -211,16 +211,16 @@ def _batch_norm(
     return _op(program, "BatchNormalization", x, weight, bias, mean, variance, epsilon=eps)
 
 
-def _layer_norm(
+def _aten_layer_norm(
     program: Program, x: Any, shape: Sequence[int], weight: Any = None, bias: Any = None,
     eps: float = 1e-5, cudnn: bool = True,
 ) -> Any:  # fmt: skip
     if len(shape) != 1 or weight is None:
         return program.apply(nn.LayerNorm(list(shape), eps, elementwise_affine=False), x)
-    return program.apply(layers.layer_norm(weight, bias, eps), x)
+    return program.apply(layers.layer_norm_module(weight, bias, eps), x)
 
 
-def _pool(
+def _aten_max_pool(
     program: Program,
     x: Any,
     kernel: Any,
@@ -234,13 +234,13 @@ def _pool(
     )
 
 
-def _dropout(program: Program, x: Any, p: float, train: bool) -> Any:
+def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
     if train and p:
         raise Refused("dropout in training: export model.eval()")
     return x
 
 
-def _slice(
+def _aten_slice(
     program: Program, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     places = range(*slice(start, end, step).indices(shape_of(x)[dim]))
@@ -250,7 +250,7 @@ def _slice(
     return _op(program, "Slice", x, *ends)
 
 
-def _pieces(program: Program, x: Any, sizes: int | Sequence[int], dim: int = 0) -> Any:
+def _aten_split(program: Program, x: Any, sizes: int | Sequence[int], dim: int = 0) -> Any:
     whole = shape_of(x)[dim]
     parts = (
         [min(sizes, whole - at) for at in range(0, whole, sizes)]
@@ -260,52 +260,52 @@ def _pieces(program: Program, x: Any, sizes: int | Sequence[int], dim: int = 0) 
     return _op(program, "Split", x, torch.tensor(parts), axis=dim, outputs=len(parts))
 
 
-def _transposed(program: Program, x: Any, first: int = 0, second: int = 1) -> Any:
+def _aten_transpose(program: Program, x: Any, first: int = 0, second: int = 1) -> Any:
     order = list(range(len(shape_of(x))))
     order[first], order[second] = order[second], order[first]
     return _op(program, "Transpose", x, perm=order)
 
 
-def _chunks(program: Program, x: Any, chunks: int, dim: int = 0) -> Any:
-    return _pieces(program, x, -(-shape_of(x)[dim] // chunks), dim)
+def _aten_chunk(program: Program, x: Any, chunks: int, dim: int = 0) -> Any:
+    return _aten_split(program, x, -(-shape_of(x)[dim] // chunks), dim)
 
 
-def _mean(
+def _aten_mean(
     program: Program, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     axes = list(range(len(shape_of(x)))) if dim is None else list(dim)
     return _op(program, "ReduceMean", x, torch.tensor(axes), keepdims=int(keepdim))
 
 
-def _unbound(program: Program, x: Any, dim: int = 0) -> Any:
+def _aten_unbind(program: Program, x: Any, dim: int = 0) -> Any:
     return [_READERS["select"](program, x, dim, place) for place in range(shape_of(x)[dim])]
 
 
-def _expanded(program: Program, x: Any, sizes: Sequence[int], implicit: bool = False) -> Any:
+def _aten_expand(program: Program, x: Any, sizes: Sequence[int], implicit: bool = False) -> Any:
     return _op(program, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes]))
 
 
 _READERS: dict[str, Callable[..., Any]] = {
     **{name: lambda p, x, kind=kind: p.apply(kind(), x) for name, kind in _MODULES.items()},
-    **{name: _binary(function) for name, function in _BINARY.items()},
+    **{name: _aten_binary(function) for name, function in _BINARY.items()},
     **{name: lambda p, x, **_: x for name in _SAME},
-    **dict.fromkeys(_RESHAPED, _reshaped),
-    "scaled_dot_product_attention": _attention,
-    "conv2d": _convolution,
-    "batch_norm": _batch_norm,
-    "layer_norm": _layer_norm,
-    "max_pool2d": _pool,
-    "dropout": _dropout,
-    "slice": _slice,
-    "split": _pieces,
-    "split_with_sizes": _pieces,
-    "chunk": _chunks,
-    "transpose": _transposed,
-    "t": _transposed,
-    "mean": _mean,
-    "unbind": _unbound,
-    "expand": _expanded,
-    "linear": lambda p, x, weight, bias=None: p.apply(linear(weight, bias), x),
+    **dict.fromkeys(_RESHAPED, _aten_reshape),
+    "scaled_dot_product_attention": _aten_attention,
+    "conv2d": _aten_convolution,
+    "batch_norm": _aten_batch_norm,
+    "layer_norm": _aten_layer_norm,
+    "max_pool2d": _aten_max_pool,
+    "dropout": _aten_dropout,
+    "slice": _aten_slice,
+    "split": _aten_split,
+    "split_with_sizes": _aten_split,
+    "chunk": _aten_chunk,
+    "transpose": _aten_transpose,
+    "t": _aten_transpose,
+    "mean": _aten_mean,
+    "unbind": _aten_unbind,
+    "expand": _aten_expand,
+    "linear": lambda p, x, weight, bias=None: p.apply(linear_module(weight, bias), x),
     "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
     "softmax": lambda p, x, dim, dtype=None: p.apply(
         nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x

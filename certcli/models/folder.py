@@ -28,7 +28,7 @@ def weights_of(folder: Path, weights: str | None) -> Path:
             f"folder {folder} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
             "name the file itself",
         )
-    first, *others = _readable(paths, weights) if len(paths) > 1 else [(paths[0], "")]
+    first, *others = _readable_digests(paths, weights) if len(paths) > 1 else [(paths[0], "")]
     for path, digest in others:
         if digest != first[1]:
             raise CheckpointError(
@@ -38,7 +38,7 @@ def weights_of(folder: Path, weights: str | None) -> Path:
     return first[0]
 
 
-def _readable(paths: list[Path], weights: str | None) -> list[tuple[Path, str]]:
+def _readable_digests(paths: list[Path], weights: str | None) -> list[tuple[Path, str]]:
     """Return each file that can be read with a digest of its tensors; where none can, the first."""
     return list(_digests(paths, weights)) or [(paths[0], "")]
 

@@ -120,15 +120,15 @@ def read_guided(
     flags = _flags(path)
     try:
         layout = _Layout.of(tensors)
-        shape = _shape(tensors, layout, flags)
+        shape = _guided_shape(tensors, layout, flags)
         require_channels(shape, channels, str(path))
         _require_heads(shape, flags, path)
         with torch.device("meta"):
             net = UNet(shape)
-        converted = _converted(tensors, layout, shape, flags)
+        converted = _by_unet_names(tensors, layout, shape, flags)
     except (LookupError, ValueError, TypeError, RuntimeError) as failure:
         raise _no_unet(path, one_line(failure)[:120]) from failure
-    schedule = _schedule(flags, path)
+    schedule = _guided_schedule(flags, path)
     try:
         load_weights(net, converted)
     except ArchitectureError as failure:
@@ -189,7 +189,7 @@ def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
         )
 
 
-def _schedule(flags: Flags, path: Path) -> GuidedSchedule:
+def _guided_schedule(flags: Flags, path: Path) -> GuidedSchedule:
     steps = flags.diffusion_steps
     if steps != 1000 and flags.rescale_timesteps is None:
         raise _missing(
@@ -291,7 +291,7 @@ class _Layout:
         return tuple(attention if attends_here else without for attends_here in self.attending)
 
 
-def _shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) -> GuidedShape:
+def _guided_shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) -> GuidedShape:
     """Return the shape that the tensors show; LookupError where one of them is missing."""
     firsts = [1 + level * (layout.layers + 1) for level in range(len(layout.attending))]
     widths = tuple(len(tensors[f"input_blocks.{first}.0.out_layers.3.bias"]) for first in firsts)
@@ -318,7 +318,7 @@ def _shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) -> Guid
     )
 
 
-def _converted(
+def _by_unet_names(
     tensors: Mapping[str, Tensor], layout: _Layout, shape: GuidedShape, flags: Flags
 ) -> dict[str, Tensor]:
     """Return all tensors under the names of `UNet`; one without a place there keeps its name, so
@@ -338,7 +338,7 @@ def _converted(
         matrix = value.flatten(1) if part in ("qkv", "proj_out") and kind == "weight" else value
         if part == "qkv":
             for target, rows in zip(
-                ("to_q", "to_k", "to_v"), _cut(matrix, shape, flags), strict=True
+                ("to_q", "to_k", "to_v"), _cut_qkv(matrix, shape, flags), strict=True
             ):
                 converted[f"{new}.{target}.{kind}"] = rows
         else:
@@ -347,7 +347,7 @@ def _converted(
     return converted
 
 
-def _cut(rows: Tensor, shape: GuidedShape, flags: Flags) -> tuple[Tensor, ...]:
+def _cut_qkv(rows: Tensor, shape: GuidedShape, flags: Flags) -> tuple[Tensor, ...]:
     """Return rows of queries, keys, values: ordered by head before, in thirds now."""
     if flags.use_new_attention_order is False:
         width = shape.head_width(len(rows) // 3)

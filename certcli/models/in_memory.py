@@ -55,7 +55,7 @@ def open_module(
     """
     kind = type(module).__name__
     resized = None
-    if _is_plain(module):
+    if _is_pixel_model(module):
         resized = module.resized
         input_size = input_size or module.input_size
         normalisation = module.normalize
@@ -74,7 +74,7 @@ def open_module(
             )
     try:
         if exported.is_exported(module):
-            net, size = exported.network_of(module)
+            net, size = exported.network_of_program(module)
             input_size = input_size or size
         else:
             net = copy.deepcopy(module).cpu().eval()
@@ -109,8 +109,8 @@ def open_module(
         spec = build.spec_of(
             net,
             size=input_size or build.input_size_of(net),
-            mean=per_channel(mean),
-            std=per_channel(std),
+            mean=statistics_per_channel(mean),
+            std=statistics_per_channel(std),
         )
         spec = replace(spec, resized=resized)
         require_pixels(spec.size, spec.mean, spec.std)
@@ -216,7 +216,7 @@ def _removal_of_old_hooks(module: nn.Module) -> str:
     return ""
 
 
-def _is_plain(module: nn.Module) -> TypeGuard[PixelModel]:
+def _is_pixel_model(module: nn.Module) -> TypeGuard[PixelModel]:
     """Whether a module is just normalisation and network: no own forward or hook."""
     if type(module) is not PixelModel:
         return False
@@ -246,18 +246,20 @@ def _is_resize(resize: nn.Module) -> bool:
 
 
 def _all_are(values: Statistics | None, number: float) -> bool:
-    return all(value == number for value in per_channel(values) or ())
+    return all(value == number for value in statistics_per_channel(values) or ())
 
 
 def _are(values: Statistics | None, statistics: Tensor) -> bool:
     """Tell whether these are the module's own statistics (c,); None says nothing else."""
     if values is None:
         return True
-    numbers = torch.tensor(per_channel(values), dtype=statistics.dtype, device=statistics.device)
+    numbers = torch.tensor(
+        statistics_per_channel(values), dtype=statistics.dtype, device=statistics.device
+    )
     return len(numbers) in (1, len(statistics)) and bool((numbers == statistics).all())
 
 
-def per_channel(values: Statistics | None) -> tuple[float, ...] | None:
+def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | None:
     """Return one value, or one a channel, as a tuple."""
     if values is None:
         return None

@@ -17,8 +17,8 @@ def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
         require_statistics(normaliser.mean, normaliser.std)
     except Refused as refusal:
         raise ArchitectureError(
-            f"{path} holds a normaliser around its network, {normaliser.names[0]} {_listed(normaliser.mean)} and "
-            f"{normaliser.names[1]} {_listed(normaliser.std)}: {refusal}",
+            f"{path} holds a normaliser around its network, {normaliser.names[0]} {_listed_statistics(normaliser.mean)} and "
+            f"{normaliser.names[1]} {_listed_statistics(normaliser.std)}: {refusal}",
             "save the network inside alone, and pass --mean and --std",
         ) from refusal
     return replace(hints, mean=hints.mean or normaliser.mean, std=hints.std or normaliser.std)
@@ -39,11 +39,11 @@ def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading
             ]
         elif set(option) != set(statistic):
             doubts.append(
-                f"--{name} says {_listed(option)}, {normaliser.origin} {_listed(statistic)}: "
+                f"--{name} says {_listed_statistics(option)}, {normaliser.origin} {_listed_statistics(statistic)}: "
                 "the option is taken, and the file's is left out"
             )
     return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
 
 
-def _listed(values: Sequence[float]) -> str:
+def _listed_statistics(values: Sequence[float]) -> str:
     return " ".join(f"{value:g}" for value in values)

@@ -26,13 +26,13 @@ from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
-from certcli.models.assumptions import RECORD, images_of, reading_of, rival
+from certcli.models.assumptions import RECORD, image_preparation, reading_of, rival
 from certcli.models.build import OpenCheckpoint
 from certcli.models.converters import torchvision
 from certcli.models.converters.alignment import cause
 from certcli.models.converters.base import Converted
-from certcli.models.converters.prefixes import unwrapped
-from certcli.models.converters.transformers import convert as convert_transformers
+from certcli.models.converters.prefixes import without_wrapping
+from certcli.models.converters.transformers import convert_transformers as convert_transformers
 from certcli.models.converters.transformers import describes, is_transformers
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
@@ -40,7 +40,7 @@ from certcli.models.converters.wrapping import (
     read_torch,
 )
 from certcli.models.folder import weights_of
-from certcli.models.hub import cache_if_unreachable, fetched, reason_of
+from certcli.models.hub import cache_if_unreachable, failure_reason, fetched
 from certcli.models.normaliser import read_with, with_statistics
 from certcli.models.overrides import Hints
 from certcli.models.provenance import KEY as ASSUMED
@@ -64,7 +64,7 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
         hint allows for that.
     """
     hints = hints or Hints()
-    checkpoint = perturbed_at(_opened(source, hints), hints.image_size)
+    checkpoint = perturbed_at(_open_source(source, hints), hints.image_size)
     recorded = checkpoint.record.classes
     actual = build.classes_of(checkpoint.net)
     if bool(recorded) != bool(actual):
@@ -87,7 +87,7 @@ def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint
         return checkpoint
     old = checkpoint.reading
     record = replace(checkpoint.record, input=spec, evidence=())
-    images = Fact("images", images_of(record.input), "--image-size")
+    images = Fact("images", image_preparation(record.input), "--image-size")
     facts = tuple(images if fact.name == "images" else fact for fact in old.facts)
     reading = replace(old, facts=facts)
     if record.foreign.get(ASSUMED) == old.line():  # of a foreign file, which was read just now
@@ -96,7 +96,7 @@ def perturbed_at(checkpoint: OpenCheckpoint, side: int | None) -> OpenCheckpoint
     return build.with_network(resized, checkpoint.net, reading, checkpoint.runtime)
 
 
-def _opened(source: str, hints: Hints) -> OpenCheckpoint:
+def _open_source(source: str, hints: Hints) -> OpenCheckpoint:
     path = Path(source)
     try:
         exists = not is_absent(path)
@@ -117,10 +117,10 @@ def _opened(source: str, hints: Hints) -> OpenCheckpoint:
     if is_name(source) and timm.is_model(source):
         return _from_timm(source, hints)
     hint = "give a .safetensors file, a folder with model.safetensors, a timm name, or hf-hub:OWNER/NAME"
-    raise CheckpointError(f"no file {source}", f"{_nearest(source)}{hint}")
+    raise CheckpointError(f"no file {source}", f"{_nearest_source(source)}{hint}")
 
 
-def _nearest(source: str) -> str:
+def _nearest_source(source: str) -> str:
     """Return a question for the closest name of a file or a timm model, or ""."""
     path = Path(source)
     files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
@@ -147,11 +147,11 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         tensors = hints.adapted(bare.tensors)
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    bare = unwrapped(bare, path, hints.weights, _roots)
+    bare = without_wrapping(bare, path, hints.weights, _library_roots)
     bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
-    converted = _converted(bare.tensors, path, all_hints)
+    converted = _of_another_library(bare.tensors, path, all_hints)
     read_file = (
         open_timm_file(path, bare, all_hints)
         if converted is None
@@ -189,20 +189,22 @@ _ANCHORS = re.compile(
 """Names by which `_converted` recognises another library's network, after the prefix around it."""
 
 
-def _roots(tensors: Mapping[str, Tensor]) -> list[str]:
+def _library_roots(tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the prefixes under which networks of other libraries lie."""
     return sorted({match[1] for name in tensors if (match := _ANCHORS.fullmatch(name))})
 
 
-def _converted(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted | None:
+def _of_another_library(
+    tensors: Mapping[str, Tensor], path: Path, hints: Hints
+) -> Converted | None:
     """Return the file in timm's terms where its names are another library's, else None."""
-    family = torchvision.family_of(tensors)
+    family = torchvision.torchvision_family(tensors)
     by_transformers = is_transformers(tensors) or (hints.arch is None and describes(path))
     library = "transformers" if by_transformers else f"torchvision's {family}"
     try:
         if by_transformers:
             return convert_transformers(tensors, path, hints)
-        return None if family is None else torchvision.convert(tensors, family, hints)
+        return None if family is None else torchvision.convert_torchvision(tensors, family, hints)
     except CertvitError:
         raise
     except _MISFITS as failure:
@@ -260,7 +262,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or reason_of(failure)})",
+                f"timm cannot fetch '{name}' ({offline or failure_reason(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}

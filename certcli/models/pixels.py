@@ -22,7 +22,7 @@ class PixelResize(nn.Module):
     def __init__(self, source: tuple[int, ...], target: tuple[int, ...]) -> None:
         super().__init__()
         for name, sides in zip(("rows", "columns"), zip(source, target, strict=True), strict=True):
-            self.register_buffer(name, _interpolation(*sides), persistent=False)
+            self.register_buffer(name, _resize_matrix(*sides), persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         wide = functional.linear(pixels, self.columns.to(pixels.dtype))
@@ -30,7 +30,7 @@ class PixelResize(nn.Module):
         return high.transpose(2, 3)
 
 
-def _interpolation(source: int, target: int) -> Tensor:
+def _resize_matrix(source: int, target: int) -> Tensor:
     """Return the matrix (target, source) that resizes one side."""
     # an image, since torch interpolates maps of width 1 wrongly with antialiasing
     unit = torch.eye(source, dtype=torch.float64)[None, None]

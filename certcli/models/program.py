@@ -41,18 +41,18 @@ def program_digest(net: nn.Module) -> str:
     facts = []
     visited = {id(part): (number, part) for number, part in enumerate(net.modules())}
     for path, part in net.named_modules(remove_duplicate=False):
-        facts.append([path, _described(type(part), visited)])
+        facts.append([path, _described_value(type(part), visited)])
         unstored = {name: part._buffers[name] for name in sorted(part._non_persistent_buffers_set)}
-        facts.append(["buffers", _described(unstored, visited)])
+        facts.append(["buffers", _described_value(unstored, visited)])
         is_graph = isinstance(part, fx.GraphModule)
         if is_graph:
             facts += _operations(part, visited)
         for name, value in sorted(vars(part).items()):
             if _is_hooks(name, value):
                 # hooks are keyed by numbers that count all hooks of the process
-                facts.append([name, _described(list(value.values()), visited)])
+                facts.append([name, _described_value(list(value.values()), visited)])
             elif name not in _BESIDE and not is_graph:
-                facts.append([name, _described(value, visited)])
+                facts.append([name, _described_value(value, visited)])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -66,11 +66,11 @@ def _operations(module: fx.GraphModule, visited: dict[int, tuple[int, Any]]) -> 
         if node.op == "get_attr" and called not in stored:
             called = operator.attrgetter(called)(module)
         about = (called, node.args, sorted(node.kwargs.items()))
-        yield [node.op, _described(about, visited)]
+        yield [node.op, _described_value(about, visited)]
         visited[id(node)] = len(visited), node
 
 
-def _described(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
+def _described_value(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     """Return JSON that is equal for equal values, and alike in every process.
 
     visited: what was described before, by id, and so kept alive: it counts by its place.
@@ -80,41 +80,45 @@ def _described(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     if id(value) in visited:
         return ["again", visited[id(value)][0]]
     if isinstance(value, tuple):
-        return [_described(item, visited) for item in value]
+        return [_described_value(item, visited) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_described(item, visited)) for item in value)
+        return sorted(json.dumps(_described_value(item, visited)) for item in value)
     visited[id(value)] = len(visited), value
     if isinstance(value, list):
-        return [_described(item, visited) for item in value]
+        return [_described_value(item, visited) for item in value]
     if isinstance(value, Mapping):
         return [
-            [_described(key, visited), _described(item, visited)] for key, item in value.items()
+            [_described_value(key, visited), _described_value(item, visited)]
+            for key, item in value.items()
         ]
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         value = torch.from_numpy(np.array(value))
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
-    return [_name(value), *(_described(part, visited) for part in _parts(value))]
+    return [
+        _qualified_name(value),
+        *(_described_value(part, visited) for part in _parts_of_object(value)),
+    ]
 
 
-def _parts(value: Any) -> Iterator[Any]:
+def _parts_of_object(value: Any) -> Iterator[Any]:
     """Yield what a class, a function or another object is made of, where that is not a library's."""
     if isinstance(value, functools.partial):
         yield from (value.func, value.args, value.keywords)
     elif isinstance(value, (MethodType, BuiltinFunctionType)):
         yield from (getattr(value, "__func__", None), value.__self__)
     elif isinstance(value, type):
-        bases = [base for base in value.__mro__ if not _of_library(base)]
+        bases = [base for base in value.__mro__ if not _is_of_library(base)]
         yield [
             {name: each for name, each in vars(base).items() if _counts(name, each)}
             for base in bases
         ]
-    elif isinstance(value, FunctionType) and not _of_library(value):
-        yield from _code(value.__code__)
+    elif isinstance(value, FunctionType) and not _is_of_library(value):
+        yield from _code_parts(value.__code__)
         yield from (value.__defaults__, value.__kwdefaults__)
         yield [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
-        names = sorted(_names(value.__code__) & value.__globals__.keys())
+        names = sorted(_names_in_code(value.__code__) & value.__globals__.keys())
         yield [[name, value.__globals__[name]] for name in names]
     elif isinstance(value, (staticmethod, classmethod)):
         yield value.__func__
@@ -122,10 +126,10 @@ def _parts(value: Any) -> Iterator[Any]:
         yield value.fget
     elif not isinstance(value, (ModuleType, FunctionType)):
         yield type(value)
-        yield _state(value)
+        yield _state_of_object(value)
 
 
-def _state(value: Any) -> Any:
+def _state_of_object(value: Any) -> Any:
     """Return what an object holds: of the standard library, what a copy would be made from."""
     if type(value).__module__.partition(".")[0] in sys.stdlib_module_names:
         try:
@@ -155,14 +159,14 @@ def _counts(name: str, attribute: Any) -> bool:
     return isinstance(attribute, kinds)
 
 
-def _code(code: CodeType) -> Iterator[Any]:
+def _code_parts(code: CodeType) -> Iterator[Any]:
     yield from (code.co_code, code.co_names, code.co_varnames, code.co_freevars)
     for constant in code.co_consts:
-        yield list(_code(constant)) if isinstance(constant, CodeType) else constant
+        yield list(_code_parts(constant)) if isinstance(constant, CodeType) else constant
 
 
-def _names(code: CodeType) -> set[str]:
-    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+def _names_in_code(code: CodeType) -> set[str]:
+    inner = (_names_in_code(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
 
 
@@ -173,11 +177,11 @@ def _is_full(cell: Any) -> bool:
         return False
 
 
-def _of_library(value: Any) -> bool:
+def _is_of_library(value: Any) -> bool:
     return str(getattr(value, "__module__", None)).partition(".")[0] in LIBRARIES
 
 
-def _name(value: Any) -> str:
+def _qualified_name(value: Any) -> str:
     if isinstance(value, ModuleType):
         return value.__name__
     named = value if hasattr(value, "__qualname__") else type(value)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from certcli.checkpoint.config_fields import LOGITS_ALONE
 from certcli.checkpoint.record import Record
 
 KEY = "assumed"
@@ -25,6 +26,11 @@ class Reading:
 
     facts: tuple[Fact, ...]
     doubts: tuple[str, ...] = ()
+
+    @property
+    def decides(self) -> bool:
+        """Tell whether the network decides by its largest logit, as far as its file says."""
+        return not any(doubt.endswith(LOGITS_ALONE) for doubt in self.doubts)
 
     def line(self) -> str:
         """Return all facts in one line, those of one origin together."""

@@ -18,10 +18,10 @@ from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import (
     Description,
     config_beside,
+    config_image_doubts,
     config_path,
-    describe,
-    image_doubts,
-    require_consistent,
+    describe_timm_file,
+    require_consistent_config,
 )
 from certcli.models.converters.alignment import cause, rivals
 from certcli.models.converters.base import ALONE
@@ -48,13 +48,15 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         is_plain = "patch_embed.proj.weight" in bare.tensors
         shown = bare.tensors if is_plain else bare.whole
         raise ArchitectureError(f"{path} {appearance(shown)}", _MISSING_HINT)
-    description, net = _described(path, bare, hints, config)
+    description, net = _described_network(path, bare, hints, config)
     if net.state_dict().keys() != bare.tensors.keys():
         bare = aligned(bare, path, hints.weights, net.state_dict().keys())
-        description, net = _described(path, bare, hints, config)  # the head's rows are read now
+        description, net = _described_network(
+            path, bare, hints, config
+        )  # the head's rows are read now
     record = description.record
     try:
-        bare = _fitting(bare, net)
+        bare = _fitting_tensors(bare, net)
     except ArchitectureError as failure:
         if not hints.features and _ends_in_features(bare, record):
             raise headless(str(path)) from None
@@ -83,7 +85,7 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
             " ".join(each.options for each in advised),
         ) from failure
     if config is not None:
-        require_consistent(config, net, config_path(path), hints)
+        require_consistent_config(config, net, config_path(path), hints)
     if not hints.as_stated:
         why = rival(net, record, bare.tensors, hints.arch_args)
         if why is not None:
@@ -97,7 +99,7 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         ):
             doubts.append(f"config.json is believed: {why}")
     doubts = [*(doubts or statistics_doubts(net, record)), *bare.doubts]
-    doubts += [] if config is None else image_doubts(config, record, hints)
+    doubts += [] if config is None else config_image_doubts(config, record, hints)
     if config is not None and config.num_classes not in (
         None,
         record.classes,
@@ -113,10 +115,10 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
     return build.with_network(Checkpoint(bare.tensors, record), net, reading)
 
 
-def _described(
+def _described_network(
     path: Path, bare: Bare, hints: Hints, config: ConfigFields | None
 ) -> tuple[Description, nn.Module]:
-    description = describe(path, hints, config, bare.tensors)
+    description = describe_timm_file(path, hints, config, bare.tensors)
     return description, description.net or build.build(description.record, like=bare.tensors)
 
 
@@ -135,7 +137,7 @@ def _by_cause(net: nn.Module, bare: Bare) -> str:
     return "--arch-arg key=value for the sizes that it was trained with"
 
 
-def _fits(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
+def _fits_network(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     return not _misfit(net, tensors)
 
 
@@ -148,7 +150,7 @@ def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
         return failure.message
 
 
-def _fitting(bare: Bare, net: nn.Module) -> Bare:
+def _fitting_tensors(bare: Bare, net: nn.Module) -> Bare:
     """Return the tensors by the network's names, perhaps by timm's filter; refuse others."""
     tensors = bare.tensors
     try:
@@ -156,9 +158,9 @@ def _fitting(bare: Bare, net: nn.Module) -> Bare:
         return bare
     except ArchitectureError:
         matching = filtered(tensors, net)
-        if (matching is None or not _fits(net, matching)) and bare.prefix:
+        if (matching is None or not _fits_network(net, matching)) and bare.prefix:
             matching = filtered(bare.whole, net)  # OpenCLIP's begin with `visual`
-        if matching is not None and _fits(net, matching):
+        if matching is not None and _fits_network(net, matching):
             buffers = {name for name, _ in net.named_buffers()}
             require_computed(
                 net,
@@ -176,7 +178,9 @@ def _ends_in_features(bare: Bare, record: Record) -> bool:
     """Tell whether the tensors are those of the same network without a classifier."""
     arguments = {**record.arch_args, "num_classes": 0}
     try:
-        _fitting(bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors))
+        _fitting_tensors(
+            bare, build.create(record.arch, arguments, initialise=False, like=bare.tensors)
+        )
         return True
     except ArchitectureError:
         return False

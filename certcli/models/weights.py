@@ -50,13 +50,13 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"missing {_some(missing)}")
+        problems.append(f"missing {_some_names(missing)}")
     if surplus:
-        problems.append(f"unexpected {_some(surplus)}")
+        problems.append(f"unexpected {_some_names(surplus)}")
     problems += [
-        f"'{name}' is {_kind(tensors[name])} where the architecture has {_kind(expected[name])} values"
+        f"'{name}' is {_value_kind(tensors[name])} where the architecture has {_value_kind(expected[name])} values"
         for name in sorted(expected.keys() & tensors.keys())
-        if _kind(tensors[name]) != _kind(expected[name])
+        if _value_kind(tensors[name]) != _value_kind(expected[name])
     ][:3]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
     if problems:
@@ -88,7 +88,7 @@ def require_computed(net: nn.Module, stored: Mapping[str, Tensor]) -> None:
             )
 
 
-def _kind(tensor: Tensor) -> str:
+def _value_kind(tensor: Tensor) -> str:
     """Return the kind of a tensor's values; weights are floating, indices integer, masks boolean."""
     if tensor.dtype in FLOATS:
         return "floating"
@@ -97,7 +97,7 @@ def _kind(tensor: Tensor) -> str:
     return "integer" if tensor.dtype in INTEGERS else str(tensor.dtype).removeprefix("torch.")
 
 
-def _some(names: list[str], count: int = 3) -> str:
+def _some_names(names: list[str], count: int = 3) -> str:
     shown = ", ".join(f"'{name}'" for name in names[:count])
     return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
 

@@ -40,8 +40,8 @@ class AttentionShape:
     @staticmethod
     def of(old: nn.Module) -> "AttentionShape":
         """Read `old`'s shape; ArchitectureError: unknown, or an option would be lost."""
-        attention = _require_known(old)
-        inputs, inner = _input_maps(attention)
+        attention = _require_known_attention(old)
+        inputs, inner = _qkv_maps(attention)
         window = tuple(attention.window_size) if type(attention) is WindowAttention else None
         return AttentionShape(
             width=inputs[0].in_features,
@@ -100,8 +100,8 @@ class AttentionWeights:
     @staticmethod
     def of(old: nn.Module) -> "AttentionWeights":
         """Read the weights of `old`; ArchitectureError as for `AttentionShape.of`."""
-        attention = _require_known(old)
-        layers, inner = _input_maps(attention)
+        attention = _require_known_attention(old)
+        layers, inner = _qkv_maps(attention)
         weight = torch.cat([layer.weight.detach() for layer in layers])
         bias = (
             None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
@@ -136,13 +136,13 @@ class AttentionWeights:
         return tensor[number * self.head_dim : (number + 1) * self.head_dim].double()
 
 
-def _input_maps(attention: Any) -> tuple[list[nn.Linear], int]:
+def _qkv_maps(attention: Any) -> tuple[list[nn.Linear], int]:
     """Return the layers whose outputs, side by side, are queries, keys, values; their widths."""
     layers = [attention.qk, attention.v] if type(attention) is GPSA else [attention.qkv]
     return layers, sum(layer.out_features for layer in layers) // 3
 
 
-def _require_known(old: nn.Module) -> Any:
+def _require_known_attention(old: nn.Module) -> Any:
     kind = type(old)
     where = f"{kind.__name__} of {kind.__module__}"
     if kind not in (Attention, WindowAttention, GPSA, MHSA):

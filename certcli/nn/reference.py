@@ -81,7 +81,7 @@ def _network_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _vit(
+def _reference_vit(
     config: dict[str, Any],
     defaults: dict[str, Any],
     options: dict[str, Any],
@@ -175,7 +175,9 @@ _COLOUR = ((0.0,) * 3, (1.0,) * 3)
 _TOKENS = {"patch": 14, "width": 256, "depth": 4, "heads": 16, "head": [256]}
 
 
-def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict[str, Any]:
+def _reference_shape(
+    patch: int, width: int, depth: int, heads: int, ratio: float
+) -> dict[str, Any]:
     return {
         "patch_size": patch,
         "embed_dim": width,
@@ -187,8 +189,8 @@ def _shape(patch: int, width: int, depth: int, heads: int, ratio: float) -> dict
 
 def _covit(depth: int, kernels: int, options: dict[str, Any]) -> nn.Module:
     config = _config(3, 224, 10, *_CIFAR_STATISTICS)
-    shape = _shape(16, 128, depth, 1, 4.0) | {"kernels": kernels}
-    return _vit(config, shape, options, kind=CoViT)
+    shape = _reference_shape(16, 128, depth, 1, 4.0) | {"kernels": kernels}
+    return _reference_vit(config, shape, options, kind=CoViT)
 
 
 def _pyramid(widths: Sequence[int], depths: Sequence[int], options: dict[str, Any]) -> nn.Module:
@@ -198,25 +200,37 @@ def _pyramid(widths: Sequence[int], depths: Sequence[int], options: dict[str, An
 
 _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     # plain ViTs; all but the first have the sizes of CertViT's Table 4
-    "vit_digits": partial(_vit, _config(1, 8, 10, (0.5,), (0.5,)), _shape(2, 64, 2, 4, 2.0)),
-    "vit_mnist": partial(_vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0)),
-    "vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 6, 6, 3.0)),
+    "vit_digits": partial(
+        _reference_vit, _config(1, 8, 10, (0.5,), (0.5,)), _reference_shape(2, 64, 2, 4, 2.0)
+    ),
+    "vit_mnist": partial(
+        _reference_vit, _config(1, 28, 10, *_MNIST_STATISTICS), _reference_shape(7, 128, 6, 4, 4.0)
+    ),
+    "vit_cifar10": partial(_reference_vit, _CIFAR10, _reference_shape(4, 192, 6, 6, 3.0)),
     "vit_cifar100": partial(
-        _vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 6, 3.0)
+        _reference_vit,
+        _config(3, 32, 100, *_CIFAR_STATISTICS),
+        _reference_shape(4, 192, 12, 6, 3.0),
     ),
     "vit_tinyimagenet": partial(
-        _vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 6, 3.0)
+        _reference_vit,
+        _config(3, 64, 200, *_IMAGENET_STATISTICS),
+        _reference_shape(4, 384, 12, 6, 3.0),
     ),
     # VNN-COMP 2023; norm_layer=batchnorm for those whose BatchNorm is not folded into their weights
     "vit_ibp_3_3_8": partial(
-        _vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3}
+        _reference_vit,
+        _COMPETITION,
+        {**_COMPETITION_SHAPE, "patch_size": 8, "depth": 3, "num_heads": 3},
     ),
     "vit_pgd_2_3_16": partial(
-        _vit, _COMPETITION, {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3}
+        _reference_vit,
+        _COMPETITION,
+        {**_COMPETITION_SHAPE, "patch_size": 16, "depth": 2, "num_heads": 3},
     ),
     # DINOv2 of the small size with a linear classifier on class token and mean
     "dinov2_classifier": partial(
-        _vit,
+        _reference_vit,
         _config(3, 224, 1000, *_IMAGENET_STATISTICS),
         {"patch_size": 14, "embed_dim": 384, "depth": 12, "num_heads": 6, "init_values": 1e-5},
         kind=ClassAndMeanViT,
@@ -233,14 +247,25 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "8c2f_tinyimagenet": partial(_clipped, _config(3, 64, 200, *_COLOUR), _8C_UNPADDED, [256]),
     # its ViTs, whose column "MLP ratio" holds the number of heads
     "l2_vit_mnist": partial(
-        _vit, _config(1, 28, 10, *_MNIST_STATISTICS), _shape(7, 128, 6, 4, 4.0), kind=TiedL2ViT
+        _reference_vit,
+        _config(1, 28, 10, *_MNIST_STATISTICS),
+        _reference_shape(7, 128, 6, 4, 4.0),
+        kind=TiedL2ViT,
     ),
-    "l2_vit_cifar10": partial(_vit, _CIFAR10, _shape(4, 192, 10, 3, 4.0), kind=TiedL2ViT),
+    "l2_vit_cifar10": partial(
+        _reference_vit, _CIFAR10, _reference_shape(4, 192, 10, 3, 4.0), kind=TiedL2ViT
+    ),
     "l2_vit_cifar100": partial(
-        _vit, _config(3, 32, 100, *_CIFAR_STATISTICS), _shape(4, 192, 12, 3, 4.0), kind=TiedL2ViT
+        _reference_vit,
+        _config(3, 32, 100, *_CIFAR_STATISTICS),
+        _reference_shape(4, 192, 12, 3, 4.0),
+        kind=TiedL2ViT,
     ),
     "l2_vit_tinyimagenet": partial(
-        _vit, _config(3, 64, 200, *_IMAGENET_STATISTICS), _shape(4, 384, 12, 3, 1.0), kind=TiedL2ViT
+        _reference_vit,
+        _config(3, 64, 200, *_IMAGENET_STATISTICS),
+        _reference_shape(4, 384, 12, 3, 1.0),
+        kind=TiedL2ViT,
     ),
     # the Cauchy paper's CoViTs
     "covit_t1": partial(_covit, 4, 1),

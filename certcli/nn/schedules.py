@@ -12,28 +12,28 @@ import torch
 from torch import Tensor
 
 
-def _linear(start: float, end: float, steps: int) -> Tensor:
+def _linear_betas(start: float, end: float, steps: int) -> Tensor:
     return torch.linspace(start, end, steps, dtype=torch.float64)
 
 
 def _scaled_linear(start: float, end: float, steps: int) -> Tensor:
-    return _linear(start**0.5, end**0.5, steps).square()
+    return _linear_betas(start**0.5, end**0.5, steps).square()
 
 
 def _sigmoid(start: float, end: float, steps: int) -> Tensor:
-    return torch.sigmoid(_linear(-6, 6, steps)) * (end - start) + start
+    return torch.sigmoid(_linear_betas(-6, 6, steps)) * (end - start) + start
 
 
-def _cosine(start: float, end: float, steps: int) -> Tensor:
+def _cosine_betas(start: float, end: float, steps: int) -> Tensor:
     times = torch.arange(steps + 1, dtype=torch.float64) / steps
     left = torch.cos((times + 0.008) / 1.008 * math.pi / 2).square()
     return (1 - left[1:] / left[:-1]).clamp_max(0.999)
 
 
 BETAS: Mapping[str, Callable[[float, float, int], Tensor]] = {
-    "linear": _linear,
+    "linear": _linear_betas,
     "scaled_linear": _scaled_linear,
-    "squaredcos_cap_v2": _cosine,
+    "squaredcos_cap_v2": _cosine_betas,
     "sigmoid": _sigmoid,
 }
 """Name -> (first beta, last beta, number of steps) -> beta of each step. The cosine reads the number alone."""

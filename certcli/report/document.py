@@ -16,13 +16,12 @@ from msgspec import Meta, Struct
 
 from certcli.checkpoint.schema import MOST_CLASSES, Log10, Measured, Number, Seed, Upper
 from certcli.checkpoint.schema import Share as Unit
-from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.radii import LARGEST
+from certcli.evaluation import intervals, radii
 
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Class = Annotated[int, Meta(ge=-1, le=MOST_CLASSES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Length = Annotated[float, Meta(ge=0, le=LARGEST)]
+Length = Annotated[float, Meta(ge=0, le=radii.LARGEST)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -43,14 +42,17 @@ class Share(_Part):
     def __post_init__(self) -> None:
         if not self.images or self.hits / self.images != self.share:
             raise ValueError(f"{self.hits} of {self.images} is not the share {self.share}")
-        ends = share_interval(self.hits, self.images)
+        ends = intervals.share_interval(self.hits, self.images)
         if not all(math.isclose(*pair, abs_tol=1e-9) for pair in zip(self.interval, ends)):
             raise ValueError(f"{self.interval} is not the interval of {self.hits} of {self.images}")
 
     @staticmethod
     def of(hits: int, images: int) -> "Share":
         return Share(
-            hits=hits, images=images, share=hits / images, interval=share_interval(hits, images)
+            hits=hits,
+            images=images,
+            share=hits / images,
+            interval=intervals.share_interval(hits, images),
         )
 
 

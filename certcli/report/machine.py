@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
-from certcli.evaluation.intervals import part_of
-from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation import intervals, radii
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 from certcli.system.errors import plain_lines
@@ -59,7 +58,7 @@ def outcomes(audit: Audit) -> Iterator[AuditOutcome]:
     if audit.attack is not None:
         names = ", ".join(audit.attack.attacks)
         for radius, count in audit.attack.fooled.items():
-            fooled = part_of(count, audit.attack.clean.hits, "correct images")
+            fooled = intervals.part_of(count, audit.attack.clean.hits, "correct images")
             if count:
                 yield AuditOutcome(
                     "certvit/fooled", f"{names} fooled {fooled} at l2 {radius}", f"{names}@{radius}"
@@ -201,9 +200,9 @@ def figures(audit: Audit) -> dict[str, str]:
     if audit.bound is not None:
         values["upper"] = audit.bound.upper_text
     if audit.slope is not None:
-        values["slope"] = rounded_down(audit.slope.lower, 6)
+        values["slope"] = radii.rounded_down(audit.slope.lower, 6)
     if audit.attention_weight is not None:
-        values["attention_weight"] = rounded_up(audit.attention_weight, 6)
+        values["attention_weight"] = radii.rounded_up(audit.attention_weight, 6)
     for row in share_rows(audit):
         values[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
     return values

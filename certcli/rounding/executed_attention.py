@@ -398,23 +398,23 @@ def normed_scores(op: Operation, module: LipschitzNormAttention, x: Followed, at
     positions = _positions(op, module, mask, tokens)
     relative = p.products(width) + p.products(tokens * width) + 2 * p.function + 12 * p.unit
     # lengths are roots of sums of squares, which may underflow
-    lost = (as_real(tokens * width + 8) * p.tiny).sqrt() * 4.0 + p.lost(width, 1.0)
+    underflow = (as_real(tokens * width + 8) * p.tiny).sqrt() * 4.0 + p.lost(width, 1.0)
 
     def rounding(sizes: Sizes) -> Real:
         q, k, v = (AttentionRow.of(layer, sizes(x).fibre) for layer in (query, key, value))
         root = as_real(float(tokens)).sqrt()
         if not p.fits(q.size * q.size * float(tokens), k.size * k.size, v.size * v.size):
             return INF
-        error = compounded(relative) + (q.size * root + k.size + v.size + 1.0) * lost / FLOOR
+        error = compounded(relative) + (q.size * root + k.size + v.size + 1.0) * underflow / FLOOR
         score, score_error = _placed(p, ONE + error, error, positions)
         row_error = softmax_error(p, tokens, score, score_error) + positions.gates
-        own = averaged(p, tokens, row_error, AttentionRow(v.size, ZERO)) * math.sqrt(
+        loss = averaged(p, tokens, row_error, AttentionRow(v.size, ZERO)) * math.sqrt(
             module.num_heads * (1 + 2.0**-40)
         )
         passed = (root + 1.0) * v.error + (q.error + k.error) * 2.0
-        row = own + passed * root  # the errors of all tokens may come together in one
+        row = loss + passed * root  # the errors of all tokens may come together in one
         images = as_real(float(x.rows // tokens)).sqrt()
-        mixed = (own + passed) * root
+        mixed = (loss + passed) * root
         longest = v.size * math.sqrt(module.num_heads * (1 + 2.0**-40)) + row
         return ((proj.norm + proj.moved) * mixed + proj.rounding(longest) * root) * images
 

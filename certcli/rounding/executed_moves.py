@@ -12,13 +12,11 @@ from torch import nn
 from torch.nn import functional
 
 from certcli.engine import moves
-from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import ZERO, as_real
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.activations import MaxMin
 from certcli.nn.orthogonal_mixing import ChannelRoll
 from certcli.rounding.algorithms import covers
 from certcli.rounding.operation_errors import Followed, Operand, Operation, Rounding, rules
-from certcli.rounding.stored import Stored
 
 
 @covers("moves")
@@ -55,15 +53,13 @@ def larger(op: Operation, a: Any, b: Any) -> Rounding:
 
 rules.module(
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
-    DropPath, PatchDropout, nn.ReLU, MaxMin, ChannelRoll, nn.MaxPool2d,
+    DropPath, PatchDropout, MaxMin, ChannelRoll, nn.MaxPool2d,
 )(exact)  # fmt: skip
-rules.method(
-    *moves.METHODS, "abs", "relu", "neg", "amax", "amin", "to", "type_as", "double", "relu_", "abs_"
-)(exact)
+rules.method(*moves.METHODS, "neg", "amax", "amin", "to", "type_as", "double")(exact)
 rules.function(
-    *moves.FUNCTIONS, torch.relu, functional.relu, operator.neg, functional.dropout, torch.amax, torch.amin, torch.abs,
+    *moves.FUNCTIONS, operator.neg, functional.dropout, torch.amax, torch.amin,
     torch.neg, functional.max_pool2d, torch.max_pool2d, functional.adaptive_max_pool1d,
-    functional.adaptive_max_pool2d, functional.adaptive_max_pool3d, torch.relu_, functional.relu6,
+    functional.adaptive_max_pool2d, functional.adaptive_max_pool3d,
     functional.dropout1d, functional.dropout2d, functional.dropout3d,
 )(exact)  # fmt: skip
 
@@ -76,31 +72,6 @@ def padded(
     """Entries are moved, beside a number that is stored."""
     error = op.factor(value or 0.0).farthest * as_real(float(op.entries)).sqrt()
     return lambda sizes: error
-
-
-@rules.method(
-    "clamp", "clamp_", "clamp_min", "clamp_max", "clamp_min_", "clamp_max_", "clip", "clip_"
-)  # fmt: skip
-@rules.function(torch.clamp, torch.clamp_min, torch.clamp_max, torch.clip)
-@covers("moves")
-def clamped(op: Operation, x: Followed, *limits: Any, **named: Any) -> Rounding:
-    """Entries are compared with limits that are stored."""
-    farthest = [
-        op.factor(limit).farthest for limit in [*limits, *named.values()] if limit is not None
-    ]
-    error = max(farthest, default=ZERO) * as_real(float(op.entries)).sqrt()
-    return lambda sizes: error
-
-
-@rules.function(functional.hardtanh, functional.hardtanh_)
-@covers("moves")
-def clipped(
-    op: Operation, x: Followed, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False
-) -> Rounding:
-    return clamped(op, x, min_val, max_val)
-
-
-rules.module(nn.ReLU6, nn.Hardtanh)(with_attributes(clipped, "min_val", "max_val"))
 
 
 @rules.function(torch.where)
@@ -128,12 +99,3 @@ rules.method("masked_fill", "masked_fill_")(
 def largest(op: Operation, x: Any, *other: Any) -> Rounding:
     """The largest of all entries, or the larger of two tensors."""
     return larger(op, x, other[0]) if other else exact(op, x)
-
-
-@rules.module(ClippedReLU)
-@covers("moves")
-def clipped_at_thresholds(op: Operation, module: ClippedReLU, x: Followed) -> Rounding:
-    """Entries are compared with thresholds that are stored: each image's have the same error."""
-    images = as_real(float(max(1, x.entries // max(1, module.threshold.numel())))).sqrt()
-    error = Stored.of(module.threshold, op.precision).moved * images
-    return lambda sizes: error

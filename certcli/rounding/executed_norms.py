@@ -248,17 +248,17 @@ def rms_norm_and_curve(op: Operation, module: RmsNormAct2d, x: Followed) -> Roun
     """The norm's error times the slope of the curve, and what the curve loses."""
     d = x.shape[1]
     normalised = _root_mean_square(op, x, d, module.weight, float(module.eps), last=False)
-    rule, known = rules.find(module.act), curve_of(module.act)
-    op.require(rule is not None and known is not None, f"the activation {module.act}")
+    rule, facts = rules.find(module.act), curve_of(module.act)
+    op.require(rule is not None and facts is not None, f"the activation {module.act}")
     assert rule is not None
-    assert known is not None
+    assert facts is not None
     curve = rule.apply(op, module.act, x)
     gain = largest(op.stored(module.weight).number)
 
     def rounding(sizes: Sizes) -> Real:
         error = normalised(sizes)
         row, whole = (as_real(float(n)).sqrt() * gain + error for n in (d, x.entries))
-        return error * known.slope + curve(lambda _: Executed(x.shape, whole, row, row))
+        return error * facts.slope + curve(lambda _: Executed(x.shape, whole, row, row))
 
     return rounding
 

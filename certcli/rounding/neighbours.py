@@ -18,33 +18,27 @@ inequality adds them.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from certcli.engine.replay import noise_like, replayed
-from certcli.engine.table import NoRule, Rule, RuleTable
-from certcli.engine.trace import Trace, executed, of_margins, shifts_logits
+from certcli.engine.replay import noise_like, plain_kernels, replayed
+from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import Trace, executed, of_margins
 from certcli.engine.tracer import Untraceable
-from certcli.engine.walk import Call, Constant, Unproven, walk
-from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
-from certcli.lipschitz.size import Size
+from certcli.engine.walk import walk
+from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
+from certcli.lipschitz.propagate import deep_recursion
 from certcli.lipschitz.table import rules as slopes
-from certcli.lipschitz.value import Value
-from certcli.rounding.enclosed import EnclosedErrors, ErrorStep, carried, errors_of_pairs
+from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs
 from certcli.rounding.head import head_of
-from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, Steep, rules
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
 from certcli.rounding.precisions import Precision
 from certcli.rounding.program_comparison import require_same_program
-from certcli.rounding.running_error import written_out
+from certcli.rounding.stepwise import Stepwise
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
@@ -52,201 +46,11 @@ _STEPS = 32
 _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
+_NOTHING = 2.0**-30
+"""Of the logits: rounding below it moves no digit of a radius that is shown."""
 """Images whose sizes are found together."""
 _UNSEEN = 2.0**-500
 """Above the length of what is so small that its square underflows, in tensors of 2^50 entries."""
-
-
-class _Rules:
-    """The global domain's rules with each tensor's error: what the walk looks up instead."""
-
-    def __init__(self, domain: "_Stepwise") -> None:
-        self.domain = domain
-        self.methods = _Looked(slopes.methods, rules.methods, domain)
-        self.functions = _Looked(slopes.functions, rules.functions, domain)
-
-    def find(self, module: nn.Module) -> Any:
-        slope = slopes.find(module)
-        rule = rules.find(module)
-        if slope is None:
-            return None
-        return replace(
-            slope, apply=self.domain.followed(slope.apply, None if rule is None else rule.apply)
-        )
-
-
-class _Looked:
-    def __init__(
-        self, slope: Mapping[Any, Rule], rounding: Mapping[Any, Rule], domain: "_Stepwise"
-    ) -> None:
-        self.slope = slope
-        self.own = rounding
-        self.domain = domain
-
-    def get(self, name: Any) -> Rule | None:
-        return (
-            self.domain.followed(self.slope[name], self.own.get(name))
-            if name in self.slope
-            else None
-        )
-
-
-class _Stepwise(GlobalDomain):
-    """Follows a graph by operation; nothing waits to be folded: each one is executed.
-
-    Attributes:
-        tensors: by node, which of its results are followed.
-    """
-
-    def __init__(self, operation: Operation) -> None:
-        super().__init__(Arithmetic())
-        self.operation = operation
-        self.steps: list[ErrorStep] = []
-        self.tensors: dict[str, list[int]] = {}
-        self.errors: list[Real] = []
-        self.rules = _Rules(self)  # type: ignore[assignment]
-
-    def image(self, shape: tuple[int, ...]) -> Any:
-        self.first = super().image(shape)
-        size = self.first.size
-        box = Executed(shape, size.total, size.fibre, size.peak)
-        return self._kept(ErrorStep("", (), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
-
-    def result(self, value: Any, call: Call) -> Any:
-        return value
-
-    def observe(self, node: fx.Node, value: Any) -> None:
-        return
-
-    def forget(self, node: fx.Node, value: Any) -> None:
-        return
-
-    def _kept(self, step: ErrorStep, error: Real) -> Followed:
-        self.steps.append(step)
-        self.errors.append(error)
-        self.walk.settled.clear()
-        return Followed(len(self.steps) - 1, step.box.shape)
-
-    def followed(self, slope: Rule, rounding: Rule | None) -> Rule:
-        """Return a rule for executed tensors from an operation's theorem and rounding."""
-
-        def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
-            if rounding is None:
-                raise NoRule("no bound is known of its rounding at the neighbours of an image")
-            if ctx.call.dtype not in (None, torch.float64):
-                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
-            args, hides = _without_hidden(ctx.call.kind, args)
-            sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
-            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
-                raise NoRule("scores of -inf in something else than a softmax")
-            try:
-                operands = [
-                    self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
-                ]
-            except NoRule as reason:
-                finite = all(self.steps[x.place].box.total.finite for x in sources)
-                whys = [] if finite else self.operation.vanished  # then no theorem is at fault
-                raise NoRule(next(iter(whys), str(reason))) from reason
-            if not operands:
-                raise NoRule("an operation without a tensor that depends on the image")
-            if isinstance(operands[0], (Constant, Unproven)):
-                return operands[0]
-            own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
-            several = isinstance(operands[0], list)
-            parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            assert ctx.call.node is not None
-            proven = [
-                place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
-            ]
-            self.tensors[ctx.call.node.name] = proven
-            steps = [
-                self._step(ctx.call, sources, values, own_rounding, hides)
-                if place in proven
-                else values[0]
-                for place, values in enumerate(parts)
-            ]
-            return steps if several else steps[0]
-
-        return apply
-
-    def _settled(
-        self,
-        ctx: Context,
-        slope: Rule,
-        args: Any,
-        kwargs: Any,
-        sources: Sequence[Followed],
-        moving: Followed,
-    ) -> Any:
-        """Return the theorem's values with only one of the tensors moving, at slope 1."""
-        values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
-        result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
-        shape = ctx.call.shape
-        if isinstance(result, (Constant, Unproven)):
-            return result
-        if isinstance(result, (list, tuple)):
-            return [
-                x
-                if isinstance(x, Unproven)
-                else ctx.settle(super(_Stepwise, self).result(x, replace(ctx.call, shape=s)))
-                for x, s in zip(result, shape, strict=True)
-            ]
-        return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
-
-    def _value(self, x: Followed, base: Real) -> Value:
-        if x.place == 0:
-            return replace(self.first, base=base, proof=None)
-        box = self.steps[x.place].box
-        arith = self.walk.arith
-        size = Size(arith, box.shape, lambda: box.fibre, -1, lambda: box.total, lambda: box.peak)
-        return Value(base, size, None, None, box.shape)
-
-    def _step(
-        self,
-        call: Call,
-        sources: Sequence[Followed],
-        values: Sequence[Value],
-        rounding: Callable[[Sizes], Real],
-        hides: bool,
-    ) -> Followed:
-        shape = tuple(values[0].shape)
-        size = values[0].size
-        bases = tuple(value.base for value in values)
-        places = tuple(x.place for x in sources)
-        added = rounding(lambda x: self.steps[x.place].box)
-        error = carried(bases, [self.errors[place] for place in places]) + added
-        box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
-        assert call.node is not None
-        entries, shifts = math.prod(shape), shifts_logits(call.node)
-        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts, hides)
-        return replace(self._kept(step, error), hides=hides)
-
-    def shape(self, value: Any) -> Any:
-        return value.shape
-
-
-def _followed_in(x: Any) -> list[Followed]:
-    if isinstance(x, Followed):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        return [value for part in x for value in _followed_in(part)]
-    return _followed_in(list(x.values())) if isinstance(x, dict) else []
-
-
-def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
-    """Return the arguments with 0 for a number of -inf that stands in place of scores."""
-    if kind not in ("where", "masked_fill", "masked_fill_"):
-        return args, False
-    shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
-    return shown, shown != args
-
-
-def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
-    if isinstance(x, Followed):
-        return values[x.place]
-    if isinstance(x, (list, tuple)):
-        return type(x)(_replaced(part, values) for part in x)
-    return {name: _replaced(part, values) for name, part in x.items()} if isinstance(x, dict) else x
 
 
 class NeighbourErrors:
@@ -257,6 +61,8 @@ class NeighbourErrors:
         tables: Of other domains, whose leaves the graph shall have.
         traced: The model's graph with the leaves of the global domain alone, where it has been
             replayed already.
+        as_traced: Constants that the network computes are those of the graph, as its bound takes
+            them: for float64 logits that stand for real arithmetic.
 
     Raises:
         NoRule: Names the operation whose rounding is not known.
@@ -269,6 +75,7 @@ class NeighbourErrors:
         precision: Precision,
         tables: Sequence[RuleTable] = (),
         traced: Trace | None = None,
+        as_traced: bool = False,
     ) -> None:
         self.precision, self.pixels, self.tables = precision, math.prod(size), (slopes, *tables)
         try:
@@ -276,7 +83,7 @@ class NeighbourErrors:
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = _Stepwise(Operation(precision, self._traced.made))
+                domain = Stepwise(Operation(precision, self._traced.made, as_traced=as_traced))
                 self._last: Followed = walk(self._traced, domain)
                 self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)
@@ -291,7 +98,7 @@ class NeighbourErrors:
         example = next(iter([*model.parameters(), *model.buffers()]))
         self._widest = _floats(domain.errors).to(example.device)
         image = noise_like(torch.empty(1, *size, dtype=torch.float64, device=example.device))
-        with torch.no_grad(), written_out():
+        with torch.no_grad(), plain_kernels():
             at_noise = self._lengths_of(image[0])
         # sizes that images may share, up to a factor: as those of noise, and as the slopes from the
         # pixels
@@ -324,8 +131,13 @@ class NeighbourErrors:
     @torch.no_grad()
     def _lengths(self, images: Tensor) -> Tensor:
         """Return `_lengths_of` each image, a traced batch of its own: (b, c, h, w) -> (b, steps)."""
-        with written_out():
+        with plain_kernels():
             return torch.vmap(self._lengths_of, chunk_size=_AT_ONCE)(images)
+
+    @property
+    def rows(self) -> int:
+        """Return how many rows of logits the network makes of one image."""
+        return self._last.shape[0]
 
     @torch.no_grad()
     def evaluated(
@@ -342,27 +154,50 @@ class NeighbourErrors:
         Returns:
             (b, k); bounds on the rounding of z_i - z_j, (b, k), and of each logit, (b, 1).
         """
-        rows, of_pairs, of_logits = [], [], []
-        for number, image in enumerate(images):
-            with written_out():
-                logits, sizes = self._measured(image)
-            executed_sizes, errors = self._errors(sizes)
-            pairs = errors_of_pairs(
-                self._steps,
-                self._last.place,
-                self._head,
-                self.precision,
-                executed_sizes,
-                errors,
-            ).to(images.device)
-            top = logits.argmax() if classes is None else classes[number]
-            rows.append(logits)
-            of_pairs.append(pairs[top])
-            of_logits.append(errors[self._last.place])
-        return torch.stack(rows), torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
+        logits, sizes = self._sizes(images)
+        tops = logits.argmax(1) if classes is None else classes
+        of_pairs, of_logits = [], []
+        for rows, measured, chosen in zip(
+            logits.split(_AT_ONCE), sizes.split(_AT_ONCE), tops.split(_AT_ONCE), strict=True
+        ):
+            # sizes that hold for each of these images, where that costs next to nothing
+            widest = torch.cat([measured[:, :, :3].amax(0), measured[:, :, 3:].amin(0)], 1)
+            pairs, whole = self._of_sizes(widest)
+            shared = bool(pairs.amax() <= _NOTHING * rows.abs().amax())
+            each = [(pairs, whole)] * len(rows) if shared else map(self._of_sizes, measured)
+            for top, (pairs, whole) in zip(chosen, each, strict=True):
+                of_pairs.append(pairs.to(images.device)[top])
+                of_logits.append(whole)
+        return logits, torch.stack(of_pairs), _floats(of_logits).to(images)[:, None]
 
-    def _measured(self, image: Tensor) -> tuple[Tensor, list[Executed]]:
-        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way."""
+    def _of_sizes(self, sizes: Tensor) -> tuple[Tensor, Real]:
+        """Return bounds on the rounding of all z_i - z_j, (k, k), and of a logit: (steps, 5)."""
+        executed_sizes, errors = self._errors(self._measured(sizes.tolist()))
+        place = self._last.place
+        pairs = errors_of_pairs(
+            self._steps, place, self._head, self.precision, executed_sizes, errors
+        )
+        return pairs, errors[place]
+
+    @torch.no_grad()
+    def _sizes(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return `_sizes_of` each image, a traced batch of its own: (b, k), (b, steps, 5)."""
+        with plain_kernels():
+            try:
+                return torch.vmap(self._sizes_of, chunk_size=_AT_ONCE)(images)
+            except (RuntimeError, ValueError, TypeError, LookupError) as failure:
+                if out_of_memory(failure):
+                    raise
+                # an operation that is not known for many images
+                each = [self._sizes_of(image) for image in images]
+        return torch.stack([one for one, _ in each]), torch.stack([sizes for _, sizes in each])
+
+    def _sizes_of(self, image: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the logits of one image (c, h, w), and the sizes of all tensors on their way.
+
+        Their lengths, those of the longest row, the largest entries, the least deviations of a row
+        and the shortest rows: (steps, 5).
+        """
         sizes = []
         logits = image
         for place, part in enumerate(self._tensors_of(image)):
@@ -372,8 +207,12 @@ class NeighbourErrors:
                 lengths.norm(), lengths.amax(), rows.abs().amax(), rows.std(1, unbiased=False).amin(), lengths.amin(),
             ]))  # fmt: skip
             logits = part.flatten() if place == self._last.place else logits
+        return logits, torch.stack(sizes)
+
+    def _measured(self, sizes: Sequence[Sequence[float]]) -> list[Executed]:
+        """Return the sizes of all tensors of one image, rounded outward."""
         measured = []
-        for step, numbers in zip(self._steps, torch.stack(sizes).tolist(), strict=True):
+        for step, numbers in zip(self._steps, sizes, strict=True):
             total, fibre, peak = (
                 as_real(x) * (1 + 2.0**-20) + _UNSEEN if x >= 0 else INF for x in numbers[:3]
             )
@@ -381,7 +220,7 @@ class NeighbourErrors:
             deviation = numbers[3] * (1 - 2.0**-20) - numbers[1] * 2.0**-30
             shortest = numbers[4] * (1 - 2.0**-20)
             measured.append(Executed(step.box.shape, total, fibre, peak, deviation, shortest))
-        return logits, measured
+        return measured
 
     @cached_property
     def on_box(self) -> Tensor:
@@ -412,8 +251,7 @@ class NeighbourErrors:
                 raise
             # an operation that is not known for many images
             return self.on_box[predictions]
-        moved = _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
-        near = at_images + torch.where(radii[:, None] > 0, moved, 0.0)
+        near = at_images + _floats(self._slopes).to(pixels) * radii[:, None] * (1 + 2.0**-20)
         grown = torch.stack(
             [(near / profile).amax(1).nan_to_num(nan=torch.inf) for profile in self._profiles], 1
         )

@@ -114,12 +114,14 @@ class Operation:
     Attributes:
         made: how the network made the constants that are not its own.
         vanished: why results so far have no bound, whatever their operands.
+        as_traced: constants are the numbers that float64 gave: the network's, whoever computed them.
     """
 
     precision: Precision
     made: Moved
     call: Call | None = None
     vanished: list[str] = field(default_factory=list)
+    as_traced: bool = False
 
     @property
     def shape(self) -> Any:
@@ -137,7 +139,8 @@ class Operation:
 
     def require_own(self, tensor: Tensor) -> None:
         """Raise NoRule for a computed constant: rounded, or chosen by rounded numbers."""
-        self.require(place_of(tensor) in self.made.storages, "a constant that the network computes")
+        stays = self.as_traced or place_of(tensor) in self.made.storages
+        self.require(stays, "a constant that the network computes")
 
     def stored(self, tensor: Tensor) -> Stored:
         """Return the network's own tensor as stored: whole, a part, or its entries moved."""
@@ -146,7 +149,7 @@ class Operation:
 
     def operand(self, tensor: Tensor) -> Stored:
         """Return a constant summand or factor; of a computed one numbers of executed size."""
-        if place_of(tensor) in self.made.storages:
+        if self.as_traced or place_of(tensor) in self.made.storages:
             return self.stored(tensor)
         # from real numbers on, there and in float64, in which the graph has it
         error = error_of(tensor, self.precision, self.made) + error_of(tensor, FLOAT64, self.made)
@@ -247,7 +250,7 @@ def added(op: Operation, a: Any, b: Any, alpha: float = 1) -> Rounding:
     return lambda sizes: (
         (one.size(sizes) + other.size(sizes) * factor) * roundings
         + error
-        + op.underflow() * (1 + factor)
+        + op.underflow() * (1 if alpha == 1 else 1 + factor)
     )
 
 

@@ -75,6 +75,12 @@ class Refused(ValueError):
     """A value is invalid; the caller adds the file or option that it came from."""
 
 
+def raise_if(wrong: object, error: type[Exception], *words: str) -> None:
+    """Raise the error, of these words, where something is wrong."""
+    if wrong:
+        raise error(*words)
+
+
 def plain(text: str) -> str:
     """Return text of strangers (names of files, classes, keys) for one line of a screen, a log or a
     report.

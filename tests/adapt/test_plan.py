@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.families import end, family_of
+from certcli.adapt.families import adapted_family, run_end
 from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import plan
@@ -103,13 +103,13 @@ def make(name: str) -> Checkpoint:
     )
 
 
-def pixels(checkpoint: Checkpoint, count: int = 24) -> Tensor:
+def random_pixels(checkpoint: Checkpoint, count: int = 24) -> Tensor:
     return torch.rand(
         count, *checkpoint.record.input.size, generator=torch.Generator().manual_seed(2)
     )
 
 
-def run(
+def adapt_run(
     checkpoint: Checkpoint, settings: AdaptSettings, images: Tensor
 ) -> tuple[list[AdaptedPart], Checkpoint]:
     if not settings.refit:
@@ -140,7 +140,7 @@ def test_weighted_residuals_keep_the_function(plain: Checkpoint, images: Tensor)
     settings = [
         AdaptSettings(norm="keep", residual="weighted", epochs=epochs) for epochs in (-1, 0)
     ]
-    alone, fitted = (run(plain, each, images)[1] for each in settings)
+    alone, fitted = (adapt_run(plain, each, images)[1] for each in settings)
     for adapted in (alone, fitted):
         assert torch.allclose(logits(adapted, images), logits(plain, images), atol=1e-3)
     assert alone.tensors.keys() == fitted.tensors.keys()
@@ -159,7 +159,7 @@ def test_every_family_keeps_its_function_under_other_residuals(name: str, residu
     """Only rounding, and for convex residuals LayerNorm's eps on a stream of half the size, may
     change anything.
     """
-    images = pixels(make(name))
+    images = random_pixels(make(name))
     adapter = Adapter(
         make(name), AdaptSettings(norm="keep", residual=residual, epochs=0), images, CPU
     )
@@ -175,8 +175,8 @@ def test_every_family_keeps_its_answers_under_the_goal_keep(name: str) -> None:
     seen.
     """
     original = make(name)
-    images = pixels(original, 5)
-    records, result = run(original, AdaptSettings(), images)
+    images = random_pixels(original, 5)
+    records, result = adapt_run(original, AdaptSettings(), images)
     size = original.record.input.size
     assert bound_network(build.load(result), size, 5).upper < trial_upper(
         build.load(original), size
@@ -212,7 +212,7 @@ def test_a_network_without_layernorms_has_nothing_to_keep(name: str) -> None:
 def test_every_family_becomes_lipschitz(name: str, norm: str) -> None:
     """A finite bound, closer to the old function than surgery alone, the plan carried out."""
     original = make(name)
-    images = pixels(original)
+    images = random_pixels(original)
     settings = AdaptSettings("certify", norm=norm, epochs=0, batch_size=10)
     adapter = Adapter(original, settings, images, CPU)
     surgery_alone = error_of(adapter, images)
@@ -248,7 +248,7 @@ def test_every_combination_runs_and_is_bounded(
     settings = AdaptSettings(
         "certify", norm=norm, residual=residual, activation="maxmin", head=head, epochs=0
     )
-    parts, result = run(plain, settings, images[:64])
+    parts, result = adapt_run(plain, settings, images[:64])
     assert any(part.path == "blocks.0" for part in parts)
     model = build.load(result)
     bound = bound_network(model, result.record.input.size, 10)
@@ -276,13 +276,14 @@ def test_every_attention_is_fitted(plain: Checkpoint, images: Tensor, attention:
 def test_the_same_seed_gives_the_same_bytes(plain: Checkpoint, images: Tensor) -> None:
     settings = AdaptSettings("certify", head=(16,), epochs=1, distill=1)
     assert (
-        run(plain, settings, images[:64])[1].digest == run(plain, settings, images[:64])[1].digest
+        adapt_run(plain, settings, images[:64])[1].digest
+        == adapt_run(plain, settings, images[:64])[1].digest
     )
 
 
 def _ready_made(arch: str, **arguments: Any) -> Checkpoint:
     net = build.create(arch, arguments, initialise=False)
-    return build.initialise(arch, arguments, build.spec_of(net), 10, 0)
+    return build.initialise(arch, arguments, build.spec_of(net), 10)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +305,7 @@ def test_what_is_not_known_is_refused_by_name(
 
 
 def test_refusals(plain: Checkpoint, images: Tensor) -> None:
-    _, adapted = run(plain, AdaptSettings("certify", epochs=-1), images[:8])
+    _, adapted = adapt_run(plain, AdaptSettings("certify", epochs=-1), images[:8])
     with pytest.raises(ArchitectureError, match="adapted network"):
         plan(adapted, CERTIFY)
     for wrong in (
@@ -338,10 +339,10 @@ def test_a_family_runs_as_its_network_does() -> None:
     for name in SMALL:
         checkpoint = make(name)
         model = build.load(checkpoint)
-        family = family_of(build.load(checkpoint).net)
-        x = pixels(checkpoint, 2)
+        family = adapted_family(build.load(checkpoint).net)
+        x = random_pixels(checkpoint, 2)
         with torch.no_grad():
             stream = family.embed(model.net, model.normalize(x))
             for step in family.body(model.net):
                 stream = step.run(stream)
-            assert torch.equal(end(model.net, stream), model(x))
+            assert torch.equal(run_end(model.net, stream), model(x))

@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt import state as adapt_state
-from certcli.adapt.pixels import augment, compact
+from certcli.adapt.pixels import augment_for_distillation, compact
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
-from certcli.adapt.state import load_state, save_state
+from certcli.adapt.state import load_adaptation_state, save_adaptation_state
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.adapt import run as adapting
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
@@ -42,7 +42,7 @@ def whole(
     adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
     folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
-        save_state(folder / f"{number}.safetensors", adapter.state())
+        save_adaptation_state(folder / f"{number}.safetensors", adapter.state())
     return adapter, folder
 
 
@@ -53,7 +53,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """Resumed after each record in turn: the block, the end, and every epoch of the distillation."""
     adapter, folder = whole
     second = Adapter(plain, INTERRUPTIBLE, images, CPU)
-    second.restore(load_state(folder / f"{stop}.safetensors", second.identity))
+    second.restore(load_adaptation_state(folder / f"{stop}.safetensors", second.identity))
     list(second.run())
     assert second.result().digest == adapter.result().digest
     assert second.records == adapter.records
@@ -61,13 +61,13 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
 
 
 @pytest.mark.parametrize("change", ["settings", "images", "parent"])
-def test_the_state_of_another_run_is_refused(
+def test_the_state_of_another_adaptation_is_refused(
     plain: Checkpoint, images: torch.Tensor, tmp_path: Path, change: str
 ) -> None:
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
     adapter = Adapter(plain, settings, images, CPU)
     next(adapter.run())
-    save_state(tmp_path / "state.safetensors", adapter.state())
+    save_adaptation_state(tmp_path / "state.safetensors", adapter.state())
     tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
     other = {
         "settings": lambda: Adapter(
@@ -77,7 +77,7 @@ def test_the_state_of_another_run_is_refused(
         "parent": lambda: Adapter(Checkpoint(tensors, plain.record), settings, images, CPU),
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
-        load_state(tmp_path / "state.safetensors", other.identity)
+        load_adaptation_state(tmp_path / "state.safetensors", other.identity)
 
 
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
@@ -98,7 +98,8 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
-    interrupted(tmp_path, ["adapt", *map(str, words), "-o", str(out)], adapt_state)
+    stopped = ["adapt", *map(str, words), "-o", str(out)]
+    interrupted(tmp_path, stopped, adapting, "save_adaptation_state")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")
@@ -107,7 +108,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     assert not state.exists()
 
 
-def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
+def test_a_second_adaptation_is_refused_while_the_first_lives(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = [
@@ -171,7 +172,7 @@ def _colour_folder(folder: Path) -> Path:
     return folder
 
 
-def test_a_network_without_attention_is_refused(tmp_path: Path, plain: Checkpoint) -> None:
+def test_adapt_refuses_a_network_without_attention(tmp_path: Path, plain: Checkpoint) -> None:
     certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
     told = attempt("adapt", tmp_path / "cnn.safetensors", "--dataset", tmp_path)
     assert isinstance(told.exception, ArchitectureError)
@@ -202,7 +203,7 @@ def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
 @pytest.mark.parametrize(("channels", "side"), [(3, 64), (3, 8), (1, 8)])
 def test_varied_images_stay_pixels_and_depend_on_the_seed_alone(channels: int, side: int) -> None:
     images = torch.rand(6, channels, side, side, generator=torch.Generator().manual_seed(0))
-    first, second = augment(images, 1), augment(images, 1)
+    first, second = augment_for_distillation(images, 1), augment_for_distillation(images, 1)
     assert torch.equal(first, second)
     assert first.shape == images.shape
     assert float(first.min()) >= 0

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from torch import nn
 import certvit
 import certvit.testing
 from certcli import api
-from certcli.api import options
+from certcli.api import door, options
 from certcli.api.arguments import fields_of
-from certcli.api.door import RENAMED, Signature
 from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
 from certcli.certify.methods import METHODS, Method, options_of
@@ -42,13 +41,11 @@ OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
     },
 }
 """The class of the options, what a caller may set of it, and what the functions set themselves."""
-OPTIONS["smoothing"][2].update(
-    ("batch_size", "denoiser", "denoiser_file", "denoiser_module", "tuning")
-)
+OPTIONS["smoothing"][2].update(("batch_size", "denoiser", "denoiser_file", "denoiser_module"))
 WIDER: dict[Any, tuple[Any, ...]] = {
     options.Radii: (Sequence[float], tuple[float, ...]),
     options.Words: (list[str], tuple[str, ...]),
-    options.Radius: (float | Literal["auto"],),
+    options.Radius: (float,),
     options.Radius | None: (float | None,),
     str | Path | None: (Path | None,),
 }
@@ -97,7 +94,7 @@ def network() -> OpenCheckpoint:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_wrong_call_says_what_to_pass(name: str) -> None:
     """A misspelled name the nearest one, a lacking or superfluous argument the form of the call."""
-    signature = Signature(FUNCTIONS[name])
+    signature = door.Signature(FUNCTIONS[name])
     for known in (*signature.names, *signature.options):
         with pytest.raises(UsageError, match=f"{name} has no option '{known}x'") as refusal:
             FUNCTIONS[name](**{f"{known}x": 1})
@@ -132,8 +129,8 @@ def test_a_name_of_the_last_release_says_the_new_one(
         "certificates": certvit.certify(network, x, y),
     }
     usual |= {"at_least": 0.0, "at_most": 1e9, "attacks": "fgsm", "radii": 0.1, "method": "local"}
-    known = set(Signature(FUNCTIONS[name]).names) - ({"method"} if name == "bounds" else set())
-    new = RENAMED[old]
+    known = set(door.Signature(FUNCTIONS[name]).names) - ({"method"} if name == "bounds" else set())
+    new = door.RENAMED[old]
     arguments = {key: usual[key] for key in usual.keys() & known if key != new}
     value = network if value is None else value
     with pytest.warns(

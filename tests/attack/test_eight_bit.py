@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack.eight_bit import nearest_within, rounded
+from certcli.attack.judge import nearest_within, rounded
 from certcli.evaluation.perturbation import Region
 from certcli.models import build
 from certcli.models.open import open_checkpoint

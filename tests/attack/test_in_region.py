@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.eight_bit import rounded
 from certcli.attack.families import gradient
-from certcli.attack.judge import judge
+from certcli.attack.judge import judge, rounded
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm, Region

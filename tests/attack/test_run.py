@@ -10,9 +10,8 @@ from torch import nn
 from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.margin import lost_margin
-from certcli.attack.presets import PRESETS, preset
 from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings, planned_attacks
+from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
 from certcli.attack.summary import curve, robust_accuracy
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError

@@ -223,7 +223,7 @@ def test_without_torchattacks_everything_else_works(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     words = ("attack", workshop / "plain.safetensors", "-e", 0.1, "--limit", 4, "--no-checks")
-    document(*words, "-a", "deepfool", "-a", "pgd")
+    document(*words, "-a", "cw", "-a", "pgd")
     failure = attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
     assert isinstance(failure, UsageError)
     assert "pip install --no-deps torchattacks" in failure.hint

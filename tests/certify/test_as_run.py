@@ -12,6 +12,7 @@ from torch.nn import functional
 import certvit
 from certcli.certify.executed_network import ProvingCertifier
 from certcli.checkpoint.record import InputSpec
+from certcli.lipschitz.network import bound_network
 from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import CertvitError, UsageError
@@ -86,20 +87,22 @@ class ByMeanElsewhere(ByMean):
 
 
 class ByPlace(Net):
-    """One logit of the last image of a large batch moves, to one side, in one precision."""
+    """One logit of one image of a large batch moves, to one side, in one precision."""
 
-    def __init__(self, move: float, dtype: torch.dtype) -> None:
+    def __init__(self, move: float, dtype: torch.dtype, least: int = 3, place: int = -1) -> None:
         super().__init__()
         self.move = move
         self.dtype = dtype
+        self.least = least
+        self.place = place
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.fc(x.flatten(1))
-        if len(x) < 3 or x.dtype != self.dtype:
+        if len(x) < self.least or x.dtype != self.dtype:
             return logits
-        place = torch.zeros_like(logits)
-        place[-1, 0] = self.move
-        return logits + place
+        moved = torch.zeros_like(logits)
+        moved[self.place, 0] = self.move
+        return logits + moved
 
 
 def certificates(module: nn.Module, **options: Any) -> Any:
@@ -132,6 +135,26 @@ def test_one_image_whose_logit_moves_to_one_side_refuses_the_batch(
         certificates(network, method="lipschitz", arithmetic=arithmetic)
 
 
+@pytest.mark.parametrize("place", [0, 1, -1])
+def test_every_image_of_a_batch_is_compared_before_anything_is_bounded(place: int) -> None:
+    """Whatever compares a batch with its images alone looks at all of them."""
+    network = ByPlace(1.0, torch.float64, 2, place)
+    proven = bound_network(network.eval().double(), SIZE, 2)
+    assert not proven.upper.finite
+    assert "batch" in proven.bound.why
+    late = certvit.load(ByPlace(1.0, torch.float64, 3, place), mean=0.0, std=1.0, input_size=SIZE)
+    with pytest.raises(CertvitError, match="in a batch of 3"):
+        certvit.bounds(late, torch.rand(3, *SIZE), 0.01)
+
+
+@pytest.mark.parametrize("place", [0, 50, -1])
+def test_smoothing_compares_images_of_the_batches_that_it_draws(place: int) -> None:
+    """The first, the one in the middle and the last."""
+    network = ByPlace(10.0, torch.float32, 65, place)
+    with pytest.raises(CertvitError, match="images beside it"):
+        certificates(network, method="smoothing", samples=200, n0=100, batch_size=100)
+
+
 @pytest.mark.parametrize("kind", [ByLargeBatch, ByInference])
 def test_smoothing_compares_the_batches_that_it_draws(kind: type[Net]) -> None:
     with pytest.raises(CertvitError, match="images beside it"):
@@ -146,10 +169,18 @@ def test_certified_classes_are_those_of_the_network_as_run(
     predictions = whole(torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))).argmax(1)
     opened = certvit.load(whole, mean=0.0, std=1.0, input_size=SIZE)
     pixels = torch.rand(8, *SIZE, generator=torch.Generator().manual_seed(0))
-    assert any(
-        each.radius > 0 for each in certvit.certify(opened, pixels, predictions, method=method)
+    certified = [
+        each.index
+        for each in certvit.certify(opened, pixels, predictions, method=method)
+        if each.radius > 0
+    ]
+    assert len(certified) > 2
+    last = certified[-1]  # the last one alone is enough
+    monkeypatch.setattr(
+        ProvingCertifier,
+        "stands",
+        lambda self, claims, *_: [claim.index != last for claim in claims],
     )
-    monkeypatch.setattr(ProvingCertifier, "stands", lambda self, claims, *_: [False] * len(claims))
     with pytest.raises(CertvitError, match="other classes than its proven graph"):
         certvit.certify(opened, pixels, predictions, method=method)
 
@@ -205,6 +236,4 @@ def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> N
 
 def test_a_scripted_submodule_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(4, 2)))
-    from certcli.lipschitz.network import bound_network
-
     assert "scripted" in bound_network(net.eval(), SIZE, 2).bound.why

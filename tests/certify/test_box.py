@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.box.climb import climb
-from certcli.certify.box.geometry import distance, reach
+from certcli.certify.box.certifier import BoxCertifier, climb, distance, reach
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
@@ -21,7 +20,7 @@ from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove
 from certcli.models.pixels import PixelModel
-from certcli.rounding.running_error import RULES
+from certcli.rounding.operation_errors import rules
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError
 
 SIZE = (1, 4, 4)
@@ -149,8 +148,8 @@ def test_statistics_are_checked_where_the_layer_is_made(std: float) -> None:
 
 
 def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(RULES, "relu")
-    with pytest.raises(NoBoundError, match="relu"):
+    monkeypatch.delitem(rules.modules, nn.ReLU)
+    with pytest.raises(NoBoundError, match="ReLU"):
         found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *SIZE))
 
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import permutations, product
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -19,7 +19,6 @@ from certcli.api.data import images_of
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify, options_of, prepare
-from certcli.certify.patch.ablation import stays, winner
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
@@ -130,7 +129,7 @@ RUNS: dict[str, Run] = {
             certvit.attack(net, x, y, attacks=[name], norm=ATTACKS[name].norms[-1], steps=2)
         )
         for name in ATTACKS.names()
-        if name not in ("saga", "autoattack-full")  # of attention; the same as autoattack
+        if name != "autoattack-full"  # the same as autoattack
     },
 }  # fmt: skip
 """What is stated of a network at images, for each function of Python that runs it."""
@@ -262,15 +261,3 @@ def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPa
     (row,) = certifier.batch([0], torch.zeros(1, *SIZE), [0])
     assert row.radius == 0
     assert row.prediction is None
-
-
-def test_votes_stay_exactly_where_no_band_can_change_the_class() -> None:
-    """Of 4 bands and 3 classes all votes, each band met by the patch: ties go to the smaller class."""
-    for votes, touched in product(product(range(3), repeat=4), range(4)):
-        met = torch.zeros(1, 4, dtype=torch.bool)
-        met[0, touched] = True
-        changed = [[*votes[:touched], vote, *votes[touched + 1 :]] for vote in range(3)]
-        top = winner(votes, 3)
-        assert top == min(range(3), key=lambda cls: (-votes.count(cls), cls))
-        exact = all(winner(others, 3) == top for others in changed)
-        assert stays(top, votes, [True] * 4, met, 3) == exact

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import RecheckSettings
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.chains.sequential import Activation, AffineStep, Moves, SequentialNetwork
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec

@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
-@pytest.mark.parametrize("purpose", [noise.CERTIFY, noise.TUNE])
+@pytest.mark.parametrize("purpose", [noise.CERTIFY, noise.TIMED])
 def test_bits_are_philox_on_every_device(seed: int, purpose: int) -> None:
     """numpy's generator against torch's integers: two implementations of one function."""
     images = [0, 3, 2**40]

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.diffusion import Diffusion, OneShot, step_of
+from certcli.certify.smoothing.pixel_denoiser import Diffusion, OneShot, step_of
 from certcli.checkpoint.file import Checkpoint
 from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
 from certcli.nn.unet import UNet, UNetShape
@@ -184,23 +184,6 @@ def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -
     for path, code in ((model, (0, 7)), (other, (6,))):
         done = attempt("verify", records, net, "--denoiser", path)
         assert getattr(done.exception, "code", done.exit_code) in code
-
-
-def test_sigma_auto_has_a_denoiser_for_each_sigma(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    steps: set[int] = set()
-    run = OneShot.forward
-
-    def spied(self: OneShot, pixels: Tensor) -> Tensor:
-        steps.add(self.step)
-        return run(self, pixels)
-
-    monkeypatch.setattr(OneShot, "forward", spied)
-    model = diffusion_folder(tmp_path / "model")
-    net = workshop / "plain.safetensors"
-    document("certify", net, *RUN, "--sigma", "auto", "--denoiser", model)
-    assert len(steps) == 5
 
 
 def pipeline(path: Path) -> Path:

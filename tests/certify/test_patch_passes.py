@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.patch import masks
-from certcli.certify.patch.ablation import Voting
 from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch

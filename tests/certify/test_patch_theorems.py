@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.patch import masks
-from certcli.certify.patch.ablation import stays, winner
-from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.double_masking import DoubleMasking, stays, winner
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views

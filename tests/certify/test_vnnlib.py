@@ -11,8 +11,8 @@ from torch import nn
 
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
-from certcli.system.errors import DataError
-from tests.helpers.commands import document
+from certcli.system.errors import DataError, GateError, UndecidedError
+from tests.helpers.commands import attempt, document
 
 FIRST = """; of two inputs
 (declare-const X_0 Real)
@@ -110,14 +110,18 @@ def test_what_is_no_such_query_is_refused_in_a_line(tmp_path: Path, text: str) -
     assert "\n" not in str(failure.value)
 
 
-def exported(folder: Path) -> Path:
-    """Write y = (x0 + x1, x0 - x1), which the box takes to [-0.2, 0.2] and [-0.4, 0]."""
+def exported(folder: Path, *between: str) -> Path:
+    """Write y = (x0 + x1, x0 - x1), which the box takes to [-0.2, 0.2] and [-0.4, 0], then `between`."""
     onnx = pytest.importorskip("onnx")
     pytest.importorskip("onnxruntime")
     helper, kind = onnx.helper, onnx.TensorProto.FLOAT
     weight = helper.make_tensor("w", kind, (2, 2), [1.0, 1.0, 1.0, -1.0])
     graph = helper.make_graph(
-        [helper.make_node("MatMul", ["x", "w"], ["y"])],
+        [
+            helper.make_node("MatMul", ["x", "w"], ["0"]),
+            *(helper.make_node(op, [str(at)], [str(at + 1)]) for at, op in enumerate(between)),
+            helper.make_node("Identity", [str(len(between))], ["y"]),
+        ],
         "g",
         [helper.make_tensor_value_info("x", kind, ("b", 2))],
         [helper.make_tensor_value_info("y", kind, ("b", 2))],
@@ -197,3 +201,16 @@ def test_a_query_is_about_the_network_s_inputs_and_outputs(tmp_path: Path) -> No
     for net, size in ((nn.Linear(3, 2), (3,)), (nn.Linear(2, 3), (2,))):
         with pytest.raises(DataError, match="the query is about"):
             query_network(net, size, query)
+
+
+def test_a_network_without_a_proof_is_attacked_and_then_unknown(tmp_path: Path) -> None:
+    """A staircase has no theorem: what says so is shown, and a counterexample counts all the same."""
+    net = exported(tmp_path, "Ceil")
+    for unsafe, error, why in (
+        ("(>= Y_0 1.5)", UndecidedError, "ceil"),
+        ("(>= Y_0 -0.5)", GateError, ""),
+    ):
+        spec = written(tmp_path, f"{FIRST}(assert {unsafe})")
+        failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
+        assert isinstance(failure, error)
+        assert why in failure.hint

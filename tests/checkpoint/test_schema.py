@@ -447,17 +447,17 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
 def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     """A training does not resume on other images or labels."""
     from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import identity
+    from certcli.finetune.state import training_identity
 
     images = datasets.load("digits", tiny.record.input, "val")
     inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
     relabelled = replace(images, labels=images.labels.flip(0))
     found = [
-        identity(tiny.digest, FinetuneSettings(), images, other)
+        training_identity(tiny.digest, FinetuneSettings(), images, other)
         for other in (images, inverted, relabelled)
     ]
     assert len(set(found)) == 3
-    assert found[0] == identity(tiny.digest, FinetuneSettings(), images, images)
+    assert found[0] == training_identity(tiny.digest, FinetuneSettings(), images, images)
 
 
 @pytest.mark.parametrize(
@@ -467,11 +467,15 @@ def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) ->
     from certcli.adapt import state as adapt_state
     from certcli.finetune import state as finetune_state
 
-    for module in (adapt_state, finetune_state):
+    loads = {
+        adapt_state: adapt_state.load_adaptation_state,
+        finetune_state: finetune_state.load_training_state,
+    }
+    for module, load in loads.items():
         metadata = None if text is None else {module.KEY: text}
         safetensors.torch.save_file(dict(tiny.tensors), "s.safetensors", metadata)
         with pytest.raises(CheckpointError, match="is not the state of"):
-            module.load_state(Path("s.safetensors"), "0" * 64)
+            load(Path("s.safetensors"), "0" * 64)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def kept(note: Path) -> Iterator[None]:
 
     def weighed(model: PixelModel, *given: Any) -> None:
         share_out(model, *given)
-        held = [[shards.own(weight).numel(), weight.numel()] for weight in model.parameters()]
+        held = [[shards.rows_here(weight).numel(), weight.numel()] for weight in model.parameters()]
         note.write_text(json.dumps([sum(column) for column in zip(*held, strict=True)]))
 
     training.discard_state, training.share_out = (lambda *_: None), weighed

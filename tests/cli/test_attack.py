@@ -10,10 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack import stages
-from certcli.attack.catalogue import ATTACKS
-from certcli.attack.checks import CHECKS
-from certcli.attack.presets import PRESETS
+from certcli.attack import catalogue, checks, presets, stages
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Bar
@@ -106,10 +103,10 @@ def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path)
         assert " to " in row
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_presets(net: Path, name: str) -> None:
     found = document("attack", net, "--preset", name, "--limit", 6, "--no-checks")
-    wanted = PRESETS[name].parts
+    wanted = presets.PRESETS[name].parts
     parts = found["parts"] or [found]
     assert [(part["norm"], part["epsilon"]) for part in parts] == [
         (p.region.norm, p.region.radius) for p in wanted
@@ -301,7 +298,7 @@ def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(
     assert "zero gradients" in outcome.stderr
     honest = document("attack", net, "-a", "pgd-3", "-e", 0.1, "--limit", 40)
     assert honest["flags"] == []
-    assert set(honest["checks"]) == set(CHECKS) - {"certified above attacked"}
+    assert set(honest["checks"]) == set(checks.CHECKS) - {"certified above attacked"}
     assert document("attack", net, "-a", "pgd-3", "-e", 0.1, *QUICK)["checks"] == []
 
 
@@ -322,12 +319,12 @@ def test_gate_and_evidence(net: Path, tmp_path: Path) -> None:
 def test_the_page_names_every_attack_preset_and_check() -> None:
     page = (Path(__file__).parents[2] / "docs" / "attack.md").read_text()
     flat = " ".join(page.split())
-    for name in (*ATTACKS.names(), *PRESETS):
+    for name in (*catalogue.ATTACKS.names(), *presets.PRESETS):
         assert f"`{name}`" in page, name
-    for check in CHECKS.values():
+    for check in checks.CHECKS.values():
         assert f"**{check.name}**" in page, check.name
         assert check.raised_if in flat, check.name
-    for preset in PRESETS.values():
+    for preset in presets.PRESETS.values():
         assert preset.open_choices in flat, preset.name
 
 

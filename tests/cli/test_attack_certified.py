@@ -9,10 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack.certified_radii import CertifiedImage, require_correct
+from certcli.attack import certified_radii, settings, stages
 from certcli.attack.run import attack_images
-from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of, tasks_of
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
@@ -149,18 +147,20 @@ def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
         model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
     )
     first, *rest = found
-    require_correct(rest)
+    certified_radii.require_correct(rest)
     with pytest.raises(DataError, match="certified as class 0"):
-        require_correct([*rest, first])
+        certified_radii.require_correct([*rest, first])
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
     images = datasets.load("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
+        i: certified_radii.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
-    (task,) = tasks_of(
-        stages_of([], None, None, [], AttackSettings(), certified=True), images, certificates
+    (task,) = stages.tasks_of(
+        stages.stages_of([], None, None, [], settings.AttackSettings(), certified=True),
+        images,
+        certificates,
     )
     assert set(task.own.values()) == {8.0}

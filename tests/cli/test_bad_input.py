@@ -15,11 +15,10 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from certcli.checkpoint import outputs
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint import file, outputs
 from certcli.checkpoint.shards import INDEX
-from certcli.cli.finetune import proof
-from certcli.finetune import state
+from certcli.cli.finetune import ending
+from certcli.cli.finetune import run as training
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
 from tests.helpers.commands import attempt, console, document
@@ -32,7 +31,7 @@ FOREIGN = "/etc/c.safetensors"
 
 def saved(folder: Path, tensors: dict[str, torch.Tensor], record: str | None = None) -> None:
     good = folder / "m.safetensors"
-    metadata = {"certvit": record or Checkpoint.read(good).record.to_json()}
+    metadata = {"certvit": record or file.Checkpoint.read(good).record.to_json()}
     safetensors.torch.save_file(
         {name: value.clone() for name, value in tensors.items()}, good, metadata
     )
@@ -42,7 +41,7 @@ def changed(**changes: torch.Tensor | None) -> Spoil:
     """The checkpoint with these tensors changed, or left out."""
 
     def spoil(folder: Path) -> None:
-        tensors = Checkpoint.read(folder / "m.safetensors").tensors | {
+        tensors = file.Checkpoint.read(folder / "m.safetensors").tensors | {
             k.replace("__", "."): v for k, v in changes.items()
         }
         saved(folder, {name: value for name, value in tensors.items() if value is not None})
@@ -51,7 +50,7 @@ def changed(**changes: torch.Tensor | None) -> Spoil:
 
 
 def unknown_architecture(folder: Path) -> None:
-    checkpoint = Checkpoint.read(folder / "m.safetensors")
+    checkpoint = file.Checkpoint.read(folder / "m.safetensors")
     text = checkpoint.record.to_json().replace("certvit_vit_digits", "vit_of_nobody")
     saved(folder, dict(checkpoint.tensors), text)
 
@@ -71,7 +70,7 @@ def several(spoil: Spoil) -> Spoil:
     """The checkpoint in three files and their index, then spoilt."""
 
     def made(folder: Path) -> None:
-        checkpoint = Checkpoint.read(folder / "m.safetensors")
+        checkpoint = file.Checkpoint.read(folder / "m.safetensors")
         size = sum(each.nbytes for each in checkpoint.tensors.values())
         checkpoint.write(folder / INDEX, shard_bytes=2 * size // 5)
         spoil(folder)
@@ -210,7 +209,7 @@ ENDED = {
     "finetune": (
         "adapted",
         "--loss margin --optimiser stiefel --epochs 2 --limit 100",
-        proof,
+        ending,
         "prove",
     ),
     "adapt": (
@@ -260,7 +259,9 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     words = ["finetune", str(workshop / "adapted.safetensors"), *given.split(), "-o"]
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
-    talk = interrupted(tmp_path_factory.mktemp("streams"), [*words, str(parts)], state)
+    talk = interrupted(
+        tmp_path_factory.mktemp("streams"), [*words, str(parts)], training, "save_training_state"
+    )
     assert "interrupted" in talk
     assert "Traceback" not in talk
     assert [path.name for path in tmp_path.iterdir()] == ["parts.state.safetensors"]

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.constrain.network import LayerCalibration, constrain_to, network_upper, write
-from certcli.constrain.settings import PRESETS, ConstrainSettings
+from certcli.constrain import network, settings
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
@@ -63,10 +62,10 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
         swin(IMAGES)
     for hook in hooks:
         hook.remove()
-    calibration = LayerCalibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
-    results = list(constrain_to(calibration, ConstrainSettings(ridge=None)))
+    calibration = network.LayerCalibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
+    results = list(network.constrain_to(calibration, settings.ConstrainSettings(ridge=None)))
     assert [result.path for result in results] == paths
-    before = network_upper(swin, (3, 32, 32), 5)
+    before = network.network_upper(swin, (3, 32, 32), 5)
     for result in results:
         module: Any = swin.get_submodule(result.path)
         inputs, old, new = (
@@ -86,9 +85,9 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
         if old.dim() == 2:
             assert (result.before, result.after) == (spectral_norm(old), spectral_norm(new))
     originals = {path: swin.get_submodule(path).weight.detach().clone() for path in paths}
-    write(swin, {result.path: result.weight for result in results})
-    after = network_upper(swin, (3, 32, 32), 5)
-    write(swin, originals)
+    network.write(swin, {result.path: result.weight for result in results})
+    after = network.network_upper(swin, (3, 32, 32), 5)
+    network.write(swin, originals)
     assert before.finite
     assert after < before
 
@@ -146,7 +145,7 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", settings.PRESETS)
 def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, preset: str) -> None:
     source = tmp_path / "m.safetensors"
     target = tmp_path / "c.safetensors"
@@ -155,7 +154,7 @@ def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, p
     certvit(*words, "-o", target)
     parameters = Checkpoint.read(target).record.lineage[-1].parameters
     assert parameters["prox"] == "l1"
-    assert parameters["mean_squared"] == PRESETS[preset].mean_squared
+    assert parameters["mean_squared"] == settings.PRESETS[preset].mean_squared
     assert parameters["tokens"] is None
     bounds = []
     for beta in (0.1, 0.001):  # ten iterations do not converge, and beta is their strength

@@ -97,7 +97,7 @@ def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("attack model.safetensors -a deep", "deepfool"),
+        ("attack model.safetensors -a squ", "square"),
         ("finetune model.safetensors --loss glo", "gloro"),
         ("certify model.safetensors --method smo", "smoothing"),
         ("audit model.safetensors --method pa", "patch"),

@@ -27,6 +27,7 @@ NAMES = (
     "x\u202egnp.\u2066y.png",
     "x\u2028::error::y.png",
     "x\x85y\u200bz.png",
+    "[red]x[bold] :smile:.png",
 )
 HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
 
@@ -53,9 +54,21 @@ def test_a_name_becomes_one_plain_line(name: str) -> None:
     assert failure.hint.isprintable()
 
 
-@pytest.mark.parametrize("text", ["a photo.png", "torchvision::nms", "a, b: c", "# 12 [x]", "Zoë"])
+PLAIN = {
+    **{
+        text: text
+        for text in ("a photo.png", "torchvision::nms", "a, b: c", "# 12 [x]", "≥ 1, 中文, é")
+    },
+    "a\x1bb\x9bc\udcff": "a\\x1bb\\x9bc\\udcff",
+    "a\tc\x85": "a\\tc\\x85",
+}
+"""Text, and how it is shown."""
+
+
+@pytest.mark.parametrize("text", PLAIN)
 def test_plain_text_stays(text: str) -> None:
-    assert plain(text) == text
+    assert plain(text) == PLAIN[text]
+    assert plain_lines(f"{text}\nb") == f"{PLAIN[text]}\nb"
 
 
 @pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"doctor"}))
@@ -116,6 +129,7 @@ def test_the_images_of_predict_have_a_row_each(hostile_folder: Path) -> None:
     found = json.loads(done.out)["predictions"]
     assert {Path(row["image"]).name for row in found} == set(NAMES)
     done = console("predict", f"{HOSTILE}.safetensors", "d", folder=hostile_folder)
+    assert "[red]x[bold] :smile:.png" in done.out
     assert sum("d/" in line for line in done.out.split("\n")) == len(found)
 
 

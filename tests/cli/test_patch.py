@@ -13,8 +13,7 @@ import certvit as in_python
 from certcli.certify.methods import prepare
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.options import Patches
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint import file, schema
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
@@ -28,7 +27,7 @@ from tests.helpers.workshop import shape
 CPU = torch.device("cpu")
 
 
-def test_the_method_by_its_name(plain: Checkpoint) -> None:
+def test_the_method_by_its_name(plain: file.Checkpoint) -> None:
     certifier = prepare("patch", plain, CPU, Patches(["1", "2"], masks=2, hide="pixels"))
     assert isinstance(certifier, PatchCertifier)
     assert certifier.parameters["cell"] == [1, 1]
@@ -134,22 +133,26 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         "failure": 0.0,
         "pixels": "0" * 16,
     }
-    decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
+    schema.decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
     with pytest.raises(Refused):
-        decode(json.dumps({**line, **row}), PatchCertificateFields)
+        schema.decode(json.dumps({**line, **row}), PatchCertificateFields)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
-    images = datasets.load("digits", Checkpoint.read(network).record.input, "test").select(range(6))
+    images = datasets.load("digits", file.Checkpoint.read(network).record.input, "test").select(
+        range(6)
+    )
     for index, pixels in enumerate(images.fetch(range(6))):
         Image.fromarray((pixels[0] * 255).round().byte().numpy()).save(tmp_path / f"{index}.png")
     rows = document("predict", network, tmp_path, "--defence", "patch", "--prove", *words)[
         "predictions"
     ]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
-    certifier = prepare("patch", Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels"))
+    certifier = prepare(
+        "patch", file.Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels")
+    )
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
     predictions = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == predictions
@@ -161,7 +164,7 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     (bare,) = found["predictions"]
     assert "proven" not in bare
     assert "top" not in rows[0]  # a vote has no probabilities
-    logits = build.load(Checkpoint.read(network))(stored[:1]).double()[0]
+    logits = build.load(file.Checkpoint.read(network))(stored[:1]).double()[0]
     likely = logits.softmax(0).topk(5)
     assert [one["class"] for one in bare["top"]] == likely.indices.tolist()
     assert bare["top"][0]["class"] == bare["prediction"]
@@ -186,7 +189,7 @@ def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> 
     words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
     done = certvit("finetune", start, *words, "-o", tuned, "--json")
     assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
-    assert Checkpoint.read(tuned).record.class_names is None
+    assert file.Checkpoint.read(tuned).record.class_names is None
     found = document("predict", tuned, tmp_path / "images")["predictions"]
     assert all("name" not in row for row in found)
 
@@ -236,7 +239,7 @@ def test_attacks_with_patches_become_evidence(
     out = tmp_path / "o.safetensors"
     again = document(*words, "--resume", "-o", out)
     assert again["resumed"] == {"records": 12, "computed_again": 12}
-    evidence = decode_evidence(Checkpoint.read(out).record.evidence[-1])
+    evidence = decode_evidence(file.Checkpoint.read(out).record.evidence[-1])
     assert [(part.patch, part.robust) for part in evidence.result.parts] == list(
         found["robust"].items()
     )

@@ -11,8 +11,7 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
-from certcli.system import processes
-from certcli.system.errors import Refused, UsageError
+from certcli.system import errors, processes
 from tests.helpers.commands import certvit, document
 
 Row = dict[str, Any]
@@ -120,7 +119,7 @@ def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kin
     edit(result)
     forged = checkpoint.with_evidence("certify", {**entry.parameters}, result)
     if refused:
-        with pytest.raises(Refused):
+        with pytest.raises(errors.Refused):
             decode_evidence(forged.record.evidence[-1])
         return
     forged.write(tmp_path / "f.safetensors")
@@ -153,5 +152,5 @@ def test_what_several_processes_do_not_share_is_refused(
         "folder": honest,
     }
     failure = certvit(*(named.get(str(word), word) for word in refused), code=2).exception
-    assert isinstance(failure, UsageError)
+    assert isinstance(failure, errors.UsageError)
     assert "one process only" in failure.message

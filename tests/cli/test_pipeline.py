@@ -75,13 +75,13 @@ def test_radii_of_known_logits() -> None:
     logits = torch.tensor(
         [[3.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 5.0, 5.0 - 1e-12]], dtype=torch.float64
     )
-    errors = torch.full((3, 1), 1e-12, dtype=torch.float64)
+    rounding = torch.full((3, 3), 2e-12, dtype=torch.float64)
     pairs = torch.tensor([[0, 4.0, 1.0], [4.0, 0, 2.0], [1.0, 2.0, 0]], dtype=torch.float64)
-    radii = certified_radii(logits, errors, pairs)
+    radii = certified_radii(logits, rounding, pairs)
     assert float(radii[0]) <= 0.5 - 5e-13  # min((3 - 1 - 2e-12) / 4, (3 - 0) / 1), rounded down
     assert float(radii[0]) > 0.5 - 1e-11
     assert radii[1:].tolist() == [0.0, 0.0]  # logits that may be tied certify nothing
-    free = certified_radii(logits[:1], errors[:1], torch.zeros(3, 3, dtype=torch.float64))
+    free = certified_radii(logits[:1], rounding[:1], torch.zeros(3, 3, dtype=torch.float64))
     assert free.tolist() == [float("inf")]  # margins that cannot move
     for slopes, doubt in (
         (torch.inf, 0.0),
@@ -91,9 +91,9 @@ def test_radii_of_known_logits() -> None:
         (0.0, torch.inf),
     ):
         known = torch.full((3, 3), slopes, dtype=torch.float64)
-        assert certified_radii(logits[:1], torch.full_like(errors[:1], doubt), known).tolist() == [
-            0.0
-        ]
+        assert certified_radii(
+            logits[:1], torch.full_like(rounding[:1], doubt), known
+        ).tolist() == [0.0]
 
 
 def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as distributed
 
-from certcli.audit.shared_stages import together as in_turns
+from certcli.audit.schedule import together as in_turns
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.cli import main
 from certcli.cli.shared.output import Sink
@@ -27,9 +27,8 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
 from tests.cli.several import kept, run_plan
+from tests.helpers import forks, grids
 from tests.helpers.commands import attempt, certvit, words_typed
-from tests.helpers.forks import exit_of_fork, fork
-from tests.helpers.grids import EVERY
 
 CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
 SMOOTHING = words_typed(
@@ -186,7 +185,7 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
     """Run the plan in two processes beside the block: under torchrun, and by default in forks,
     which import nothing anew.
     """
-    if EVERY:
+    if grids.EVERY:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
@@ -213,10 +212,12 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         os.chdir(folder)
         run_plan(plan, Path("."))
 
-    numbers = [fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)]
+    numbers = [
+        forks.fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)
+    ]
     yield
     for number in numbers:
-        exit_of_fork(number)
+        forks.exit_of_fork(number)
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,17 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 from rich.console import Console
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.main import run
-from certcli.cli.shared.output import Gate, Sink
-from certcli.cli.shared.streams import Guarded
-from certcli.system.errors import GateError, NoBoundError, UndecidedError, plain, plain_lines
+from certcli.cli.shared import output, streams
+from certcli.system.errors import GateError, NoBoundError, UndecidedError
 from tests.helpers.commands import console
-
-EVIL = "[red]m[/red] :smile: \x1b[31mred\x1b]0;title\x07 \u202edesrever"
 
 
 def only_document(text: str) -> dict:
@@ -60,7 +55,7 @@ def test_a_failed_gate_is_in_the_one_document(
 
 
 def test_a_gate_raises_its_first_failure() -> None:
-    gate = Gate()
+    gate = output.Gate()
     gate.demand(True, GateError("met"))
     gate.enforce()
     gate.demand(False, UndecidedError("near"))
@@ -81,41 +76,10 @@ def test_a_gate_raises_its_first_failure() -> None:
 # ---- words that reach a terminal
 
 
-@pytest.fixture
-def hostile(workshop: Path, tmp_path: Path) -> Path:
-    """A checkpoint whose lineage holds escapes and markup, under a file name of the same kind."""
-    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
-    step = replace(checkpoint.record.lineage[-1], parameters={"note": EVIL})
-    record = replace(checkpoint.record, lineage=(*checkpoint.record.lineage[:-1], step))
-    path = tmp_path / "[red]m[bold].safetensors"
-    safetensors.torch.save_file(dict(checkpoint.tensors), path, {"certvit": record.to_json()})
-    return path
-
-
-def test_no_escape_and_no_markup_of_a_file_reaches_the_terminal(hostile: Path) -> None:
-    code, out, err = console("log", hostile)
-    assert code == 0
-    assert "[red]m[bold].safetensors" in out
-    assert "[red]m[/red] :smile:" in out
-    assert not any(ord(character) < 32 and character != "\n" for character in out + err)
-    assert "\u202e" not in out
-    code, out, _ = console("log", hostile, "--json")
-    assert (
-        only_document(out)["lineage"][-1]["parameters"]["note"] == EVIL
-    )  # a program gets what is there
-    _, _, err = console("lipschitz", f"nowhere {EVIL}")
-    assert "\x1b" not in err
-
-
-def test_what_is_printable_stays_as_it_is() -> None:
-    assert plain_lines("Lipschitz ≥ 1, 中文, é\n[0, 1]") == "Lipschitz ≥ 1, 中文, é\n[0, 1]"
-    assert plain("a\x1bb\x9bc\udcff") == "a\\x1bb\\x9bc\\udcff"
-
-
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
 def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
     written = io.StringIO()
-    sink = Sink(False, False)
+    sink = output.Sink(False, False)
     sink._out = Console(
         file=written, width=width, force_terminal=True, color_system=None, highlight=False
     )
@@ -178,7 +142,7 @@ def test_a_stdout_that_takes_nothing(
 
 
 def test_a_guarded_stream_fails_once_and_is_silent_after() -> None:
-    stream = Guarded(Left())
+    stream = streams.Guarded(Left())
     assert stream.write("a") == 1
     assert stream.failure == ""
     stream.write("b")

@@ -15,18 +15,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import InputSpec
-from certcli.checkpoint.schema import ReportFields, decode
+from certcli.checkpoint import file, record, schema
 from certcli.checkpoint.shards import ENDING, MOST_FILES
 from certcli.cli.main import run
 from certcli.images import datasets
-from certcli.report import canvas
-from certcli.report.page import HtmlPage, render
-from certcli.system import processes
-from certcli.system.errors import DataError, Refused, UsageError, plain_lines
-from tests.helpers.commands import console
-from tests.helpers.forks import exit_of_fork, fork
+from certcli.report import canvas, page
+from certcli.system import errors, processes
+from tests.helpers import commands, forks
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -81,7 +76,7 @@ def test_one_line_and_a_documented_code(
         monkeypatch.setenv(name, text)
     processes.team.cache_clear()
     try:
-        done = console(*words, folder=tmp_path)
+        done = commands.console(*words, folder=tmp_path)
     finally:
         processes.team.cache_clear()
     assert done.code == code, (done.out[-500:], done.err[-500:])
@@ -99,7 +94,7 @@ def test_processes_that_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     rendezvous = importlib.import_module("torch.distributed.rendezvous")  # a function has its name
     monkeypatch.setattr(rendezvous, "rendezvous", refuse)
     team = processes.Team(1, 2)
-    with pytest.raises(UsageError, match="do not find each other: no route"):
+    with pytest.raises(errors.UsageError, match="do not find each other: no route"):
         team.everyone(1)
     assert team.fail(2) is None, "this process says why"
     team.said()
@@ -131,17 +126,19 @@ def test_an_image_that_would_become_huge_is_refused(
     """
     (tmp_path / "a").mkdir()
     Image.new(kind, size).save(tmp_path / "a" / "x.png")
-    big = datasets.load(str(tmp_path), InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all")
-    with pytest.raises(DataError, match="would be resized to more than"):
+    big = datasets.load(
+        str(tmp_path), record.InputSpec((3, 224, 224), (0.5,) * 3, (0.5,) * 3), "all"
+    )
+    with pytest.raises(errors.DataError, match="would be resized to more than"):
         big.tensors()
-    small = datasets.load(str(tmp_path), InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
+    small = datasets.load(str(tmp_path), record.InputSpec((1, 8, 8), (0.5,), (0.5,)), "all")
     assert small.tensors()[0].shape == (1, 1, 8, 8)
 
 
 def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
     files = {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}
     (tmp_path / f"m{ENDING}").write_text(json.dumps({"weight_map": files}))
-    done = console("lipschitz", f"m{ENDING}", folder=tmp_path)
+    done = commands.console("lipschitz", f"m{ENDING}", folder=tmp_path)
     assert done.code == 3
     assert f"at most {MOST_FILES:,}" in done.err
 
@@ -150,7 +147,9 @@ HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
 
 
 def test_no_page_has_control_or_direction_characters() -> None:
-    shown = render(HtmlPage(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE]))
+    shown = page.render(
+        page.HtmlPage(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE])
+    )
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert "\\u202eb" in shown
     assert "<script>" not in shown
@@ -180,11 +179,11 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
         sys.argv = ["certvit", *words]
         run()
 
-    code = exit_of_fork(fork(act, tmp_path / "out", tmp_path / "err"))
+    code = forks.exit_of_fork(forks.fork(act, tmp_path / "out", tmp_path / "err"))
     assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 
-def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
+def test_a_layer_has_no_negative_constant(plain: file.Checkpoint) -> None:
     row = {"path": "", "upper": -1.0, "log10_upper": None, "log10_cumulative": None}
     report = {
         "schema": 1,
@@ -195,9 +194,5 @@ def test_a_layer_has_no_negative_constant(plain: Checkpoint) -> None:
         "proof": [],
     }
     report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
-    with pytest.raises(Refused, match="upper"):
-        decode(json.dumps(report), ReportFields)
-
-
-def test_plain_text_is_plain() -> None:
-    assert plain_lines("a\nb\tc\x85") == "a\nb\\tc\\x85"
+    with pytest.raises(errors.Refused, match="upper"):
+        schema.decode(json.dumps(report), schema.ReportFields)

@@ -9,11 +9,9 @@ import pytest
 from certcli.certify.local_options import Local
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.certify.demands import first_given
-from certcli.finetune.agreement import FILLED_IN, OF_A_CHOICE, SWITCHES
+from certcli.finetune import agreement, settings
 from certcli.finetune.losses import LOSSES
-from certcli.finetune.settings import FinetuneSettings
-from certcli.system.errors import UsageError
-from certcli.system.options import NOTE
+from certcli.system import errors, options
 from tests.helpers.commands import console
 
 OTHERS: dict[str, Any] = {
@@ -36,18 +34,23 @@ PANELS = {"Attacks on training images": "adversarial"}
 
 
 @pytest.mark.parametrize(
-    "name", sorted({name for group in SWITCHES.values() for name in group} - {*FILLED_IN})
+    "name",
+    sorted(
+        {name for group in agreement.SWITCHES.values() for name in group} - {*agreement.FILLED_IN}
+    ),
 )
 def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
-    default = FinetuneSettings.__dataclass_fields__[name].default
+    default = settings.FinetuneSettings.__dataclass_fields__[name].default
     assert OTHERS[name] != default
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')}"):
-        FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
+    with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')}"):
+        settings.FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
 
 
 def served() -> list[tuple[str, str]]:
     """Return each option of a panel of one switch, with the switch."""
-    notes = ((one.name, one.metadata.get(NOTE)) for one in fields(FinetuneSettings))
+    notes = (
+        (one.name, one.metadata.get(options.NOTE)) for one in fields(settings.FinetuneSettings)
+    )
     switches = [(name, PANELS.get(note.panel or "")) for name, note in notes if note is not None]
     assert {switch for _, switch in switches} >= set(PANELS.values())
     return [(name, switch) for name, switch in switches if switch not in (None, name)]
@@ -66,26 +69,26 @@ def test_a_panel_of_one_switch_is_refused_without_it(
 
 
 def test_a_penalty_of_nothing_is_refused() -> None:
-    with pytest.raises(UsageError, match="leaves nothing"):
-        FinetuneSettings(loss="ce", enclosure_penalty=0.3, penalty_places=(0.0, 0.0, 0.0))
+    with pytest.raises(errors.UsageError, match="leaves nothing"):
+        settings.FinetuneSettings(loss="ce", enclosure_penalty=0.3, penalty_places=(0.0, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("name", OF_A_CHOICE)
+@pytest.mark.parametrize("name", agreement.OF_A_CHOICE)
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
-    option, values = OF_A_CHOICE[name]
+    option, values = agreement.OF_A_CHOICE[name]
     others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
     wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
     wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
     others |= {option: wrong.get(name, "stiefel")}
     assert others[option] not in values
-    with pytest.raises(UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):
-        FinetuneSettings(**others, **{name: OTHERS[name]})
-    FinetuneSettings(**{**others, option: values[0]}, **{name: OTHERS[name]})
+    with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):
+        settings.FinetuneSettings(**others, **{name: OTHERS[name]})
+    settings.FinetuneSettings(**{**others, option: values[0]}, **{name: OTHERS[name]})
 
 
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
-    assert loss in OF_A_CHOICE["ramp"][1]
+    assert loss in agreement.OF_A_CHOICE["ramp"][1]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +96,7 @@ def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
     [
         ("--method", "lipschitz", "--denoiser", "FILE"),
         ("--method", "smoothing", "--effort", "branch"),
-        ("--method", "local", "--sigma", "auto"),
+        ("--method", "local", "--sigma", "0.1"),
         ("--method", "box", "--method", "bcp", "--samples", "7"),
     ],
     ids=" ".join,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from certcli.constrain import network
 from certcli.constrain.network import LayerCalibration, constrain_to
-from certcli.constrain.parallel import side_by_side, try_layer
+from certcli.constrain.parallel import compute_in_parallel, try_layer
 from certcli.constrain.projection import Eigenbasis, eigenbasis
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.single_ellipsoid import Solution, least_norm
@@ -224,7 +224,7 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
         meeting.wait()  # nobody comes alone: broken, were the layers computed one after the other
         return torch.get_num_threads()
 
-    assert list(side_by_side(work, layers, 2)) == [1] * 4
+    assert list(compute_in_parallel(work, layers, 2)) == [1] * 4
     assert torch.get_num_threads() == threads
     calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
     options = ConstrainSettings(ridge=None)
@@ -264,6 +264,6 @@ def test_a_layer_that_fails_calls_the_others_off() -> None:
 
     threads = torch.get_num_threads()
     with pytest.raises(UsageError):
-        list(side_by_side(work, [anisotropic_layer()[0] for _ in range(50)], 2))
+        list(compute_in_parallel(work, [anisotropic_layer()[0] for _ in range(50)], 2))
     assert len(seen) < 50
     assert torch.get_num_threads() == threads

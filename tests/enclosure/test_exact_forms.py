@@ -215,7 +215,7 @@ def test_a_product_in_a_box_reaches_its_corners() -> None:
 def test_the_square_of_one_symbol_is_as_large_as_it_says() -> None:
     columns = torch.zeros(21, 1).double()
     columns[0] = 1.0
-    assert 1 <= float(quadratic_radius(columns, 6)) <= 1 + 1e-12
+    assert 1 <= float(quadratic_radius(columns, columns.norm(dim=0), 6)) <= 1 + 1e-12
 
 
 def test_logarithms_of_probabilities_lie_between_their_bounds(

@@ -42,8 +42,8 @@ def of_two_symbols(*shape: int, seed: int, name: int, squares: bool = False) -> 
 
 
 def factors(seed: int) -> tuple[Form, Form]:
-    x = of_two_symbols(BATCH, ROWS, INNER, seed=seed, name=-1)
-    return x, of_two_symbols(BATCH, INNER, COLUMNS, seed=seed + 2, name=-2)
+    x = of_two_symbols(BATCH, ROWS, INNER, seed=seed, name=-2)
+    return x, of_two_symbols(BATCH, INNER, COLUMNS, seed=seed + 2, name=-1)
 
 
 def excess(form: Form, x: Form, y: Form, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -168,7 +168,7 @@ def test_quadratic_radius_is_above_the_spectral_norm_and_near_it() -> None:
         BALL * (BALL + 1) // 2, 7, 5, generator=torch.Generator().manual_seed(0)
     ).double()
     truth = torch.linalg.matrix_norm(matrices(columns, BALL), 2).view(7, 5)
-    found = quadratic_radius(columns, BALL)
+    found = quadratic_radius(columns, columns.norm(dim=0), BALL)
     assert (found >= truth).all()
     assert (found <= BALL**0.125 * truth).all()
 

@@ -15,9 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.cli.shared.fidelity import fidelity_document, show
 from certcli.cli.shared.output import Sink
-from certcli.constrain import keep
-from certcli.constrain.network import LayerCalibration
-from certcli.constrain.settings import ConstrainSettings
+from certcli.constrain import keep, network, settings
 from certcli.evaluation import fidelity
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.fidelity import (
@@ -31,13 +29,10 @@ from certcli.evaluation.fidelity import (
     known_labels,
     worth_of_judges,
 )
-from certcli.images import datasets
+from certcli.images import datasets, labelled
 from certcli.images.calibration import synthetic_photographs
-from certcli.images.labelled import Images
 from certcli.models import build
-from tests.helpers.commands import attempt, certvit
-from tests.helpers.constrain_layers import IMAGES, PATHS, small_net
-from tests.helpers.grids import crossed
+from tests.helpers import commands, constrain_layers, grids
 from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
@@ -45,10 +40,10 @@ CPU = torch.device("cpu")
 
 def images_of(
     pixels: Tensor, labels: Tensor | None = None, classes: tuple[str, ...] = ("a", "b", "c")
-) -> Images:
+) -> labelled.Images:
     count = len(pixels)
     labels = torch.zeros(count, dtype=torch.long) if labels is None else labels
-    return Images(
+    return labelled.Images(
         "own",
         "train",
         classes,
@@ -169,7 +164,7 @@ def margins_of(draw: Tensor, shift: float) -> tuple[ReferenceLogits, Tensor]:
     return found, found.before - torch.tensor([shift, 0.0])
 
 
-@pytest.mark.parametrize(("count", "share"), crossed([20, 40, 100, 500], [0.01, 0.02, 0.3]))
+@pytest.mark.parametrize(("count", "share"), grids.crossed([20, 40, 100, 500], [0.01, 0.02, 0.3]))
 def test_the_share_told_is_kept_in_nine_of_ten_draws(count: int, share: float) -> None:
     """Margins in [0, 1], evenly spread: a fall by `share` changes the first choice of exactly that
     share of all images.
@@ -268,7 +263,7 @@ def test_trials_find_the_largest_eta_or_end(truth: float, optimism: float) -> No
         tried.append(eta)
         return eta <= truth, 0.9 * min(optimism * truth, keep.FAR * eta)
 
-    found = keep.search(trial)
+    found = keep.search_eta(trial)
     assert len(tried) <= keep.TRIALS
     assert 0 < found <= keep.MOST
     if (
@@ -284,12 +279,18 @@ def test_what_is_written_keeps_enough_whatever_trials_said(
     """Trials that change nothing keep everything, so that the search goes as far as it may: the
     weights themselves judge.
     """
-    net = small_net()
-    judges = ReferenceLogits(net, images_of(IMAGES), None)
-    calibration = LayerCalibration(net, PATHS, IMAGES.split(4))
-    originals = {path: net.get_submodule(path).weight.detach().clone() for path in PATHS}
+    net = constrain_layers.small_net()
+    judges = ReferenceLogits(net, images_of(constrain_layers.IMAGES), None)
+    calibration = network.LayerCalibration(
+        net, constrain_layers.PATHS, constrain_layers.IMAGES.split(4)
+    )
+    originals = {
+        path: net.get_submodule(path).weight.detach().clone() for path in constrain_layers.PATHS
+    }
     monkeypatch.setattr(keep, "try_at", lambda *_: iter(originals.items()))
-    found = keep.constrain_keeping(calibration, ConstrainSettings(ridge=0.3), share, judges)
+    found = keep.constrain_keeping(
+        calibration, settings.ConstrainSettings(ridge=0.3), share, judges
+    )
     assert found.fidelity == judges.compare(judges.logits(net))
     assert found.fidelity.agreement >= share
     if not found.results:
@@ -307,7 +308,7 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     source = workshop / "plain.safetensors"
     out = tmp_path / "out.safetensors"
     words = ["constrain", source, "--keep", share, "--limit", 400, "--json", "-o", out]
-    outcome = certvit(*words)
+    outcome = commands.certvit(*words)
     report = json.loads(outcome.stdout)
     kept = report["kept"]
     assert kept["images"] == 500
@@ -341,8 +342,10 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
 def test_without_data_a_network_of_photographs_is_judged_on_synthetic_ones(tmp_path: Path) -> None:
     source = tmp_path / "net.safetensors"
     out = tmp_path / "out.safetensors"
-    certvit("init", "certvit_vit_cifar10", *shape(patch_size=4), "-o", source)
-    found = certvit("constrain", source, "--beta", 0.01, "--limit", 60, "--json", "-o", out)
+    commands.certvit("init", "certvit_vit_cifar10", *shape(patch_size=4), "-o", source)
+    found = commands.certvit(
+        "constrain", source, "--beta", 0.01, "--limit", 60, "--json", "-o", out
+    )
     kept = json.loads(found.stdout)["kept"]
     assert (kept["dataset"], kept["accuracy_after"]) == ("synthetic photographs", None)
     assert 0.015 < kept["logits_error"] <= 0.05
@@ -362,7 +365,7 @@ def test_too_few_images_to_hold_any_out_are_said(
 ) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    outcome = certvit(
+    outcome = commands.certvit(
         "adapt", source, "--limit", count, "--json", "-o", tmp_path / "out.safetensors"
     )
     assert json.loads(outcome.stdout)["kept"]["took_part"] is True
@@ -373,7 +376,7 @@ def test_too_few_images_to_hold_any_out_are_said(
 def test_a_share_is_a_share(tiny: Checkpoint, tmp_path: Path, share: float) -> None:
     source = tmp_path / "tiny.safetensors"
     tiny.write(source)
-    outcome = attempt("constrain", source, "--keep", share)
+    outcome = commands.attempt("constrain", source, "--keep", share)
     assert outcome.exit_code != 0
     assert "--keep must lie between 0 and 1" in str(outcome.exception) + outcome.output
 

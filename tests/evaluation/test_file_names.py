@@ -11,8 +11,7 @@ import pytest
 from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.images import datasets
-from certcli.images.folders import LONGEST_NAME
+from certcli.images import datasets, folders
 from tests.helpers.commands import attempt, console, document
 
 HOSTILE = ("=1+2.png", "<script>$\\x$.png", "a\x1b[31m\n\u202eb.png", os.fsdecode(b"\xff.png"))
@@ -70,7 +69,7 @@ def test_names_are_relative_printable_and_short(
         (tmp_path / label / deep).mkdir(parents=True)
         Image.new("L", (8, 8)).save(tmp_path / label / deep / "x.png")
     long = datasets.load(str(tmp_path), certified.record.input).file_of.values()
-    assert {len(name) for name in long} == {LONGEST_NAME}
+    assert {len(name) for name in long} == {folders.LONGEST_NAME}
     assert all(name.startswith("…") and name.endswith("/x.png") for name in long)
 
 

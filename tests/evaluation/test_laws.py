@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import convert
-from certcli.evaluation import record_lines
+from certcli.checkpoint import record, schema
+from certcli.evaluation import record_lines, threat
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
@@ -44,7 +43,6 @@ from certcli.evaluation.radii import (
 )
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
 from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
-from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
@@ -77,9 +75,9 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
         moved = image.clone()
         moved[..., 1, 1] = value
         assert bool(wide.contains(moved, image)) is inside
-        assert Threat(norm, 9.0).allows(moved[0], image[0]) is inside
-    assert Threat(norm, 0.25).allows((image + step)[0], image[0])
-    assert not Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
+        assert threat.Threat(norm, 9.0).allows(moved[0], image[0]) is inside
+    assert threat.Threat(norm, 0.25).allows((image + step)[0], image[0])
+    assert not threat.Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -104,7 +102,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
         )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
+    places = Region.within(threat.Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
     rows = torch.tensor([2, 0])
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
@@ -160,9 +158,9 @@ def test_radii_ascend_and_shares_are_shares() -> None:
 def test_a_patch_fits_into_its_image(text: str, image: tuple[int, int], fits: bool) -> None:
     if not fits:
         with pytest.raises(UsageError, match="do not fit"):
-            Patch.read(text, image)
+            threat.Patch.read(text, image)
     else:
-        assert Patch.read(text, image).within(Patch(*image))
+        assert threat.Patch.read(text, image).within(threat.Patch(*image))
 
 
 @pytest.mark.parametrize("digits", [1, 3, 6])
@@ -329,7 +327,7 @@ def test_a_training_certifies_no_more_than_is_right(
         if known
         else {}
     )
-    entry = Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
+    entry = record.Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
     assert (understood(entry) is None) is contradicts
     assert understood(replace(entry, command="divination")) is None
 
@@ -410,6 +408,6 @@ def test_a_seed_is_below_two_to_the_64() -> None:
         "precision": "float32",
         "noise": "gaussian",
     }
-    assert convert({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
+    assert schema.convert({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
     with pytest.raises(Refused, match="seed"):
-        convert({**options, "seed": 2**64}, SmoothingOptions)
+        schema.convert({**options, "seed": 2**64}, SmoothingOptions)

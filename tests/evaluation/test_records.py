@@ -16,12 +16,11 @@ import pytest
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation import record_lines, threat
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.radii import attacked_percent
-from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import PIXELS, RecordFile, read_records
 from certcli.evaluation.resumed import FEW
-from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.report import figures
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
@@ -170,7 +169,7 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
 
 def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(3))
-    run = Run.of(
+    run = record_lines.Run.of(
         "certify",
         plain.digest,
         images,
@@ -205,7 +204,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     is buffered.
     """
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
@@ -230,7 +229,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
 def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
     with RecordFile(path, run, images) as file:
@@ -241,7 +240,7 @@ def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: 
 
 def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
     images = datasets.load("digits", plain.record.input, "test").select(range(1))
-    run = Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):
         whole = path.read_bytes()
@@ -419,7 +418,9 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
+    expected = certified_accuracy(
+        certificates, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)]
+    )
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
@@ -451,7 +452,9 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(1, 1, None, 0.0, "smoothing", 0.001),
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
-    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
+    found = certified_accuracy(
+        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
+    ).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,
         {"0.25": 0.5, "0.5": 0.0},

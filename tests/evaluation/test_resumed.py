@@ -11,8 +11,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import resumed
-from certcli.evaluation.evidence_schema import OPTIONS
+from certcli.evaluation import evidence_schema, resumed
 from tests.helpers.commands import attempt, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -48,7 +47,7 @@ def test_all_records_of_a_piece_count_as_computed_again() -> None:
 
 
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:
-    assert set(OPTIONS) == set(methods.METHODS.names())
+    assert set(evidence_schema.OPTIONS) == set(methods.METHODS.names())
 
 
 Row = dict[str, Any]

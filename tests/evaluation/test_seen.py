@@ -15,8 +15,7 @@ from PIL import Image
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, LineageStep
 from certcli.evaluation import training_images
-from certcli.images import datasets
-from certcli.images.labelled import Images
+from certcli.images import datasets, labelled
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.workshop import shape
 
@@ -171,7 +170,7 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     monkeypatch.setattr(training_images, "LISTED", 500)
     pixels = torch.rand(2500, 1, 2, 2, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(2500) % 10
-    every = Images(
+    every = labelled.Images(
         "many",
         "all",
         tuple("0123456789"),

@@ -20,13 +20,13 @@ from certcli.models import build
 from certcli.system.errors import UsageError
 
 
-def numbered(b: int = 6, side: int = 8) -> Tensor:
+def numbered_pixels(b: int = 6, side: int = 8) -> Tensor:
     """Images whose every pixel names its image and place."""
     return (torch.arange(b * side * side).view(b, 1, side, side) + 1).float()
 
 
 def test_translations_move_each_image_as_a_whole() -> None:
-    images = numbered()
+    images = numbered_pixels()
     generator = torch.Generator().manual_seed(0)
     moved = moves.translate(images, 2, "constant", generator)
     visited = set()
@@ -59,13 +59,13 @@ def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved
     )
     before = images.clone()
     generator = torch.Generator().manual_seed(0)
-    jittered = moves.augment(images, (name,), torch.zeros(1), generator)
+    jittered = moves.augment_batch(images, (name,), torch.zeros(1), generator)
     assert torch.equal(images, before)
     assert jittered.shape == images.shape
     assert float(jittered.min()) >= 0
     assert float(jittered.max()) <= 1
     assert len({tuple(image.flatten().tolist()) for image in jittered}) == 20
-    again = moves.augment(images, (name,), torch.zeros(1), torch.Generator().manual_seed(0))
+    again = moves.augment_batch(images, (name,), torch.zeros(1), torch.Generator().manual_seed(0))
     assert torch.equal(jittered, again)
 
 
@@ -86,7 +86,9 @@ def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: in
     noise = torch.rand(200, 2, side, side, generator=torch.Generator().manual_seed(1))
     for images in (ramp, noise, noise[:1], torch.zeros(3, 1, 1, 5)):
         given = images.clone()
-        warped = moves.augment(images, ("warp",), torch.zeros(1), torch.Generator().manual_seed(0))
+        warped = moves.augment_batch(
+            images, ("warp",), torch.zeros(1), torch.Generator().manual_seed(0)
+        )
         assert torch.equal(images, given)
         assert (warped.shape, warped.dtype) == (images.shape, images.dtype)
         assert 0 <= float(warped.min()) <= float(warped.max()) <= 1
@@ -101,9 +103,9 @@ def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: in
 
 
 def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
-    images = numbered(b=40)
+    images = numbered_pixels(b=40)
     grey = torch.full((1, 1, 1, 1), -1.0)
-    cut = moves.augment(images, ("cutout:1x3",), grey, torch.Generator().manual_seed(0))
+    cut = moves.augment_batch(images, ("cutout:1x3",), grey, torch.Generator().manual_seed(0))
     assert torch.equal(cut == images, cut != -1.0)
     places = set()
     for image in cut[:, 0]:
@@ -113,10 +115,10 @@ def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
         places.add((int(rows.min()), int(columns.min())))
     assert len(places) > 10
     assert {0, 5} <= {place for both in places for place in both}  # borders included
-    two = moves.augment(images, ("cutout:2x3",), grey, torch.Generator().manual_seed(0))
+    two = moves.augment_batch(images, ("cutout:2x3",), grey, torch.Generator().manual_seed(0))
     assert 9 < int((two == -1.0).flatten(1).sum(1).max()) <= 18
     with pytest.raises(UsageError, match="do not fit"):
-        moves.augment(images, ("cutout:2x8",), grey, torch.Generator())
+        moves.augment_batch(images, ("cutout:2x8",), grey, torch.Generator())
     for wrong in ("cutout", "cutout:2", "cutout:0x3", "cutout:2x0"):
         with pytest.raises(UsageError, match="unknown augmentation"):
             FinetuneSettings(augment=(wrong,))

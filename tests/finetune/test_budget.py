@@ -4,7 +4,7 @@ survives a full disk.
 
 import errno
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,9 +49,8 @@ LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 @pytest.fixture
 def start(tmp_path: Path) -> Path:
     """A small untrained network in a file of its own folder."""
-    spec = build.spec_of(build.create("certvit_lip_digits", LIPSCHITZ, initialise=False))
     path = tmp_path / "start.safetensors"
-    build.initialise("certvit_lip_digits", LIPSCHITZ, spec, 10, 0).write(path)
+    build.initialise("certvit_lip_digits", LIPSCHITZ).write(path)
     return path
 
 
@@ -76,6 +75,12 @@ def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
         return outcome.exception
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     return [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
+
+
+def plan_again(monkeypatch: pytest.MonkeyPatch, rule: Callable[..., int]) -> None:
+    """Plan what is left by this rule, wherever it is planned."""
+    for module in (budget, training):
+        monkeypatch.setattr(module, "changed_total", rule)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +158,7 @@ def test_the_lineage_holds_the_steps_and_they_repeat_the_run(
         training, "LONGEST_START", 0.0
     )  # the test's process is older than the command
     folder = start.parent
-    monkeypatch.setattr(
-        budget, "changed_total", lambda step, total, *rest: total
-    )  # a machine that keeps its pace
+    plan_again(monkeypatch, lambda step, total, *rest: total)  # a machine that keeps its pace
     planned = finetune(start, "--time-budget", "1s", "-o", folder / "a.safetensors")
     made = Checkpoint.read(folder / "a.safetensors")
     parameters = made.record.lineage[-1].parameters
@@ -222,9 +225,7 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.TrainingPlan(8, None)
     monkeypatch.setattr(duration, "affordable_steps", lambda *arguments: plan)
-    monkeypatch.setattr(
-        budget, "changed_total", lambda step, total, *rest: 16 if step == 4 else total
-    )
+    plan_again(monkeypatch, lambda step, total, *rest: 16 if step == 4 else total)
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
     assert finetune(*words)[-1]["steps"] == 16
@@ -268,9 +269,7 @@ def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
     monkeypatch.setattr(
         duration, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None)
     )
-    monkeypatch.setattr(
-        budget, "changed_total", lambda step, total, *rest: 2 if step == 2 else total
-    )
+    plan_again(monkeypatch, lambda step, total, *rest: 2 if step == 2 else total)
     out = start.parent / "o.safetensors"
     records = finetune(start, "--time-budget", "1s", "-o", out)
     assert [record["step"] for record in records[:-1]] == [2]

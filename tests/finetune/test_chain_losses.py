@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.chains.sequential import SequentialNetwork
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.loop import Trainer
@@ -27,7 +26,7 @@ KINDS = {"bcp": BcpCertifier, "local-lip": LocalLipCertifier}
 LOSSES = sorted(NEEDS_CHAIN)
 
 
-def chain(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:
+def chain_bound(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:
     arithmetic = TrainableArithmetic(torch.device("cpu"), iterations=iterations)
     return ChainBound(model, lambda: arithmetic, drop=name == "local-lip")
 
@@ -41,7 +40,7 @@ def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, l
     logits = model(pixels)
     labels = logits.argmax(1)
     top = logits.gather(1, labels[:, None]) - logits
-    bound = chain(model, loss)
+    bound = chain_bound(model, loss)
     proven = SequentialNetwork(model, SIZE)
     for radius in (0.1, 0.5, 2.0):
         radii = torch.full((len(pixels),), radius, dtype=torch.float64)
@@ -65,11 +64,11 @@ def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, l
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("name", ["conv", "maxmin"])
-def test_gradients_are_those_of_finite_differences(name: str, loss: str) -> None:
+def test_chain_gradients_are_those_of_finite_differences(name: str, loss: str) -> None:
     model, pixels = network(name), images()
     labels = model(pixels).argmax(1)
     weights = [p.requires_grad_(True) for p in model.net.parameters()]
-    bound = chain(model, loss)
+    bound = chain_bound(model, loss)
 
     def value() -> Tensor:
         return worst_logits(
@@ -98,7 +97,7 @@ RADIUS = 0.3
 
 
 @cache
-def trained(kind: str) -> PixelModel:
+def trained_chain(kind: str) -> PixelModel:
     """A small chain trained for 150 steps on digits by cross entropy or by a loss through the
     chain.
     """
@@ -108,7 +107,7 @@ def trained(kind: str) -> PixelModel:
         nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
     )
     model = PixelModel(SPEC, net).eval()
-    bound = chain(model, kind, 1)
+    bound = chain_bound(model, kind, 1)
     optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
     for step in range(150):
         chosen = torch.randperm(len(images))[:64]
@@ -134,7 +133,7 @@ def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str)
     pixels, labels = datasets.load("digits", SPEC, "val").tensors()
     failures = {}
     for kind in ("ce", loss):
-        model = trained(kind)
+        model = trained_chain(kind)
         right = model(pixels.double()).argmax(1) == labels
         radii = torch.full((len(labels),), RADIUS, dtype=torch.float64)
         proven = right & KINDS[loss](model, 10, SPEC.size).proven(pixels.double(), labels, radii)
@@ -145,8 +144,7 @@ def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str)
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
-    net = build.create("certvit_4c3f", {"img_size": 8}, initialise=False)
-    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8}, build.spec_of(net), 10, 0)
+    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
     sets = [
         datasets.load("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
@@ -161,7 +159,6 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
 
 
 def test_a_network_that_is_no_chain_is_refused() -> None:
-    net = build.create("certvit_vit_digits", {}, initialise=False)
-    checkpoint = build.initialise("certvit_vit_digits", {}, build.spec_of(net), 10, 0)
+    checkpoint = build.initialise("certvit_vit_digits", {})
     with pytest.raises(NoBoundError, match="no chain"):
         Trainer(build.load(checkpoint, writable=True), FinetuneSettings(loss="bcp"), 10, "test")

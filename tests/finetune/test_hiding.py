@@ -18,7 +18,7 @@ from certcli.models.views import Grid, band_views, square_views
 from tests.helpers.patches import half_normalised
 
 
-def tokens() -> PixelModel:
+def token_count() -> PixelModel:
     torch.manual_seed(0)
     shape: dict[str, Any] = {
         "img_size": 16,
@@ -31,7 +31,7 @@ def tokens() -> PixelModel:
     return half_normalised(timm.create_model("vit_tiny_patch16_224", **shape), (3, 16, 16))
 
 
-def flat() -> PixelModel:
+def flat_network() -> PixelModel:
     torch.manual_seed(0)
     return half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 5)), (3, 16, 16))
 
@@ -39,7 +39,7 @@ def flat() -> PixelModel:
 IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("network", [tokens, flat])
+@pytest.mark.parametrize("network", [token_count, flat_network])
 def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], PixelModel]) -> None:
     """Bit for bit, in batches of one size; and no gradient reaches the pixels that are hidden."""
     model = network()
@@ -70,7 +70,7 @@ def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], Pixe
 
 
 def test_bands_are_those_that_vote() -> None:
-    hiding = Hiding(tokens(), ("bands:2",), torch.Generator().manual_seed(0))
+    hiding = Hiding(token_count(), ("bands:2",), torch.Generator().manual_seed(0))
     bands = {tuple(view.flatten().tolist()) for view in band_views(hiding.part.grid, "columns", 2)}
     drawn = hiding.draw(
         IMAGES.repeat(8, 1, 1, 1), lambda views: pytest.fail("bands ask for no loss")
@@ -80,7 +80,7 @@ def test_bands_are_those_that_vote() -> None:
 
 def test_greedy_squares_are_the_worst_of_their_round() -> None:
     """The first alone, the second beside the first: no other place has a larger loss."""
-    hiding = Hiding(tokens(), ("cutout-greedy:2x8",), torch.Generator().manual_seed(0))
+    hiding = Hiding(token_count(), ("cutout-greedy:2x8",), torch.Generator().manual_seed(0))
     squares = square_views(hiding.part.grid, 8)
     weights = torch.randn(8, *hiding.part.grid.shape, generator=torch.Generator().manual_seed(1))
 
@@ -102,7 +102,7 @@ def test_greedy_squares_are_the_worst_of_their_round() -> None:
 
 
 def test_random_squares_are_all_pairs_of_places() -> None:
-    hiding = Hiding(tokens(), ("cutout-random:2x8",), torch.Generator().manual_seed(0))
+    hiding = Hiding(token_count(), ("cutout-random:2x8",), torch.Generator().manual_seed(0))
     squares = square_views(hiding.part.grid, 8)
     pairs = {tuple((a & b).flatten().tolist()) for a in squares for b in squares}
     drawn = hiding.draw(
@@ -117,7 +117,9 @@ def test_squares_of_the_example_are_the_masks_of_its_certificate() -> None:
 
 
 def test_validation_sees_every_view_and_the_same_each_time() -> None:
-    hiding = Hiding(tokens(), ("bands:1", "cutout-greedy:1x8"), torch.Generator().manual_seed(0))
+    hiding = Hiding(
+        token_count(), ("bands:1", "cutout-greedy:1x8"), torch.Generator().manual_seed(0)
+    )
     many = IMAGES[:1].expand(26, -1, -1, -1)
     first = hiding.validated(many)
     assert torch.equal(first, hiding.validated(many))

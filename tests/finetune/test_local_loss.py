@@ -16,7 +16,6 @@ from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
 from certcli.finetune.validation import ENCLOSED_ENTRIES, Validation
 from certcli.images import datasets
 from certcli.models import build
@@ -35,17 +34,16 @@ SHAPES: dict[str, dict[str, Any]] = {
 COUNT = 6
 
 
-def initialised(arch: str = "certvit_vit_digits", **changes: Any) -> Checkpoint:
+def initialised_plain(arch: str = "certvit_vit_digits", **changes: Any) -> Checkpoint:
     shape = {"patch_size": 4, "embed_dim": 8, "num_heads": 2, "depth": 2, "mlp_ratio": 1.0}
     shape = {**shape, **changes} if arch == "certvit_vit_digits" else changes
-    spec = build.spec_of(build.create(arch, shape, initialise=False))
-    return build.initialise(arch, shape, spec, 10, 0)
+    return build.initialise(arch, shape)
 
 
-def network(**changes: Any) -> PixelModel:
+def curved_network(**changes: Any) -> PixelModel:
     """A network whose weights are large enough that everything in it is curved; `floor`: of norms."""
     floor = changes.pop("floor", None)
-    model = build.load(initialised(**changes), writable=True)
+    model = build.load(initialised_plain(**changes), writable=True)
     if floor is not None:
         for path, norm in list(model.named_modules()):
             if isinstance(norm, nn.LayerNorm):
@@ -59,8 +57,10 @@ def network(**changes: Any) -> PixelModel:
     return model.eval()
 
 
-def judged(model: PixelModel) -> tuple[Tensor, Tensor]:
-    images, _ = datasets.load("digits", initialised().record.input, "val").limit(COUNT).tensors()
+def judged_images(model: PixelModel) -> tuple[Tensor, Tensor]:
+    images, _ = (
+        datasets.load("digits", initialised_plain().record.input, "val").limit(COUNT).tensors()
+    )
     images = images.double()
     return images, model(images).argmax(1)
 
@@ -94,8 +94,8 @@ def test_in_a_small_ball_margins_fall_by_the_length_of_their_slopes(
 ) -> None:
     monkeypatch.setattr(forms, "TINY", 1e-26)
     monkeypatch.setattr(forms, "NARROW", 1e-12)
-    model = network(**SHAPES[shape])
-    images, labels = judged(model)
+    model = curved_network(**SHAPES[shape])
+    images, labels = judged_images(model)
     enclosure = LocalEnclosure(model)
     radius = 1e-5
     everything = enclosure.directions(torch.Generator(), images[0].numel()).double()
@@ -120,8 +120,8 @@ def test_with_all_terms_counted_no_neighbour_is_below_the_margins(
     shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forms, "SECOND_ORDER", 1.0)
-    model = network(**SHAPES[shape])
-    images, labels = judged(model)
+    model = curved_network(**SHAPES[shape])
+    images, labels = judged_images(model)
     enclosure = LocalEnclosure(model)
     generator = torch.Generator().manual_seed(2)
     everything = enclosure.directions(generator, images[0].numel()).double()
@@ -137,8 +137,8 @@ def test_with_all_terms_counted_no_neighbour_is_below_the_margins(
 
 
 def test_random_directions_stand_for_the_pixels() -> None:
-    model = network()
-    images, labels = judged(model)
+    model = curved_network()
+    images, labels = judged_images(model)
     enclosure = LocalEnclosure(model)
     generator = torch.Generator().manual_seed(0)
     everything = enclosure.directions(generator, images[0].numel()).double()
@@ -178,11 +178,11 @@ def test_the_loss_falls_with_the_margins_and_has_a_gradient_where_they_explode()
 )
 def test_a_network_of_another_kind_is_refused_by_name(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(ArchitectureError, match=reason):
-        LocalEnclosure(build.load(initialised(**changes)))
+        LocalEnclosure(build.load(initialised_plain(**changes)))
 
 
 def test_a_block_that_computes_something_else_is_refused_by_name() -> None:
-    model = build.load(initialised(), writable=True)
+    model = build.load(initialised_plain(), writable=True)
     model.net.blocks[0].mlp.act = torch.nn.Softmax(-1)
     with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
         LocalEnclosure(model)
@@ -193,19 +193,19 @@ def test_options_that_change_what_an_image_is_are_refused() -> None:
         FinetuneSettings(loss="local", augment=("bands:1",))
 
 
-def trained(checkpoint: Checkpoint, **changes: Any) -> Trainer:
+def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
     settings = FinetuneSettings(**{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
     return Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
 
 
-def sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
+def digit_sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
     train = datasets.load("digits", checkpoint.record.input, "train").limit(count)
     return train, datasets.load("digits", checkpoint.record.input, "val").limit(40)
 
 
 def test_steps_down_the_loss_open_the_margins() -> None:
-    run = trained(initialised(depth=1), loss="local", epsilon=0.1)
-    train, _ = sets(initialised(depth=1), 8)
+    run = trainer_of(initialised_plain(depth=1), loss="local", epsilon=0.1)
+    train, _ = digit_sets(initialised_plain(depth=1), 8)
     batch = run.objective.prepare(train, torch.arange(8), 0.0)
     optimiser = torch.optim.AdamW(run.model.parameters(), lr=5e-3)
     assert batch.sketch is not None
@@ -237,9 +237,9 @@ def test_only_the_first_images_of_a_batch_are_enclosed(
         return margins(self, images, *rest)
 
     monkeypatch.setattr(LocalEnclosure, "margins", counted)
-    checkpoint = initialised(depth=1)
-    run = trained(checkpoint, loss="local", steps=1, enclosed=enclosed)
-    train, _ = sets(checkpoint, 64)
+    checkpoint = initialised_plain(depth=1)
+    run = trainer_of(checkpoint, loss="local", steps=1, enclosed=enclosed)
+    train, _ = digit_sets(checkpoint, 64)
     batch = run.objective.prepare(train, torch.arange(64), 0.0)
     counts.clear()  # an image was enclosed to know the network
     run.objective.value(batch, lambda: None, 0.05).backward()
@@ -264,23 +264,23 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Clean accuracy is no measure here, neither of later epochs nor of those before."""
-    checkpoint = initialised(depth=1)
+    checkpoint = initialised_plain(depth=1)
     shares = iter([0.4, 0.1])
     monkeypatch.setattr(
         "certcli.finetune.validation.evaluate", lambda *_, **__: Quality(0.95, None, None)
     )
     monkeypatch.setattr(Validation, "_enclosed_share", lambda self, enclosure, images: next(shares))
-    run = trained(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=4)
-    epochs = list(run.run(*sets(checkpoint)))
+    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=4)
+    epochs = list(run.run(*digit_sets(checkpoint)))
     # no share before the penalty has its weight
     assert [epoch.certified_estimate for epoch in epochs] == [None, None, 0.4, 0.1]
     assert run.best_epoch == 3
 
 
 def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
-    checkpoint = initialised(depth=1)
-    run = trained(checkpoint, loss="local", epochs=3, epsilon=0.02)
-    *_, last = run.run(*sets(checkpoint))
+    checkpoint = initialised_plain(depth=1)
+    run = trainer_of(checkpoint, loss="local", epochs=3, epsilon=0.02)
+    *_, last = run.run(*digit_sets(checkpoint))
     few = datasets.load("digits", checkpoint.record.input, "val").limit(40).limit(32)
     images, labels = few.tensors()
     enclosure = LocalEnclosure(run.model)
@@ -293,35 +293,23 @@ def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
 
 
 def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> None:
-    checkpoint = initialised(qk_norm=True, depth=1)
-    run = trained(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=2)
-    epochs = list(run.run(*sets(checkpoint)))
+    checkpoint = initialised_plain(qk_norm=True, depth=1)
+    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=2)
+    epochs = list(run.run(*digit_sets(checkpoint)))
     assert all(epoch.certified_estimate is None for epoch in epochs)
     with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
-        trained(checkpoint, loss="local", epochs=2)
+        trainer_of(checkpoint, loss="local", epochs=2)
 
 
 def test_a_penalised_network_whose_enclosure_takes_long_is_judged_by_clean_accuracy() -> None:
     """An estimate of the usual digits network takes a minute, an epoch of it two seconds."""
-    large = initialised(depth=1, embed_dim=64)
-    penalised = trained(large, loss="ce", enclosure_penalty=0.1, epochs=2)
+    large = initialised_plain(depth=1, embed_dim=64)
+    penalised = trainer_of(large, loss="ce", enclosure_penalty=0.1, epochs=2)
     assert LocalEnclosure(penalised.model).entries == ENCLOSED_ENTRIES + 64
     assert penalised.enclosure is None
-    assert trained(large, loss="local", epochs=2).enclosure is not None
-    small = trained(initialised(depth=1), loss="ce", enclosure_penalty=0.1, epochs=2)
+    assert trainer_of(large, loss="local", epochs=2).enclosure is not None
+    small = trainer_of(initialised_plain(depth=1), loss="ce", enclosure_penalty=0.1, epochs=2)
     assert small.enclosure is not None
-
-
-def test_a_run_goes_on_to_the_same_weights(tmp_path: Path) -> None:
-    checkpoint = initialised(depth=1)
-    whole, second = (trained(checkpoint, loss="local", epochs=2) for _ in range(2))
-    data = sets(checkpoint, 128)
-    stream = whole.run(*data)
-    next(stream)
-    save_state(tmp_path / "s.safetensors", whole.state())
-    rest = [epoch.loss for epoch in stream]
-    second.restore(load_state(tmp_path / "s.safetensors", "test"))
-    assert [epoch.loss for epoch in second.run(*data)] == rest
 
 
 def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_path: Path) -> None:

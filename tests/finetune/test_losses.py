@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.published import EMMA_FLOOR, HINGE_WEIGHT, TRADES_WEIGHT
-from certcli.finetune.losses.worst_case import LINEAR_UP_TO, shifted
+from certcli.finetune.losses.worst_case import LINEAR_UP_TO, shifted_logits
 from certcli.system.errors import NoBoundError, UsageError
 
 CERTIFIED = sorted(NEEDS_PAIRS | NEEDS_CHAIN)
@@ -124,7 +124,7 @@ def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: f
 
 
 @pytest.mark.parametrize("name", LOSSES.names())
-def test_gradients_are_those_of_finite_differences(name: str) -> None:
+def test_loss_gradients_are_those_of_finite_differences(name: str) -> None:
     logits, labels, pairs = batch(count=6)
     loss = loaded(name)
     if name == "emma":
@@ -177,7 +177,7 @@ def test_hinge_kr_and_trades_by_hand() -> None:
 
 def test_huge_gains_keep_their_order_and_their_slope() -> None:
     gain = torch.logspace(-5, 300, 62, dtype=torch.float64, requires_grad=True)
-    shift_error = shifted(torch.zeros(62, dtype=torch.float64), gain)
+    shift_error = shifted_logits(torch.zeros(62, dtype=torch.float64), gain)
     assert bool((shift_error.diff() > 0).all())
     assert torch.equal(shift_error[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
     shift_error.sum().backward()

@@ -17,7 +17,7 @@ from certcli.finetune.ema import Average
 from certcli.finetune.loop import Trainer
 from certcli.finetune.sam import climbed
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import polar_factor
 from certcli.finetune.teacher import Teacher
@@ -31,9 +31,7 @@ LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
 
 def initialised(arch: str, arguments: dict, seed: int = 0) -> Checkpoint:
-    net = build.create(arch, arguments, initialise=False)
-    spec = build.spec_of(net, size=build.input_size_of(net))
-    return build.initialise(arch, arguments, spec, build.classes_of(net), seed)
+    return build.initialise(arch, arguments, seed=seed)
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +92,7 @@ OPTIONS: dict[str, dict] = {
     "exponential": {"schedule": "exponential:1e-3@0.5"},
     "color jitter": {"augment": ("color-jitter:0.4",)},
     "dropout": {},
+    "local": {"loss": "local", "epsilon": 0.05},
     "everything": {
         "adversarial": "pgd",
         "msvp": (0.1, 0.0, 0.1),
@@ -113,9 +112,9 @@ def resumed(
     second = trainer(checkpoint, **options)
     stream = whole.run(*sets)
     next(stream)
-    save_state(path, whole.state())
+    save_training_state(path, whole.state())
     rest = [record.loss for record in stream]
-    second.restore(load_state(path, "test"))
+    second.restore(load_training_state(path, "test"))
     assert [record.loss for record in second.run(*sets)] == rest
     return whole, second
 
@@ -142,7 +141,7 @@ def test_every_option_changes_the_run_and_resumes_bit_for_bit(
     assert all(torch.equal(value, again[key]) for key, value in last.items())
 
 
-@pytest.mark.parametrize("options", [{"sam": 0.1}, {"ema": 0.9}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"sam": 0.1}, {"ema": 0.9}], ids=str)
 def test_options_beside_a_bound_and_orthogonal_matrices(
     options: dict, lipschitz: Checkpoint, sets: Sets, tmp_path: Path
 ) -> None:
@@ -311,6 +310,12 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
 @pytest.mark.parametrize(
     "wrong",
     [
+        {"loss": "magic"},
+        {"optimiser": "magic"},
+        {"epochs": 0},
+        {"lr": 0.0},
+        {"lr": math.nan},
+        {"epsilon": -1.0},
         {"augment": ("rotate",)},
         {"augment": ("bands:0",)},
         {"augment": ("cutout-greedy:3x4",)},

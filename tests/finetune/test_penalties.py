@@ -28,7 +28,7 @@ def plain_vit() -> nn.Module:
     )
 
 
-def swin() -> nn.Module:
+def swin_of_one_stage() -> nn.Module:
     return timm.create_model(
         "swin_tiny_patch4_window7_224",
         img_size=16,
@@ -40,7 +40,7 @@ def swin() -> nn.Module:
     )
 
 
-def convit() -> nn.Module:
+def small_convit() -> nn.Module:
     return timm.create_model(
         "convit_tiny",
         img_size=16,
@@ -52,7 +52,7 @@ def convit() -> nn.Module:
     )
 
 
-def tied() -> nn.Module:
+def tied_attention() -> nn.Module:
     return nn.Sequential(
         L2Attention(AttentionShape(12, 3, 4, True, 20, True)),
         L2Attention(AttentionShape(20, 5, 4, False, 12, True)),
@@ -80,7 +80,12 @@ def maps(net: nn.Module) -> list[tuple[int, dict[str, Tensor]]]:
     return found
 
 
-NETWORKS = {"vit": plain_vit, "swin": swin, "convit": convit, "l2": tied}
+NETWORKS = {
+    "vit": plain_vit,
+    "swin": swin_of_one_stage,
+    "convit": small_convit,
+    "l2": tied_attention,
+}
 
 
 def expected(net: nn.Module, weights: tuple[float, float, float]) -> Tensor:
@@ -177,7 +182,7 @@ class ConvNet(nn.Module):
         return self.head(self.hidden(self.features(x).flatten(1)))
 
 
-def norms(net: ConvNet) -> list[float]:
+def attention_norms(net: ConvNet) -> list[float]:
     """Proven norms of all layers but the head, on 12 x 12 images."""
     side = 12
     found = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from certcli.finetune.rates import FLOOR, RISE, SCHEDULES, curve_of, one_cycle
+from certcli.finetune.rates import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
 from certcli.system.errors import UsageError
 
 LR = 1e-3
@@ -40,7 +40,7 @@ ENDS = {
 
 @pytest.mark.parametrize("text", ENDS)
 def test_a_schedule_starts_and_ends_as_its_text_says(text: str) -> None:
-    curve = curve_of(text, LR, warmup=0)
+    curve = rate_curve(text, LR, warmup=0)
     assert (curve(0.0), curve(1.0)) == pytest.approx(ENDS[text], rel=1e-12)
     rates = [curve(share / 200) for share in range(201)]
     assert all(0 < rate <= 1 for rate in rates)
@@ -58,7 +58,7 @@ def test_a_schedule_with_numbers_is_that_of_torch(text: str) -> None:
     steps = 40
     optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
     schedule = AS_TORCH[text](optimiser, steps)
-    curve = curve_of(text, LR, warmup=0)
+    curve = rate_curve(text, LR, warmup=0)
     for step in range(steps):
         assert LR * curve(step / steps) == pytest.approx(
             optimiser.param_groups[0]["lr"], rel=1e-9
@@ -69,7 +69,7 @@ def test_a_schedule_with_numbers_is_that_of_torch(text: str) -> None:
 
 @pytest.mark.parametrize("text", ENDS)
 def test_a_warm_up_rises_and_leaves_the_rest(text: str) -> None:
-    curve, plain = curve_of(text, LR, warmup=0.1), curve_of(text, LR, warmup=0)
+    curve, plain = rate_curve(text, LR, warmup=0.1), rate_curve(text, LR, warmup=0)
     assert [curve(share) for share in (0.1, 0.4, 0.9)] == [plain(s) for s in (0.1, 0.4, 0.9)]
     if SCHEDULES[text.partition(":")[0]].warms:
         assert 0 < curve(0.0) < curve(0.05) < curve(0.1)
@@ -84,7 +84,7 @@ def test_a_warm_up_rises_and_leaves_the_rest(text: str) -> None:
 )  # fmt: skip
 def test_a_schedule_without_meaning_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="schedule"):
-        curve_of(text, LR, warmup=0)
+        rate_curve(text, LR, warmup=0)
 
 
 def test_one_cycle_is_that_of_torch() -> None:

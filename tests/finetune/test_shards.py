@@ -8,7 +8,7 @@ from torch import nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.shards import blocks, require_shardable, share_out
+from certcli.finetune.shards import gathered_blocks, require_shardable, share_out
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError, UsageError
@@ -45,18 +45,18 @@ def test_each_block_is_gathered_by_itself_inner_ones_first() -> None:
     vit = build.create(
         "certvit_vit_digits", {"embed_dim": 16, "depth": 3, "num_heads": 2}, initialise=False
     )
-    assert blocks(vit) == list(reversed(vit.blocks))
+    assert gathered_blocks(vit) == list(reversed(vit.blocks))
     swin = build.create(
         "swin_tiny_patch4_window7_224",
         {"embed_dim": 8, "depths": [1, 2], "img_size": 56, "num_heads": [1, 2]},
         initialise=False,
     )
-    found = blocks(swin)
+    found = gathered_blocks(swin)
     assert set(found) == {*swin.layers, *(block for stage in swin.layers for block in stage.blocks)}
     assert all(
         found.index(block) < found.index(stage) for stage in swin.layers for block in stage.blocks
     )
-    assert blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
+    assert gathered_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU())) == []
 
 
 def test_weights_without_rows_or_owner_are_refused() -> None:

@@ -8,15 +8,19 @@ import pytest
 from certcli.certify.hopeless import HOPELESS, hopeless
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
-from certcli.cli.finetune import ending, proof
+from certcli.cli.finetune import ending
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.start import default_batch_size, defaults, sentence, start_of
+from certcli.finetune.start import (
+    default_batch_size,
+    defaults_of_start,
+    start_of,
+)
 from tests.helpers.commands import attempt, document
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 
 
-def record(*steps: tuple[str, dict[str, Any]]) -> Record:
+def record_of_steps(*steps: tuple[str, dict[str, Any]]) -> Record:
     lineage = tuple(LineageStep(name, parameters, 0, {}, None) for name, parameters in steps)
     return Record("certvit_vit_digits", {}, SPEC, 10, lineage=lineage)
 
@@ -45,18 +49,22 @@ LOWERED = ("constrain", {})
 def test_the_lineage_shows_whether_a_network_is_trained(
     steps: tuple[tuple[str, dict[str, Any]], ...], trained: bool
 ) -> None:
-    assert start_of(record(*steps)).trained is trained
+    assert start_of(record_of_steps(*steps)).trained is trained
 
 
 def test_what_nobody_named_depends_on_the_start() -> None:
-    trained = start_of(record(FRESH, TUNED))
-    fresh = start_of(record(FRESH))
+    trained = start_of(record_of_steps(FRESH, TUNED))
+    fresh = start_of(record_of_steps(FRESH))
     plain = FinetuneSettings(loss="ce")
-    assert defaults(fresh, plain, 5_000_000) == {}
-    assert defaults(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}
-    assert defaults(trained, FinetuneSettings(loss="ce", lr=0.1), 5_000_000) == {"epochs": 3}
-    assert defaults(trained, FinetuneSettings(loss="ce", epochs=9), 100)["lr"] == 5e-4
-    assert defaults(trained, FinetuneSettings(loss="margin"), 100) == {}  # matrices begin anew
+    assert defaults_of_start(fresh, plain, 5_000_000) == {}
+    assert defaults_of_start(trained, plain, 5_000_000) == {"lr": 5e-5, "epochs": 3}
+    assert defaults_of_start(trained, FinetuneSettings(loss="ce", lr=0.1), 5_000_000) == {
+        "epochs": 3
+    }
+    assert defaults_of_start(trained, FinetuneSettings(loss="ce", epochs=9), 100)["lr"] == 5e-4
+    assert (
+        defaults_of_start(trained, FinetuneSettings(loss="margin"), 100) == {}
+    )  # matrices begin anew
     assert (plain.lr, plain.epochs) == (0.001, 40)
     assert default_batch_size(trained, plain, 5_000_000) == 32
     assert default_batch_size(fresh, plain, 5_000_000) is None
@@ -110,7 +118,7 @@ def test_training_that_ruins_a_network_is_not_done(workshop: Path, tmp_path: Pat
 
 def test_the_end_is_judged_by_the_start() -> None:
     begun = ending.Accuracy(230, 256)
-    spec = record(FRESH)
+    spec = record_of_steps(FRESH)
     assert ending.doubt(begun, 0.89, 140, spec) is None
     assert ending.doubt(None, 0.89, 140, spec) is None
     fallen, ruined = (ending.doubt(begun, share, 140, spec) for share in (0.7, 0.1))
@@ -132,7 +140,7 @@ def test_the_checkpoint_is_there_before_the_proof(
         assert Checkpoint.read(out).record.lineage[-1].command == "finetune"
         raise OSError("power cut")
 
-    monkeypatch.setattr(proof, "prove", cut)
+    monkeypatch.setattr(ending, "prove", cut)
     done = attempt("finetune", workshop / "plain.safetensors", *DIGITS, "--epochs", 1, "-o", out)
     assert isinstance(done.exception, OSError)
     assert out.exists()
@@ -141,13 +149,13 @@ def test_the_checkpoint_is_there_before_the_proof(
 @pytest.mark.parametrize("left", [None, -5.0, 0.0, 2.0, 30.0, 1e4])
 def test_the_proof_takes_as_many_images_as_the_time_allows(left: float | None) -> None:
     costs = (1.0, 0.01)
-    count = proof.affordable(6000, left, costs)
-    assert proof.FEWEST <= count <= 6000
+    count = ending.affordable(6000, left, costs)
+    assert ending.FEWEST <= count <= 6000
     if left is None:
         assert count == 6000
-    elif count > proof.FEWEST:
+    elif count > ending.FEWEST:
         assert costs[0] + count * costs[1] <= left
-    assert proof.affordable(40, left, costs) == 40
+    assert ending.affordable(40, left, costs) == 40
 
 
 def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
@@ -164,11 +172,3 @@ def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:
     audit = document("audit", workshop / "plain.safetensors", *few, "-a", "fgsm", "-e", 0.2)
     reasons = {row["stage"]: row["why"] for row in audit["skipped"]}
     assert reasons["lipschitz"] == "the bound is too large for 0.2"
-
-
-def test_why_a_fresh_network_is_fresh_is_not_said_twice() -> None:
-    settings = FinetuneSettings()
-    assert "is fresh: " in sentence(start_of(record(FRESH)), settings)
-    assert "trained already (finetune in its lineage)" in sentence(
-        start_of(record(FRESH, TUNED)), settings
-    )

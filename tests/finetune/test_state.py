@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from certcli.adapt import state as adapt_state
 from certcli.checkpoint import schema
 from certcli.finetune.shards import LocalRows
-from certcli.finetune.state import KEY, TrainingState, load_state, save_state
+from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
 from certcli.system.errors import CheckpointError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
@@ -46,24 +46,24 @@ SHARED: Any = SimpleNamespace(leads=True, join=lambda rows, shape: rows.view(sha
 STATES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
     "training": (
         KEY,
-        lambda path: save_state(path, training(False)),
-        lambda path: load_state(path, "run"),
+        lambda path: save_training_state(path, training(False)),
+        lambda path: load_training_state(path, "run"),
     ),
     "sharded": (
         KEY,
-        lambda path: save_state(path, training(True), SHARED),
-        lambda path: load_state(path, "run", copy=False),
+        lambda path: save_training_state(path, training(True), SHARED),
+        lambda path: load_training_state(path, "run", copy=False),
     ),
     "adaptation": (
         adapt_state.KEY,
-        lambda path: adapt_state.save_state(path, adaptation()),
-        lambda path: adapt_state.load_state(path, "run"),
+        lambda path: adapt_state.save_adaptation_state(path, adaptation()),
+        lambda path: adapt_state.load_adaptation_state(path, "run"),
     ),
 }
 """Every kind of state: the key of its facts, and how it is written and read."""
 
 
-def weight(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def weight_as(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["net.w"][0] = 1e-3
 
 
@@ -71,7 +71,7 @@ def moment(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["optimiser.0.0.exp_avg"][3] += 1
 
 
-def missing(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def tensor_less(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     del tensors["best.w"]
 
 
@@ -79,7 +79,7 @@ def epoch(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["epoch" if "epoch" in about else "done"] = 4
 
 
-def best(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def best_share_as(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["best"] = 0.75
 
 
@@ -87,15 +87,15 @@ def plan(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["steps"] = 41
 
 
-def added(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def tensor_more(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["net.v"] = torch.zeros(1)
 
 
-def renamed(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def tensor_renamed(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["net.v"] = tensors.pop("net.w")
 
 
-def reshaped(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def tensor_reshaped(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["net.w"] = tensors["net.w"].view(2, 3)
 
 
@@ -103,13 +103,22 @@ def another(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["digest"] = "0" * 64
 
 
-def without(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+def state_without(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     del about["digest"]
 
 
-TRAINING_ALONE = (moment, missing, best, plan)
+TRAINING_ALONE = (moment, tensor_less, best_share_as, plan)
 """What the state of an adaptation does not have."""
-SPOILERS = (*TRAINING_ALONE, weight, epoch, added, renamed, reshaped, another, without)
+SPOILERS = (
+    *TRAINING_ALONE,
+    weight_as,
+    epoch,
+    tensor_more,
+    tensor_renamed,
+    tensor_reshaped,
+    another,
+    state_without,
+)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +142,7 @@ def test_a_state_that_was_changed_is_refused(
         about = json.loads(handle.metadata()[key])
     spoil(tensors, about)
     save_file(tensors, path, {key: json.dumps(about)})
-    why = "missing required field `digest`" if spoil is without else "damaged, or was edited"
+    why = "missing required field `digest`" if spoil is state_without else "damaged, or was edited"
     with pytest.raises(CheckpointError, match=why) as refused:
         read(path)
     assert refused.value.hint == "drop --resume"

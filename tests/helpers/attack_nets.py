@@ -9,7 +9,7 @@ from certcli.evaluation.perturbation import Norm
 from tests.helpers.lipschitz_cases import f
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
-GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
+GENERAL = ATTACKS.names()
 CASES = [(name, norm) for name in GENERAL for norm in ATTACKS[name].norms]
 SHORT = AttackSettings(steps=6, queries=20, searches=2, targets=4)
 # Float32 logits of size 1 carry errors of some 1e-7, the margins here are of size 0.1: a boundary

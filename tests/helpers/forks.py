@@ -44,25 +44,25 @@ def exit_of_fork(number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-def interrupted(folder: Path, words: list[str], states: object) -> str:
+def interrupted(folder: Path, words: list[str], module: object, name: str) -> str:
     """Run a command that gets a SIGINT once its first state is on disk; demand its exit code;
     return its stderr.
 
     Args:
-        states: The module whose `save_state` the command calls.
+        module, name: The function that saves a state, where the command calls it.
     """
 
     def act() -> None:
         signal.signal(
             signal.SIGINT, signal.default_int_handler
         )  # what a shell runs in the background ignores it
-        usual = states.save_state  # type: ignore[attr-defined]
+        usual = getattr(module, name)
 
-        def save_state(*given: object) -> None:
-            usual(*given)
+        def save(*arguments: object) -> None:
+            usual(*arguments)
             os.kill(os.getpid(), signal.SIGINT)
 
-        states.save_state = save_state  # type: ignore[attr-defined]
+        setattr(module, name, save)
         sys.argv = ["certvit", *words]
         run()
 

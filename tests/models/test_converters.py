@@ -105,7 +105,9 @@ def test_every_family_has_recorded_logits() -> None:
     assert without_logits() == []
     types = {row["config"]["model_type"] for row in TRANSFORMERS.values()}
     assert types == {*FAMILIES}
-    names = {torchvision.family_of(make().state_dict()) for make, _ in TORCHVISION.values()}
+    names = {
+        torchvision.torchvision_family(make().state_dict()) for make, _ in TORCHVISION.values()
+    }
     assert names == {*torchvision.FAMILIES}
 
 

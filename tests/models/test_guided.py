@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.diffusion import Diffusion
+from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.models.diffusion import EPSILON, SAMPLE
 from certcli.models.guided import PUBLISHED
 from certcli.system.errors import CertvitError

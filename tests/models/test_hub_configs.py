@@ -26,6 +26,7 @@ from certcli.images.folders import Decoder
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError
+from tests.helpers.commands import attempt, certvit, document
 from tests.models.test_converters import TRANSFORMERS, transformers_folder
 
 FOLDER = Path(__file__).parent / "hub_configs"
@@ -190,3 +191,32 @@ def test_any_new_field_of_transformers_is_a_doubt(tmp_path: Path) -> None:
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "rope_theta": 100.0}))
     assert "rope_theta" in " ".join(open_checkpoint(str(folder)).reading.doubts)
+
+
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_of_a_network_with_several_labels_the_logits_alone_are_bounded(
+    library: str, tmp_path: Path
+) -> None:
+    """Its margins decide nothing: no other command takes it, nor does an option about them."""
+    if library == "timm":
+        hub_folder(TIMM["vit_new"], tmp_path)
+    else:
+        transformers_folder(TRANSFORMERS["vit"], tmp_path, OTHERS["vit_2023"])
+    certain = document("lipschitz", tmp_path, "--no-estimate")
+    path = tmp_path / "config.json"
+    several = {"problem_type": "multi_label_classification"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **several}))
+    shown = certvit("lipschitz", tmp_path, "--dataset", "photographs").stdout
+    assert "no margin, class or radius is judged" in shown
+    assert "correct on" not in shown
+    report = document("lipschitz", tmp_path, "--no-estimate")
+    assert report["proof"] == certain["proof"]
+    assert "multi_label_classification" in " ".join(report["network"]["doubts"])
+    saved = tmp_path / "report.json"
+    saved.write_text(json.dumps(report))
+    certvit("verify", saved, tmp_path)
+    for words in (("--around", 0.1), ("-o", tmp_path / "new.safetensors")):
+        certvit("lipschitz", tmp_path, *words, code=2)
+    for command in ("certify", "attack", "audit"):
+        with pytest.raises(CertvitError, match="does not decide by its largest logit"):
+            raise attempt(command, tmp_path, "--dataset", "digits").exception

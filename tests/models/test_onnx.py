@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import certvit
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -105,7 +105,7 @@ def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     """Constants in the file are float32: its bounds differ from those of the network by 1e-6."""
     net = filled(NETWORKS[name]())
     path = exported(net, tmp_path / "net.onnx", opset, dynamo)
-    read, size = network_of(path, read_model(path)[0])
+    read, size = network_of_onnx(path, read_model(path)[0])
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
         logits = net.double()(images)
@@ -202,7 +202,7 @@ def test_what_is_recognised_has_the_factors_of_the_file(tmp_path: Path) -> None:
 
     net = filled(Spelled())
     path = exported(net, tmp_path / "net.onnx", 17)
-    read, _ = network_of(path, read_model(path)[0])
+    read, _ = network_of_onnx(path, read_model(path)[0])
     kinds = {type(part).__name__: part for part in read.children()}
     assert {"Attention", "GELU"} <= set(kinds)
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

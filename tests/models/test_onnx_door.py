@@ -12,7 +12,7 @@ import pytest
 import certvit
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
-from tests.soundness.onnx_edits import edited
+from tests.soundness.onnx_edits import edited_onnx
 
 SIZE = (1, 4, 4)
 
@@ -146,7 +146,9 @@ def certvit_of_another(folder: Path) -> None:
     assert certvit.load(path, mean=0.5, std=0.5).record.classes == 3
 
 
-@pytest.mark.parametrize("op", ["RandomNormalLike", "NonZero", "Cos", "QuantizeLinear"])
+@pytest.mark.parametrize(
+    "op", ["RandomNormalLike", "NonZero", "ArgMax", "ScatterND", "QuantizeLinear"]
+)
 def test_an_operator_without_a_reader_is_refused_by_its_name_and_its_node_s(
     tmp_path: Path, op: str
 ) -> None:
@@ -159,9 +161,9 @@ def test_an_operator_without_a_reader_is_refused_by_its_name_and_its_node_s(
 
 def test_names_that_are_no_text_are_shown_in_a_line(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
-    nodes = [*FLAT, ("Cos", ["f"], ["no-text"]), ("MatMul", ["no-text", "w"], ["y"])]
+    nodes = [*FLAT, ("Tan", ["f"], ["no-text"]), ("MatMul", ["no-text", "w"], ["y"])]
     path.write_bytes(graph_of(nodes, w=WEIGHT).replace(b"no-text", b"\xff" * 7))
-    with pytest.raises(ArchitectureError, match="Cos"):
+    with pytest.raises(ArchitectureError, match="Tan"):
         certvit.load(path, mean=0.5, std=0.5)
 
 
@@ -188,6 +190,14 @@ def test_a_file_that_mixes_its_batch_is_told_apart(tmp_path: Path) -> None:
     assert certvit.bound(checkpoint).upper == float("inf")
 
 
+def test_the_history_of_a_file_is_refused_as_that_of_an_onnx_file(tmp_path: Path) -> None:
+    path = tmp_path / "net.onnx"
+    path.write_bytes(graph_of(LINEAR, w=WEIGHT))
+    done = attempt("log", path)
+    assert getattr(done.exception, "code", done.exit_code) == 3
+    assert "ONNX file" in str(getattr(done.exception, "message", done.output))
+
+
 def test_edited_files_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No other error, and no other file is opened. More: python -m tests.soundness.file_fuzz."""
     nodes = [
@@ -205,7 +215,7 @@ def test_edited_files_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "net.onnx"
     outcomes = set()
     for _ in range(150):
-        path.write_bytes(edited(data, rng))
+        path.write_bytes(edited_onnx(data, rng))
         try:
             certvit.load(path, mean=0.5, std=0.5)
             outcomes.add(0)

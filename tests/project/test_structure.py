@@ -265,7 +265,7 @@ DECODED_ELSEWHERE = {
     "checkpoint/header.py": "entries of a header that the door has let in",
     "checkpoint/schema.py": "the door",
     "cli/shared/inputs.py": "the text of an option",
-    "cli/verify/again.py": "what this run states, as a file would hold it",
+    "cli/verify/run.py": "what this run states, as a file would hold it",
     "evaluation/record_lines.py": "the same",
     "report/document.py": "the same",
     "report/published.py": "the package's own table",

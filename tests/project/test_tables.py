@@ -177,7 +177,7 @@ HOUR = {"clean": 0.9, "attacked": 0.6}
 TWICE = "certvit-1/cifar10/vit/network"
 """Its paper counts this network in two tables."""
 SAID: list[tuple[str, list[dict[str, float]], dict[str, float], str]] = [
-    ("certvit-2/vit-t16", [], {"parameters": 5.7}, "not run"),
+    ("certvit-2/vit-t16", [], {"parameters": 5.7}, "not run: needs a run"),
     ("certvit-2/vit-t16", [{"parameters": 5.72}], {"parameters": 5.7}, "reproduced (parameters)"),
     ("certvit-2/vit-t16", [{"parameters": 6.0}], {"parameters": 5.7}, "refuted (parameters)"),
     ("certvit-2/vit-t16", [{"adapt": 8.0}], {"adapt": 6.4}, "not decided (L2 adaptation)"),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from certcli.report import canvas
-from certcli.report.figures import draw_layers
+from certcli.report import canvas, figures
 from tests.helpers.commands import console
 
 SMALL = ["--limit", "12", "--quiet", "--force"]
@@ -99,7 +98,7 @@ def test_the_ending_decides_the_format_and_the_bytes_repeat(
     written = []
     for name in ("one", "two"):
         path = tmp_path / f"{name}{ending}"
-        draw_layers({"net": [("a", 1.0), ("act", None), ("act", 0.5)]}, path, "title")
+        figures.draw_layers({"net": [("a", 1.0), ("act", None), ("act", 0.5)]}, path, "title")
         written.append(path.read_bytes())
     assert written[0].startswith(magic)
     assert written[0] == written[1]
@@ -111,7 +110,7 @@ def test_a_module_that_is_used_twice_has_two_bars(
     monkeypatch.setitem(canvas.STYLE, "svg.fonttype", "none")
     one = [("a", 1.0), ("act", 0.1), ("b", 1.0), ("act", 0.2)]
     two = [("a", 2.0), ("new", 1.0), ("b", 1.0)]
-    draw_layers({"one": one, "two": two}, tmp_path / "f.svg", "title")
+    figures.draw_layers({"one": one, "two": two}, tmp_path / "f.svg", "title")
     names = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "f.svg").read_text())
     shown = [name for name in names if name in ("a", "act", "b", "act (2)", "new")]
     assert shown == ["a", "new", "act", "b", "act (2)"]

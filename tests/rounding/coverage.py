@@ -12,7 +12,6 @@ from typing import Any
 from certcli.rounding import PRECISIONS
 from certcli.rounding.algorithms import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
-from certcli.rounding.running_error import PUT_TOGETHER, RULES
 from tests.helpers.layouts import FORMATS, KERNELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rounding.md"
@@ -29,10 +28,9 @@ rule in all of these ways.
 """
 RUNS = """**What is run.** `tests/rounding/test_every_rule.py` runs networks of the rules at neighbours, in
 {precisions} (tf32 with factors truncated in the test), in batches of one and of several (65 under `make soundness`), with
-sums in turn, backwards and in blocks, and with biases of 3,000 that cancel. `tests/rounding/test_every_operation.py` runs
-the rules that follow errors, on numbers about 0 and about 3,000, in float32 against the same formulas in float32's units,
-and in float64 against another execution. Both run in each of these memory formats of the input tensors: {formats}; and
-with these kernels: {kernels}. The default suite takes them in turn, `make soundness` takes every pair."""
+sums in turn, backwards and in blocks, and with biases of 3,000 that cancel, in each of these memory formats of the input
+tensors: {formats}; and with these kernels: {kernels}. The default suite takes them in turn, `make soundness` takes every
+pair."""
 REFUSED = """
 **What is refused.** An operation without a rule, and a convolution in float32 with oneDNN off and NNPACK on: torch then
 runs batches of 16 and more by Winograd's and Fourier's transforms, whose error was 1.4 times the bound of sums of
@@ -48,15 +46,15 @@ kernel does not run (`channel_shuffle` of a channels-last tensor), one is BatchN
 passed when it was run again. cuDNN may also take Winograd's transforms.
 """
 TABLE = """
-## {title}
+## Rules
 
 Run in {precisions}.
 
-[cells/{name}.csv](cells/{name}.csv)
+[cells/rounding.csv](cells/rounding.csv)
 """
 
 
-def _entries_of_neighbours() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _entries() -> Iterator[tuple[str, Callable[..., Any]]]:
     for kind, module_rule in rules.modules.items():
         yield kind.__name__, module_rule.apply
     for function, rule in rules.functions.items():
@@ -65,19 +63,14 @@ def _entries_of_neighbours() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f".{method}", rule
 
 
-def _entries_of_followed() -> Iterator[tuple[str, Callable[..., Any]]]:
-    yield from RULES.items()
-    yield from PUT_TOGETHER.items()
-
-
-def _rows(entries: Iterator[tuple[str, Callable[..., Any]]]) -> str:
+def _rows() -> str:
     """Return the rules, the entries that take each, and the algorithms that it covers, as CSV."""
     grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
-    for name, rule in entries:
+    for name, rule in _entries():
         function = inspect.unwrap(rule)
         file = Path(inspect.getfile(function)).stem
         title = function.__name__
-        if title in ("<lambda>", "rounding", "passed"):
+        if title in ("<lambda>", "rounding", "apply", "of_module", "of_call"):
             title = "curve" if "curve" in file else name
         grouped[file, title, covered(rule)].add(name)
     text = io.StringIO()
@@ -100,19 +93,10 @@ def documents() -> dict[Path, str]:
         "",
         *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
         REFUSED,
-        TABLE.format(
-            title="At an image's neighbours", precisions=every, name="rounding-neighbours"
-        ).strip("\n"),
-        TABLE.format(
-            title="At the image itself", precisions="float64, float32", name="rounding-images"
-        ).rstrip("\n"),
+        TABLE.format(precisions=every).rstrip("\n"),
     ]
-    cells = PAGE.parent / "cells"
-    return {
-        PAGE: "\n".join(lines) + "\n",
-        cells / "rounding-neighbours.csv": _rows(_entries_of_neighbours()),
-        cells / "rounding-images.csv": _rows(_entries_of_followed()),
-    }
+    cells = PAGE.parent / "cells" / "rounding.csv"
+    return {PAGE: "\n".join(lines) + "\n", cells: _rows()}
 
 
 if __name__ == "__main__":

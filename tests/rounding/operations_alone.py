@@ -17,7 +17,7 @@ from certcli.engine.trace import executed
 from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
 from certcli.rounding.enclosed import ErrorStep
-from certcli.rounding.operation_errors import Executed, Followed
+from certcli.rounding.operation_errors import Executed, Followed, Steep
 from certcli.rounding.precisions import Precision
 from tests.helpers.layouts import channels_last
 
@@ -61,14 +61,15 @@ def sizes_of(x: Tensor) -> Executed:
 
 
 def result_of(node: fx.Node, module: nn.Module | None, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the results of one node, in float64."""
+    """Return the results of one node, in float64, with 0 for scores that are hidden."""
     if module is not None:
         result = module(*args, **kwargs)
     elif node.op == "call_method":
         result = getattr(args[0], str(node.target))(*args[1:], **kwargs)
     else:
         result = node.target(*args, **kwargs)  # type: ignore[operator]
-    return [part.double() for part in (result if isinstance(result, (list, tuple)) else [result])]
+    parts = result if isinstance(result, (list, tuple)) else [result]
+    return [part.double().masked_fill(part == -math.inf, 0.0) for part in parts if part is not None]
 
 
 @dataclass(frozen=True)
@@ -98,18 +99,19 @@ def operations(
     places: dict[fx.Node, int] = {}
     for node, value in executed(traced, noise_like(torch.empty(1, *size, dtype=torch.float64))):
         values[node] = value
-        if node.op in ("get_attr", "output"):
+        numbers = [0] if node.op == "placeholder" else analysis._tensors.get(node.name)
+        if numbers is None:  # what depends on no image, or is an item of a list
             continue
-        count = len(value) if isinstance(value, (list, tuple)) else 1
         places[node] = place
-        steps = analysis._steps[place : place + count]
-        place += count
-        if node.op != "placeholder" and isinstance(value, Tensor):
+        steps = analysis._steps[place : place + len(numbers)]
+        place += len(numbers)
+        if node.op != "placeholder" and len(numbers) == 1:
             for name, make in OPERANDS.items():
                 operands = scaled_operands(node, values, make, precision, places)
                 if operands is not None:
                     pair = _pair(node, modules[node], values, operands, steps, places, precision)
-                    function = steps[0].rounding
+                    rounding = steps[0].rounding
+                    function = rounding.rounding if isinstance(rounding, Steep) else rounding
                     theorem = f"{function.__module__}.{function.__qualname__.split('.')[0]}"
                     yield Alone(theorem, node, name, *pair)
 
@@ -158,8 +160,7 @@ def _pair(
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), stored)
         part = None if module is None else copy.deepcopy(module).to(dtype)
-        (result,) = result_of(node, part, args, kwargs)
-        return result
+        return result_of(node, part, args, kwargs)[0]
 
     bound = float(steps[0].rounding(sizes))
     exact = run(torch.float64, torch.clone)

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, RecheckSettings
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.executed_network import ProvingCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier

@@ -31,9 +31,10 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.norms import FloorNorm
 from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
-from certcli.rounding.neighbours import _STEPS, _floats, _Stepwise
+from certcli.rounding.neighbours import _STEPS, _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.precisions import FLOAT64, Precision
+from certcli.rounding.stepwise import Stepwise
 from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest
 from tests.certify.test_local_lip import SIZE
 from tests.rounding.test_neighbours import CASES, judged, network
@@ -131,9 +132,9 @@ def test_what_has_no_theorem_is_refused(name: str) -> None:
 
 
 def test_an_operation_of_constants_is_refused() -> None:
-    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None))
+    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None, kind="add"))
     with pytest.raises(NoRule, match="without a tensor that depends on the image"):
-        _Stepwise(Operation(FP16, Moved([]))).followed(
+        Stepwise(Operation(FP16, Moved([]))).followed(
             rules.functions[torch.add], rules.functions[torch.add]
         )(context, 1.0)
 

@@ -29,8 +29,7 @@ from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.chains.bcp import BcpCertifier
-from certcli.certify.chains.local_lip import LocalLipCertifier
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import BRANCH, EFFORTS, Local
@@ -75,17 +74,17 @@ class Row:
     starts: int = 250
 
 
-def chain(seed: int) -> PixelModel:
+def random_chain(seed: int) -> PixelModel:
     """The chains of tests/certify/test_local_lip.py, with other weights."""
-    return built(list(CHAINS.values())[seed % len(CHAINS)], seed)
+    return built_network(list(CHAINS.values())[seed % len(CHAINS)], seed)
 
 
 def anything(seed: int) -> PixelModel:
     """The networks of tests/rounding/test_neighbours.py, with other weights."""
-    return built(list(CASES.values())[seed % len(CASES)], seed)
+    return built_network(list(CASES.values())[seed % len(CASES)], seed)
 
 
-def built(make: Callable[[], nn.Module], seed: int) -> PixelModel:
+def built_network(make: Callable[[], nn.Module], seed: int) -> PixelModel:
     torch.manual_seed(seed)
     with torch.no_grad():
         net = make()
@@ -97,10 +96,14 @@ def built(make: Callable[[], nn.Module], seed: int) -> PixelModel:
     )
 
 
-def small(seed: int) -> PixelModel:
+def small_network(seed: int) -> PixelModel:
     """A chain, or a vision transformer of sixteen pixels."""
     kinds = list(VITS)
-    return chain(seed // 4) if seed % 4 == 0 else vision_transformer(kinds[seed % len(kinds)], seed)
+    return (
+        random_chain(seed // 4)
+        if seed % 4 == 0
+        else vision_transformer(kinds[seed % len(kinds)], seed)
+    )
 
 
 def masked(seed: int) -> PixelModel:
@@ -141,7 +144,7 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
     return make
 
 
-def local(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel], Certifier]:
+def local_row(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel], Certifier]:
     def make(model: PixelModel) -> Certifier:
         seconds = BRANCHING if effort == BRANCH else None
         options = Local(effort, norm, arithmetic=arithmetic, seconds=seconds)
@@ -162,12 +165,12 @@ ROWS = (
         for name in ARITHMETICS
     ),
     *(
-        Row(method, name, proving(method, name), chain)
+        Row(method, name, proving(method, name), random_chain)
         for method in ("local-lip", "bcp")
         for name in ARITHMETICS
     ),
     *(
-        Row("local", f"{effort} {norm} {name}", local(effort, norm, name), small, 200)
+        Row("local", f"{effort} {norm} {name}", local_row(effort, norm, name), small_network, 200)
         for effort, norm in itertools.product(EFFORTS, NORMS)
         for name in ARITHMETICS
     ),
@@ -390,7 +393,7 @@ def note(row: Row, claims: int, attacks: int, seen: Seen) -> None:
     seen.claims[row.method] += claims
 
 
-def attack(row: Row, seed: int, seen: Seen) -> None:
+def attack_row(row: Row, seed: int, seen: Seen) -> None:
     """One network of a row, its images and their certificates."""
     model = row.network(seed)
     try:
@@ -411,7 +414,7 @@ def rounds(method: str) -> Iterator[tuple[Row, int]]:
             yield row, seed
 
 
-def main() -> int:
+def attack_campaign() -> int:
     methods = list(dict.fromkeys(row.method for row in ROWS))
     parser = argparse.ArgumentParser()
     parser.add_argument("--attacks", type=int, default=100_000)
@@ -424,7 +427,7 @@ def main() -> int:
         for row, seed in rounds(method):
             if seen.of(method) >= asked.attacks or seen.broken:
                 break
-            attack(row, asked.seed + seed, seen)
+            attack_row(row, asked.seed + seed, seen)
             if row.name == first:
                 print(f"seed {asked.seed + seed}: {method} {seen.of(method):,}", flush=True)
         for (its, name), count in sorted(seen.attacks.items()):
@@ -443,4 +446,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(attack_campaign())

@@ -6,9 +6,9 @@ known probability.
 
 The certifier runs as it is; its draws alone are replaced, by binomial ones. With --drawn nothing is
 replaced: the noise is drawn, in float32 and bf16, by runs that are broken off, resumed and dealt to
-processes, and with --sigma auto on the very images that are certified. One line for each setting,
-of the probability whose certificates are wrong most often; exits 1 where they are so more often
-than alpha explains, where a draw is used twice, or where an arrangement changes a record.
+processes. One line for each setting, of the probability whose certificates are wrong most often;
+exits 1 where they are so more often than alpha explains, where a draw is used twice, or where an
+arrangement changes a record.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +33,6 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.options import Smoothing
-from certcli.certify.smoothing.sigma import choose_sigma
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.choices import PRECISIONS
 from certcli.evaluation.records import RecordFile, read_records
@@ -60,11 +58,7 @@ SETTINGS = [
 ]
 DRAWN = {"n0": 8, "samples": 64, "alpha": 0.05, "sigma": SIGMA, "batch_size": 4096}
 DRAWN_AT = (0.02, 0.2, 0.45)
-ARRANGED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("resumed", {}),
-    ("resumed", {"enough": 0.3}),
-    ("auto", {}),
-)
+ARRANGED: tuple[dict[str, Any], ...] = ({}, {"enough": 0.3})
 RARE = 1e-9
 """A true promise is called broken with this probability, for each setting and radius."""
 
@@ -102,7 +96,7 @@ EDGES = {"float32": 2.0**-17, "bf16": 0.5 + 2.0**-9}
 """Half a unit of 128; in bf16 half of 1, and the pixel is rounded before."""
 
 
-def shifted(precision: str) -> Classifier:
+def shifted_classes(precision: str) -> Classifier:
     """Class 1 where fl(x + 128) > 128, as it is executed: from `EDGES` on."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(1, 1), nn.Linear(1, 2))
     for layer, weight, bias in (
@@ -114,7 +108,7 @@ def shifted(precision: str) -> Classifier:
     return Classifier(model, precision)
 
 
-def at(pixel: float, count: int) -> Images:
+def edge_image(pixel: float, count: int) -> Images:
     images = torch.full((count, 1, 1, 1), pixel)
     ones = torch.ones(count, dtype=torch.int64)
     return Images(
@@ -123,7 +117,7 @@ def at(pixel: float, count: int) -> Images:
 
 
 @contextmanager
-def watched() -> Iterator[list[Tensor]]:
+def watched_noise() -> Iterator[list[Tensor]]:
     """Inside the block, the bits of every sample of noise: 64 of one pixel, so that equal ones are
     one sample.
     """
@@ -154,10 +148,10 @@ def arranged(
     """Certificates of one run, broken off, resumed by three processes: and what is wrong with the
     arrangement.
     """
-    classify = shifted(settings.precision)
+    classify = shifted_classes(settings.precision)
     edge = EDGES[settings.precision]
     images, paths = (
-        at(edge + true, count),
+        edge_image(edge + true, count),
         [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
     )
     for path in paths:
@@ -181,13 +175,13 @@ def arranged(
             if failure is not None:
                 raise failure
 
-    with watched() as dealt:
+    with watched_noise() as dealt:
         several(paths[0])
-    with watched() as before:
+    with watched_noise() as before:
         run(paths[1], ALONE, max(1, count // (2 * make().at_once)))  # half of the batches
     kept = paths[1].read_bytes()
     paths[1].write_bytes(kept[: -len(kept) // 5])  # and torn
-    with watched() as after:
+    with watched_noise() as after:
         several(paths[1])
     rows = [[{**row, "seconds": 0} for row in read_records(path, "certify")[1]] for path in paths]
     wrong = []
@@ -200,52 +194,29 @@ def arranged(
     return [Certificate.from_json(row) for row in rows[1]], "; ".join(wrong)
 
 
-def tuned(settings: Smoothing, true: float, count: int) -> tuple[list[Certificate], str]:
-    """Certificates at the sigma that was chosen on the same images, with the same seed."""
-    classify = shifted(settings.precision)
-    edge = EDGES[settings.precision]
-    images = at(edge + true, count)
-    with watched() as drawn:
-        sigma, _ = choose_sigma(lambda sigma: classify, 2, settings, CPU, images, [true / 2, true])
-    with watched() as own:
-        certifier = SmoothingCertifier(classify, 2, replace(settings, sigma=sigma), CPU)
-        rows = [row for batch in certify(certifier, images, 1) for row in batch]
-    shared = (
-        len(torch.cat(drawn).unique())
-        + len(torch.cat(own).unique())
-        - len(torch.cat([*drawn, *own]).unique())
-    )
-    return rows, f"{shared} draws chose sigma and certify" if shared else ""
-
-
-def drawn(runs: int, seed: int) -> bool:
+def drawn_coverage(runs: int, seed: int) -> bool:
     """Coverage of certificates whose noise is drawn; tell whether all is well."""
     seeds = itertools.count(seed)
     well = True
-    for precision, (name, stop), true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
+    for precision, stop, true in itertools.product(PRECISIONS, ARRANGED, DRAWN_AT):
         wrong = done = 0
-        each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT))) // (
-            1 if name == "resumed" else 10
-        )
+        each = -(-runs // (len(PRECISIONS) * len(ARRANGED) * len(DRAWN_AT)))
         while done < each:
             settings = Settled(**DRAWN, **stop, precision=precision, seed=next(seeds))  # type: ignore[arg-type]
             with tempfile.TemporaryDirectory() as folder:
-                if name == "resumed":
-                    found, fault = arranged(settings, true, min(20_000, each - done), Path(folder))
-                else:
-                    found, fault = tuned(settings, true, 24)
+                found, fault = arranged(settings, true, min(20_000, each - done), Path(folder))
             wrong += wrong_ones(found, true)
             done += len(found)
             if fault:
                 well = False
-                print(f"VIOLATED: {precision}, {name} {stop}, radius {true}: {fault}")
+                print(f"VIOLATED: {precision}, {stop}, radius {true}: {fault}")
         if stats.binom.sf(wrong - 1, done, settings.alpha) < RARE:
             well = False
             print(
-                f"VIOLATED: {precision}, {name} {stop}, radius {true}: {wrong} of {done} certificates are wrong"
+                f"VIOLATED: {precision}, {stop}, radius {true}: {wrong} of {done} certificates are wrong"
             )
         print(
-            f"{precision}, {name} {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong",
+            f"{precision}, {stop}, radius {true}: {wrong / done:.3%} of {done:,} runs are wrong",
             flush=True,
         )
     return well
@@ -255,14 +226,14 @@ def wrong_ones(found: Sequence[Certificate], true: float) -> int:
     return sum(row.radius > true or row.prediction == 0 for row in found)
 
 
-def main() -> int:
+def coverage_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--runs", type=int, default=10_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--drawn", action="store_true")
     asked = parser.parse_args()
     if asked.drawn:
-        return 0 if drawn(asked.runs, asked.seed) else 1
+        return 0 if drawn_coverage(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))
     pixels = torch.zeros(BATCH, 1, 1, 1)
     broken = 0
@@ -295,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(coverage_campaign())

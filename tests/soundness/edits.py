@@ -155,7 +155,7 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return [path, *(found for key, part in inner for found in paths(part, (*path, key)))]
 
 
-def at(value: Any, path: Sequence[Any]) -> Any:
+def value_at_path(value: Any, path: Sequence[Any]) -> Any:
     """Return the part of a JSON value to which a path leads."""
     for key in path:
         value = value[key]
@@ -167,7 +167,7 @@ def edit(root: Any, rng: random.Random, others: Sequence[Any] = ()) -> None:
     a part of others.
     """
     *way, last = rng.choice([path for path in paths(root) if path])
-    place = at(root, way)
+    place = value_at_path(root, way)
     kind = rng.random()
     value = place[last]
     if kind < 0.4:
@@ -183,7 +183,7 @@ def edit(root: Any, rng: random.Random, others: Sequence[Any] = ()) -> None:
         value.append(copy.deepcopy(rng.choice(VALUES)))
     elif others:
         other = rng.choice(others)
-        place[last] = copy.deepcopy(at(other, rng.choice(paths(other))))
+        place[last] = copy.deepcopy(value_at_path(other, rng.choice(paths(other))))
 
 
 def edit_text(text: str, rng: random.Random) -> str:
@@ -256,7 +256,7 @@ def campaign(
     return {"edits": count, "outcomes": dict(sorted(outcomes.items())), "findings": findings}
 
 
-def main(purpose: str, cases: contextlib.AbstractContextManager[Case]) -> int:
+def run_edits(purpose: str, cases: contextlib.AbstractContextManager[Case]) -> int:
     """Run a campaign as --count and --seed ask, print its report, and return 1 where it has
     findings.
     """

@@ -30,7 +30,7 @@ from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification
 from tests.helpers.workshop import Workshop
-from tests.soundness.edits import MARK, VALUES, Case, Raw, edit, main
+from tests.soundness.edits import MARK, VALUES, Case, Raw, edit, run_edits
 from tests.soundness.evidence_oracle import Laboratory, Screen, raw_of, unmarked, untrue
 
 LONGEST = 30_000
@@ -145,7 +145,7 @@ def edit_record(record: Raw, lab: Laboratory, rng: random.Random) -> None:
         )
 
 
-def judge(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
+def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]]:
     """Return how an edited record ends, and every false figure that is shown."""
     try:
         record = Record.from_json(json.dumps(raw))
@@ -210,7 +210,7 @@ def edited_evidence(lab: Laboratory) -> Iterator[Case]:
             for _ in range(rng.choice((1, 1, 1, 2, 3))):
                 edit_record(raw, lab, rng)
         try:
-            return judge(lab, number, raw)
+            return judge_record(lab, number, raw)
         except CertvitError:  # only the door refuses
             return "bug", [traceback.format_exc(limit=-3)]
 
@@ -228,4 +228,4 @@ if __name__ == "__main__":
         laboratory = Laboratory(
             Path(name), made / "plain.safetensors", made / "certified.safetensors"
         )
-        sys.exit(main(__doc__, edited_evidence(laboratory)))
+        sys.exit(run_edits(__doc__, edited_evidence(laboratory)))

@@ -17,8 +17,8 @@ from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
-from certcli.cli.verify.again import certify_again
 from certcli.cli.verify.options import VerifyScope
+from certcli.cli.verify.run import certify_again
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS
 from certcli.evaluation.record_lines import describe

@@ -29,7 +29,7 @@ from certcli.system.errors import CertvitError
 from tests.helpers.commands import console
 from tests.helpers.runs import WRITING, M, named_words
 from tests.helpers.workshop import Workshop
-from tests.soundness.edits import main
+from tests.soundness.edits import run_edits
 from tests.soundness.forked_runs import (
     CHANGING,
     OTHER,
@@ -38,7 +38,7 @@ from tests.soundness.forked_runs import (
     Starved,
     Watch,
     frozen,
-    start,
+    start_run,
 )
 
 UNLIKE = r'"threads":"\d"|\\"threads\\":\\"\d\\"| --resume|\n<p>\d+ records were read[^<]*</p>|[\d-]{10}[T ][\d:]{8} UTC'
@@ -49,7 +49,7 @@ ENDS = {"verify": (0, 7)}
 YEAR = 365.25 * 86400
 
 
-def contents(folder: Path) -> dict[str, Any]:
+def output_contents(folder: Path) -> dict[str, Any]:
     """Return the bytes of each output; of an index what it leads to, since its files may have other
     names.
     """
@@ -75,7 +75,7 @@ def is_output(name: str) -> bool:
 
 
 def weights_of(value: Any) -> Any:
-    """Return the tensors' bytes of a checkpoint as `contents` has it."""
+    """Return the tensors' bytes of a checkpoint as `output_contents` has it."""
     if isinstance(value, tuple):
         return value[2]
     ends = [int(end) for end in re.findall(rb'"data_offsets":\[\d+,(\d+)\]', value)]
@@ -142,8 +142,8 @@ class Laboratory:
             began = time.monotonic()
             for prepare in (frozen, frozen, count):
                 folder = self.place()
-                done = start(folder, plan, prepare).wait()
-                made.append(contents(folder))
+                done = start_run(folder, plan, prepare).wait()
+                made.append(output_contents(folder))
                 shutil.rmtree(folder)
                 if done.code not in ENDS.get(plan.name, (0,)):
                     raise RuntimeError(f"{plan}: {done}")
@@ -158,7 +158,9 @@ class Laboratory:
         return self.known[plan]
 
 
-def broken(folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: bool) -> list[str]:
+def broken_laws(
+    folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: bool
+) -> list[str]:
     """Return the laws that a folder breaks after a fault: files that are none of those of whole
     runs.
 
@@ -168,7 +170,7 @@ def broken(folder: Path, wholes: list[dict[str, Any]], lab: Laboratory, killed: 
     laws = [f"the input {name} changed" for name, net in lab.nets.items()
             if (folder / name).read_bytes() != net.read_bytes()]  # fmt: skip
     try:
-        found = contents(folder)
+        found = output_contents(folder)
     except CertvitError as failure:
         return [*laws, f"an index leads nowhere: {failure}"]
     for name, value in found.items():
@@ -213,7 +215,7 @@ class Faults:
         if rng.random() < 0.3:  # files of an earlier run are there
             before = plan._replace(other=True)
             wholes.append(self.lab.undisturbed(before).files)
-            start(folder, before).wait()
+            start_run(folder, before).wait()
         seed = rng.random()
         outcome, laws = getattr(self, fault)(random.Random(seed), plan, folder, wholes)
         shutil.rmtree(folder)
@@ -237,10 +239,10 @@ class Faults:
         resume = (
             resume and plan.name in RESUMABLE and len(wholes) == 1
         )  # --resume refuses files of an earlier, other run
-        done = start(folder, plan._replace(resume=resume), prepare).wait()
+        done = start_run(folder, plan._replace(resume=resume), prepare).wait()
         if done.code:
             return [f"again: {done}"]
-        found = contents(folder)
+        found = output_contents(folder)
         if found == wholes[0] or (prepare is not frozen and found.keys() == wholes[0].keys()):
             return []
         other = [
@@ -268,16 +270,16 @@ class Faults:
                 )
 
             if rng.random() < 0.5:
-                running = start(folder, plan._replace(resume=resume), deadly)
+                running = start_run(folder, plan._replace(resume=resume), deadly)
             else:
-                running = start(folder, plan._replace(resume=resume))
+                running = start_run(folder, plan._replace(resume=resume))
                 time.sleep(rng.random() * usual.seconds)
                 os.kill(running.number, signal.SIGKILL)
             done = running.wait()
             ended = "killed" if done.code == -signal.SIGKILL else ended
             if done.code not in (0, -signal.SIGKILL):
                 laws.append(f"ended by itself: {done}")
-            laws += broken(folder, wholes, self.lab, True)
+            laws += broken_laws(folder, wholes, self.lab, True)
         return ended, laws + self.again(plan, folder, wholes, resumed)
 
     def threads(
@@ -314,8 +316,8 @@ class Faults:
             else:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
 
-        done = start(folder, plan, no_room).wait()
-        laws = broken(folder, wholes, self.lab, False)
+        done = start_run(folder, plan, no_room).wait()
+        laws = broken_laws(folder, wholes, self.lab, False)
         if done.code not in (0, 8) or (done.code and not done.one_line()):
             laws.append(f"{first}, {lasting}, {largest}: {done}")
         return str(done.code), laws + self.again(plan, folder, wholes)
@@ -326,11 +328,11 @@ class Faults:
         """Two runs with other inputs and the same outputs at the same time."""
         second = plan._replace(other=True)
         wholes = [*wholes, self.lab.undisturbed(second).files]
-        both = [start(folder, plan)]
+        both = [start_run(folder, plan)]
         time.sleep(rng.choice((0, rng.random())) * self.lab.undisturbed(plan).seconds)
-        both.append(start(folder, second))
+        both.append(start_run(folder, second))
         ends = [each.wait() for each in both]
-        laws = broken(folder, wholes, self.lab, False)
+        laws = broken_laws(folder, wholes, self.lab, False)
         laws += [
             str(done)
             for done in ends
@@ -351,8 +353,10 @@ class Faults:
             frozen()
             Starved(failing).__enter__()
 
-        done = start(folder, plan, starve).wait()
-        laws = broken(folder, [*wholes, self.lab.undisturbed(plan).beside_mode], self.lab, False)
+        done = start_run(folder, plan, starve).wait()
+        laws = broken_laws(
+            folder, [*wholes, self.lab.undisturbed(plan).beside_mode], self.lab, False
+        )
         if done.code and (
             "certvit: out of memory" not in done.err or done.code != 1 or not done.one_line()
         ):
@@ -370,8 +374,8 @@ class Faults:
             frozen()
             time.time = lambda: usual() + rng.choice((-YEAR, 0, YEAR))
 
-        done = start(folder, plan, jumping).wait()
-        laws = broken(folder, wholes[:1], self.lab, False)
+        done = start_run(folder, plan, jumping).wait()
+        laws = broken_laws(folder, wholes[:1], self.lab, False)
         return str(done.code), laws + [str(done)] * bool(done.code)
 
 
@@ -384,4 +388,4 @@ if __name__ == "__main__":
         shop, work = Workshop(name), Path(name, "runs")
         work.mkdir()
         nets = {M: shop / "plain.safetensors", OTHER: shop / "init.safetensors"}
-        sys.exit(main(__doc__, contextlib.nullcontext(Faults(Laboratory(work, nets)))))
+        sys.exit(run_edits(__doc__, contextlib.nullcontext(Faults(Laboratory(work, nets)))))

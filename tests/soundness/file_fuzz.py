@@ -30,7 +30,7 @@ from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.checkpoint.schema import ReportFields, decode
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import load_state, save_state
+from certcli.finetune.state import load_training_state, save_training_state
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -39,8 +39,8 @@ from certcli.system.errors import CertvitError
 from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console
 from tests.models.transformers_logits import FILE, PIXELS, weights
-from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, main
-from tests.soundness.onnx_edits import edited
+from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, run_edits
+from tests.soundness.onnx_edits import edited_onnx
 
 TOO_LONG = 20
 """CPU seconds of one file: a hang, or a file that asks for more than it holds. An honest one takes milliseconds."""
@@ -103,7 +103,7 @@ def edit_tensors(tensors: dict[str, torch.Tensor], rng: random.Random) -> dict[s
     return {**others, name: value.contiguous()}
 
 
-def run(*words: object) -> tuple[int, str]:
+def run_command(*words: object) -> tuple[int, str]:
     """Return the exit code and the output of a command that must not end in a bug."""
     done = console(*words)
     if done.code == 1:
@@ -150,13 +150,15 @@ class Laboratory:
         }
         self.index_text = json.dumps({"metadata": about, "weight_map": weight_map})
         self.exported = self.export(build.load(plain).net)
-        run(*CERTIFY, *RECORDS, "good.jsonl")
+        run_command(*CERTIFY, *RECORDS, "good.jsonl")
         self.lines = Path("good.jsonl").read_text().splitlines()
-        self.report_text = run("lipschitz", "good.safetensors", "--no-estimate", "--json")[1]
+        self.report_text = run_command("lipschitz", "good.safetensors", "--no-estimate", "--json")[
+            1
+        ]
         trainer = Trainer(
             build.load(plain, writable=True), FinetuneSettings(loss="ce"), 10, "0" * 64
         )
-        save_state(Path("good.state"), trainer.state())
+        save_training_state(Path("good.state"), trainer.state())
         self.good_state = Path("good.state").read_bytes()
         rows = np.arange(64, dtype=np.uint8).reshape(8, 8)
         self.pictures = [("png", self.picture(rows.astype(np.uint16) * 900, "PNG"))]
@@ -212,10 +214,10 @@ class Laboratory:
         if rng.random() < 0.995:
             build.load(open_checkpoint("m.safetensors"))
             return 0
-        run("lipschitz", "m.safetensors", "--no-estimate")
-        run("log", "m.safetensors", "--json")
-        run("verify", "m.safetensors")
-        return run("certify", "m.safetensors", "--dataset", "digits", "--limit", 4)[0]
+        run_command("lipschitz", "m.safetensors", "--no-estimate")
+        run_command("log", "m.safetensors", "--json")
+        run_command("verify", "m.safetensors")
+        return run_command("certify", "m.safetensors", "--dataset", "digits", "--limit", 4)[0]
 
     def of_index(self, rng: random.Random) -> int:
         Path("cut/model.safetensors.index.json").write_text(
@@ -229,12 +231,12 @@ class Laboratory:
         place = rng.randrange(len(self.lines))
         lines = [*self.lines[:place], edit_text(self.lines[place], rng), *self.lines[place + 1 :]]
         Path("m.jsonl").write_text("\n".join(lines) + "\n", errors="replace")
-        run("verify", "m.jsonl", "m.safetensors")
-        return run(*CERTIFY, *RECORDS, "m.jsonl", "--resume")[0]
+        run_command("verify", "m.jsonl", "m.safetensors")
+        return run_command(*CERTIFY, *RECORDS, "m.jsonl", "--resume")[0]
 
     def of_audit(self, rng: random.Random) -> int:
         self.write("m.safetensors", edit_text(self.record, rng))
-        return run("audit", "m.safetensors", *AUDIT)[0]
+        return run_command("audit", "m.safetensors", *AUDIT)[0]
 
     def of_config(self, rng: random.Random) -> int:
         Path("hub/config.json").write_text(edit_text(self.config_text, rng), errors="replace")
@@ -294,13 +296,13 @@ class Laboratory:
         """Read an edited export, where `onnx` is installed."""
         if not self.exported:
             return 0
-        Path("m.onnx").write_bytes(edited(self.exported, rng))
+        Path("m.onnx").write_bytes(edited_onnx(self.exported, rng))
         build.load(open_checkpoint("m.onnx", Hints(mean=(0.5,), std=(0.5,))))
         return 0
 
     def of_state(self, rng: random.Random) -> int:
         Path("m.state").write_bytes(edit_bytes(self.good_state, rng))
-        load_state(Path("m.state"), "0" * 64)
+        load_training_state(Path("m.state"), "0" * 64)
         return 0
 
     def of_image(self, rng: random.Random) -> int:
@@ -416,4 +418,4 @@ def hostile_files(folder: Path) -> Iterator[Case]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        sys.exit(main(__doc__, hostile_files(Path(name).resolve())))
+        sys.exit(run_edits(__doc__, hostile_files(Path(name).resolve())))

@@ -158,7 +158,7 @@ class Running(NamedTuple):
             return Ended(os.waitstatus_to_exitcode(done[1]), told.read().decode())
 
 
-def start(folder: Path, plan: Plan, prepare: Callable[[], None] = frozen) -> Running:
+def start_run(folder: Path, plan: Plan, prepare: Callable[[], None] = frozen) -> Running:
     """Start a run by a fork: an interpreter that imports torch anew takes seconds."""
     told, err = os.pipe()
     number = os.fork()

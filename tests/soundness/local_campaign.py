@@ -21,7 +21,7 @@ from certcli.enclosure.zonotopes.form import Unbounded
 from tests.enclosure.test_zonotope_networks import OPTIONS, SIZE, image, largest_share, network
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import CASES, forms
-from tests.soundness.local_laws import Found, check
+from tests.soundness.local_laws import Found, check_program
 from tests.soundness.slope_campaign import EDGES
 
 KINDS = [kind for kind in OPTIONS if kind != "mish"]  # which has no enclosure
@@ -44,7 +44,7 @@ def relaxations(seed: int) -> float:
     return worst
 
 
-def enclosed(seed: int) -> float:
+def enclosed_share(seed: int) -> float:
     """The largest share of what forms leave free, over all nodes of a random network, at several
     radii and settings.
     """
@@ -67,7 +67,7 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
     found, stop, first = Found(), time.monotonic() + seconds, seed
     checked = lambda: found.tried[f"{ZONOTOPE} nodes"] + found.tried[f"{NORMS} nodes"]  # noqa: E731
     while time.monotonic() < stop and checked() < nodes and not found.broken:
-        check(seed, found)
+        check_program(seed, found)
         seed += 1
         if seed % 50 == 0:
             print(f"seed {seed}: {dict(sorted(found.tried.items()))}", flush=True)
@@ -89,7 +89,7 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
     return 1 if found.broken else 0
 
 
-def main() -> int:
+def local_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=3600)
     parser.add_argument("--seed", type=int, default=0)
@@ -101,7 +101,7 @@ def main() -> int:
     stop = time.monotonic() + asked.seconds
     seed = asked.seed
     while time.monotonic() < stop:
-        shares = enclosed(seed)
+        shares = enclosed_share(seed)
         laws = relaxations(seed + 1000)
         print(f"seed {seed}: nodes {shares:.3f}, laws {laws:.3f}", flush=True)
         if not max(shares, laws) <= 1:
@@ -113,4 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(local_campaign())

@@ -51,12 +51,12 @@ class Found:
     broken: list[str] = field(default_factory=list)
 
 
-def node_values(traced: Trace, pixels: Tensor) -> dict[fx.Node, Any]:
+def values_of_nodes(traced: Trace, pixels: Tensor) -> dict[fx.Node, Any]:
     """Every node of the graph at these pixels, one image at a time as it was traced."""
     return dict(executed(traced, pixels))
 
 
-def unit(directions: Tensor) -> Tensor:
+def unit_moves(directions: Tensor) -> Tensor:
     return directions / directions.flatten(1).norm(dim=1).clamp_min(1e-300).view(-1, 1, 1, 1)
 
 
@@ -68,7 +68,7 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     found = []
     values = [
-        v for v in node_values(traced, x).values() if isinstance(v, Tensor) and v.requires_grad
+        v for v in values_of_nodes(traced, x).values() if isinstance(v, Tensor) and v.requires_grad
     ]
     for value in values[1:][:: max(1, len(values) // most)]:
         weight = torch.randn(value.shape, generator=generator).double()
@@ -76,7 +76,7 @@ def guided(traced: Trace, pixels: Tensor, seed: int, most: int = 8) -> Tensor:
         found += [slope, -slope]
     axes = torch.eye(pixels.numel()).double().view(-1, *pixels.shape[1:])[seed % 3 :: 7]
     random_moves = torch.randn(6, *pixels.shape[1:], generator=generator).double()
-    return unit(torch.cat([*found, axes, -axes, random_moves]))
+    return unit_moves(torch.cat([*found, axes, -axes, random_moves]))
 
 
 def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
@@ -101,7 +101,7 @@ def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
     return max(float(each.max()), float(together.max()))
 
 
-def walked(
+def walked_program(
     network: LocalNetwork | NormsNetwork,
     pixels: Tensor,
     label: int,
@@ -140,7 +140,7 @@ def check_nodes(
     )  # its margins have the sign alone
     label = seed % CLASSES
     by_fibres = name == TOKENS
-    _, margins = walked(network, pixels, label, 0.0, by_fibres)
+    _, margins = walked_program(network, pixels, label, 0.0, by_fibres)
     truth = torch.stack([logits[label] - z for j, z in enumerate(logits) if j != label])
     noise = 1e-9 * (1 + logits.abs().max())
     if margins is not None and bool(
@@ -150,10 +150,12 @@ def check_nodes(
         return
     moves = guided(traced, pixels, seed)
     for radius in NODES_AT:
-        values, _ = walked(network, pixels, label, radius, by_fibres)
-        points = [node_values(traced, pixels + radius * e) for e in moves]
+        values, _ = walked_program(network, pixels, label, radius, by_fibres)
+        points = [values_of_nodes(traced, pixels + radius * e) for e in moves]
         for node, (value, token) in values.items():
-            for part, tensors in beside(value, [point[node] for point in points], token):
+            for part, tensors in nodes_beside_points(
+                value, [point[node] for point in points], token
+            ):
                 found.tried[f"{name} nodes"] += 1
                 found.tried[f"{name} points at nodes"] += len(points)
                 share = float("inf")
@@ -178,25 +180,27 @@ def rule_of(traced: Trace, node: fx.Node) -> str:
     )
 
 
-def beside(
+def nodes_beside_points(
     value: object, tensors: list[object], token: int | None
 ) -> Iterator[tuple[Form | Near, Tensor]]:
     """What a walk says of a node's tensors, beside these tensors at some points: (points, *shape)."""
     if isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
-            yield from beside(part, [one[i] for one in tensors], token)
+            yield from nodes_beside_points(part, [one[i] for one in tensors], token)
     elif isinstance(value, (Form, Near, Normalised)):
         stacked = torch.stack(tensors)
         part = value if isinstance(value, Form) else settled(value)
         yield part, stacked if token is None else stacked[:, :, token : token + 1]
 
 
-def attack(model: nn.Module, pixels: Tensor, label: int, radius: float, seed: int) -> float:
+def least_margin_by_attack(
+    model: nn.Module, pixels: Tensor, label: int, radius: float, seed: int
+) -> float:
     """The least margin found within the radius, one image at a time: most programs take no batch."""
     generator = torch.Generator().manual_seed(seed)
     nearest = float("inf")
     for turn in range(STARTS):
-        delta = radius * unit(torch.randn(1, *SIZE, generator=generator).double())
+        delta = radius * unit_moves(torch.randn(1, *SIZE, generator=generator).double())
         for step in range(STEPS):
             delta = delta.requires_grad_(True)
             logits = model(pixels + delta)[0]
@@ -206,7 +210,7 @@ def attack(model: nn.Module, pixels: Tensor, label: int, radius: float, seed: in
             (slope,) = torch.autograd.grad(aim, delta)
             delta = delta.detach() - (
                 radius if step == 0 else 0.5 * radius * (1 - step / STEPS)
-            ) * unit(slope)
+            ) * unit_moves(slope)
             delta = delta * (radius / delta.norm()).clamp_max(1)
     return nearest
 
@@ -221,7 +225,7 @@ def check_certificate(
     if row.radius > 0:
         found.tried[f"{name} certificates"] += 1
         found.tried[f"{name} attacks"] += STARTS
-        least = attack(model, pixels, label, row.radius, seed)
+        least = least_margin_by_attack(model, pixels, label, row.radius, seed)
         if not least > 0:
             found.broken.append(f"{name}: margin {least:.3g} within {row.radius:.3g}")
 
@@ -239,7 +243,7 @@ def check_slopes(found: Found, model: nn.Module, pixels: Tensor, seed: int) -> N
         near = images.near(pixels, Around(radius, norm, slopes=False))
         found.tried["slopes near images"] += int(near.upper.isfinite().sum()) - 1
         moves = torch.randn(POINTS, *SIZE, generator=torch.Generator().manual_seed(seed)).double()
-        moves = unit(moves) if norm == "l2" else moves.sign()
+        moves = unit_moves(moves) if norm == "l2" else moves.sign()
         for point in (pixels + radius * moves).clamp(0, 1).split(1):
             lengths = slopes_at(model, point, near.prediction, norm)
             if bool((lengths > near.upper * (1 + 1e-12)).any()):  # autograd's own roundings
@@ -253,16 +257,16 @@ def slopes_at(model: nn.Module, point: Tensor, label: int, norm: Norm) -> Tensor
     return (rows[label] - rows).flatten(1).norm(p=2 if norm == "l2" else 1, dim=1)
 
 
-def check(seed: int, found: Found) -> None:
+def check_program(seed: int, found: Found) -> None:
     """All laws for the program of this seed, for every third one with all ellipsoids."""
     if seed % 3 == 2:
         with mock.patch.object(activations, "_places", all_fibres):
-            _check(seed, found)
+            _check_laws(seed, found)
     else:
-        _check(seed, found)
+        _check_laws(seed, found)
 
 
-def _check(seed: int, found: Found) -> None:
+def _check_laws(seed: int, found: Found) -> None:
     model = program(seed)
     laws = Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()

@@ -96,7 +96,7 @@ def quarters(x: Tensor) -> Tensor:
     return x.reshape(1, 2, 2, 2, 2).permute(1, 3, 0, 2, 4).reshape(4, 1, 2, 2)
 
 
-def start(w: Writer) -> None:
+def first_tokens(w: Writer) -> None:
     """An image to tokens (b, n, d)."""
     width, many = w.random.choice((4, 6)), w.random.choice((1, 2, 4))
     linear, patch = w.part(nn.Linear(4, width)), w.part(nn.Conv2d(1, width, 2, 2))
@@ -188,12 +188,12 @@ def act_later(w: Writer) -> None:
     table: list[tuple[str, Step]] = [
         ("norm with a floor", floor),
         ("norm with a floor, linear", lambda x: square(floor(x))),
-        ("block", lambda x: x + written_out(floor(x), square, heads, tokens)),
+        ("block", lambda x: x + attention_written_out(floor(x), square, heads, tokens)),
         ("centred norm", centred),
         ("MaxMin", MaxMin()),
         ("attention of a window", window),
-        ("attention written out", lambda x: written_out(x, square, heads, tokens)),
-        ("numbers added to scores", lambda x: added(x, square, heads, tokens)),
+        ("attention written out", lambda x: attention_written_out(x, square, heads, tokens)),
+        ("numbers added to scores", lambda x: numbers_added(x, square, heads, tokens)),
         ("softmax", lambda x: square(x).softmax(-1)),
         ("product of matrices", lambda x: x @ square(x).transpose(1, 2)),
         ("product of windows", lambda x: torch.bmm(x.softmax(2), x.transpose(-1, -2))),
@@ -203,7 +203,7 @@ def act_later(w: Writer) -> None:
         ("rolled twice", lambda x: torch.roll(x, (1, -1), (1, 2))),
         ("statistics", statistics),
         ("rows of length 1", lambda x: F.normalize(x, dim=-1, eps=0.5)),
-        ("cosines", lambda x: written_out(F.normalize(x, dim=-1), square, heads, tokens)),
+        ("cosines", lambda x: attention_written_out(F.normalize(x, dim=-1), square, heads, tokens)),
         ("of its own type", lambda x: x.to(torch.float64).type_as(row)),
         ("curves", lambda x: F.silu(square(x)) + torch.tanh(x).sigmoid()),
         ("gate", lambda x: x + F.silu(square(x)) * square(x)),
@@ -292,14 +292,14 @@ def act_latest(w: Writer) -> None:
     w.add(*w.random.choice(table))
 
 
-def written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+def attention_written_out(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
     shares = (0.7 * q @ k.transpose(-2, -1) + numbers).softmax(dim=-1)
     return (shares @ v).transpose(1, 2).reshape(b, n, -1)
 
 
-def added(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
+def numbers_added(x: Tensor, maps: nn.Module, heads: int, numbers: Tensor) -> Tensor:
     b, n, _ = x.shape
     q, k, v = (t.reshape(b, n, heads, -1).transpose(1, 2) for t in (maps(x), x, maps(x)))
     mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=numbers)
@@ -411,7 +411,7 @@ def program(seed: int) -> Program:
     inner = (act, act_later, act_later, move) if seed >= LATER else (act, act, move)
     inner = (act, act_latest, act_latest, act_latest, move) if seed >= LATEST else inner
     kinds = [
-        start,
+        first_tokens,
         *[w.random.choice(inner) for _ in range(w.random.randint(1, 6))],
         end,
     ]

@@ -9,7 +9,7 @@ from tests.soundness.edits import edit_bytes
 NUMBERS = (-(2**63), -(2**31), -5, -1, 0, 1, 2, 3, 8, 1000, 10**6, 10**12, 2**31, 2**63 - 1)
 
 
-def edited(data: bytes, rng: random.Random) -> bytes:
+def edited_onnx(data: bytes, rng: random.Random) -> bytes:
     """Return the file with a few bytes changed, or with an operator, a number or a tensor changed."""
     import onnx
 

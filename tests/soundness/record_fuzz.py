@@ -37,7 +37,7 @@ from certcli.evaluation.threat import Threat
 from certcli.images import datasets
 from certcli.models import build
 from tests.helpers.workshop import Workshop
-from tests.soundness.edits import Case, edit_text, main
+from tests.soundness.edits import Case, edit_text, run_edits
 
 IMAGES = 10
 
@@ -70,7 +70,7 @@ FORGED: Sequence[tuple[str, Any]] = (
 )
 
 
-def edited(text: str, rng: random.Random) -> str:
+def edited_records_file(text: str, rng: random.Random) -> str:
     """Return the file after one to three edits: of values, of the fields that count, of lines, or
     of every record at once.
     """
@@ -92,11 +92,11 @@ def edited(text: str, rng: random.Random) -> str:
         elif kind < 0.83 and len(lines) > 1:
             del lines[place]
         else:
-            lines = [best(line) for line in lines]
+            lines = [most_robust_record(line) for line in lines]
     return "\n".join(lines) + "\n"
 
 
-def best(line: str) -> str:
+def most_robust_record(line: str) -> str:
     """Return the record of the most robust image of all; the line itself where it is no record."""
     try:
         row = json.loads(line)
@@ -175,7 +175,7 @@ def edited_records(net: Path) -> Iterator[Case]:
         def case(rng: random.Random) -> tuple[str, list[str]]:
             run_again, text, figures = rng.choice(honest)
             every = rng.random() < 0.5
-            runs.path.write_text(edited(text, rng))
+            runs.path.write_text(edited_records_file(text, rng))
             found = run_again(0.0 if every else GATE, every)
             better = any(a > b for a, b in zip(found, figures, strict=True))
             is_lie = better if every else passes(found[1]) and not passes(figures[1])
@@ -187,4 +187,4 @@ def edited_records(net: Path) -> Iterator[Case]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as name:
-        sys.exit(main(__doc__, edited_records(Workshop(name) / "certified.safetensors")))
+        sys.exit(run_edits(__doc__, edited_records(Workshop(name) / "certified.safetensors")))

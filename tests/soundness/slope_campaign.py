@@ -61,7 +61,7 @@ def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
     return (moved / apart)[apart > 0]
 
 
-def main() -> int:
+def slope_campaign() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checks", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -120,4 +120,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(slope_campaign())

@@ -14,13 +14,19 @@ from torch import nn
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS
 from certcli.certify.proof_options import ARITHMETICS
-from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming
 from tests.helpers.grids import EVERY
 from tests.soundness import attack_campaign, coverage_campaign
-from tests.soundness.attack_campaign import COUNTED_ELSEWHERE, ROWS, Row, Seen, attack, built
+from tests.soundness.attack_campaign import (
+    COUNTED_ELSEWHERE,
+    ROWS,
+    Row,
+    Seen,
+    attack_row,
+    built_network,
+)
 
 BALLS = ("lipschitz", "box", "local", "local-lip", "bcp")
 
@@ -40,13 +46,13 @@ def test_no_attack_succeeds_inside_a_certificate(
     rows = [row for row in ROWS if row.method == method]
     seen = Seen()
     for seed, row in enumerate(rows[:: {"local": 11, "patch": 3}.get(method, 2)]):
-        attack(replace(row, starts=4), seed, seen)
+        attack_row(replace(row, starts=4), seed, seen)
     assert not seen.broken
     assert seen.of(method)
 
 
-def linear(seed: int) -> PixelModel:
-    return built(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), seed)
+def linear_row(seed: int) -> PixelModel:
+    return built_network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(36, 3)), seed)
 
 
 def inflated(row: Row, factor: float) -> Row:
@@ -62,7 +68,7 @@ def inflated(row: Row, factor: float) -> Row:
         certifier.batch = batch  # type: ignore[method-assign]
         return certifier
 
-    return replace(row, make=make, network=linear, starts=8)
+    return replace(row, make=make, network=linear_row, starts=8)
 
 
 @pytest.mark.parametrize("method", BALLS)
@@ -75,10 +81,10 @@ def test_an_inflated_radius_is_found(method: str) -> None:
     ]
     for row in rows[:: 3 if method == "local" else 1]:
         seen = Seen()
-        attack(inflated(row, 1.0), 1, seen)
+        attack_row(inflated(row, 1.0), 1, seen)
         assert seen.attacks
         assert not seen.broken
-        attack(inflated(row, 1.5), 1, seen)
+        attack_row(inflated(row, 1.5), 1, seen)
         assert seen.broken, row.name
 
 
@@ -89,7 +95,7 @@ def test_a_method_that_claims_every_patch_is_found() -> None:
         honest: Any = row.make(model)
         return PatchClaiming(honest.procedure, honest.passes, honest.patches)
 
-    attack(replace(row, make=make, starts=4), 0, seen)
+    attack_row(replace(row, make=make, starts=4), 0, seen)
     assert seen.broken
 
 
@@ -104,7 +110,7 @@ def test_rounding_that_is_left_out_is_found(arithmetic: str) -> None:
         return certifier
 
     seen = Seen()
-    attack(replace(row, make=make, network=linear, starts=64), 1, seen)
+    attack_row(replace(row, make=make, network=linear_row, starts=64), 1, seen)
     assert seen.broken
 
 
@@ -112,19 +118,13 @@ SETTINGS = coverage_campaign.Settled(**{**coverage_campaign.DRAWN, "batch_size":
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize("arrangement", ["resumed", "auto"])
 def test_certificates_of_drawn_noise_are_wrong_no_more_often_than_alpha(
-    arrangement: str, precision: str, tmp_path: Path
+    precision: str, tmp_path: Path
 ) -> None:
-    """Dealt to processes, broken off and resumed, or at a sigma chosen on the same images: no draw
-    serves twice.
-    """
+    """Dealt to processes, broken off and resumed: no draw serves twice."""
     settings = replace(SETTINGS, precision=precision, seed=3)
     true = 0.2
-    if arrangement == "resumed":
-        found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
-    else:
-        found, fault = coverage_campaign.tuned(settings, true, 100)
+    found, fault = coverage_campaign.arranged(settings, true, 300, tmp_path)
     assert not fault
     assert (
         stats.binom.sf(coverage_campaign.wrong_ones(found, true) - 1, len(found), settings.alpha)
@@ -166,17 +166,10 @@ def test_draws_that_serve_twice_are_found(
     assert "used twice" in coverage_campaign.arranged(SETTINGS, 0.2, 100, tmp_path)[1]
 
 
-def test_a_sigma_chosen_by_the_noise_that_certifies_is_found(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(noise, "TUNE", noise.CERTIFY)
-    assert "chose sigma and certify" in coverage_campaign.tuned(SETTINGS, 0.2, 24)[1]
-
-
 def test_a_network_that_runs_in_another_precision_than_it_says_is_found(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    classify = coverage_campaign.shifted("float32")
-    monkeypatch.setattr(coverage_campaign, "shifted", lambda precision: classify)
-    found, _ = coverage_campaign.tuned(replace(SETTINGS, precision="bf16"), 0.2, 24)
+    classify = coverage_campaign.shifted_classes("float32")
+    monkeypatch.setattr(coverage_campaign, "shifted_classes", lambda precision: classify)
+    found, _ = coverage_campaign.arranged(replace(SETTINGS, precision="bf16"), 0.2, 24, tmp_path)
     assert coverage_campaign.wrong_ones(found, 0.2) > 12

@@ -16,7 +16,7 @@ from certcli.evaluation.evidence_schema import OPTIONS
 from certcli.verification import evidence
 from tests.soundness import file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
-from tests.soundness.evidence_fuzz import edited_evidence, judge, view
+from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.record_fuzz import edited_records
 
@@ -107,7 +107,7 @@ def test_a_check_that_is_left_out_is_found(
 
 def test_honest_evidence_of_every_kind_is_verified(lab: Laboratory) -> None:
     for number, checkpoint in enumerate(lab.networks):
-        assert judge(lab, number, raw_of(checkpoint)) in (
+        assert judge_record(lab, number, raw_of(checkpoint)) in (
             ("true", []),
             ("true, or the author's word", []),
         )

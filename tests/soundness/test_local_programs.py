@@ -30,7 +30,7 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.grids import EVERY
-from tests.soundness.local_laws import Found, attack, check
+from tests.soundness.local_laws import Found, check_program, least_margin_by_attack
 from tests.soundness.local_programs import SIZE, Program, Writer, quarters
 
 PROGRAMS = (
@@ -46,7 +46,7 @@ PROGRAMS = (
 @pytest.mark.parametrize("seed", PROGRAMS)
 def test_no_point_leaves_a_node_and_no_attack_succeeds(seed: int) -> None:
     found = Found()
-    check(seed, found)
+    check_program(seed, found)
     assert not found.broken
     assert found.tried["zonotope nodes"] + found.tried["norms nodes"] + found.refused.total() > 0
 
@@ -65,13 +65,13 @@ def windows(w: Writer) -> None:
     w.add("the last window", lambda x: x[-1:, 0])
 
 
-def convolved(w: Writer) -> None:
+def quarters_convolved(w: Writer) -> None:
     """Quarters on the batch axis, through a convolution."""
     conv = w.part(nn.Conv2d(1, 3, 2))
     w.add("mean of quarters", lambda x: conv(quarters(x)).flatten(1).unsqueeze(0).mean(1))
 
 
-LAYOUTS = {"reordered": reordered, "windows": windows, "convolved": convolved}
+LAYOUTS = {"reordered": reordered, "windows": windows, "convolved": quarters_convolved}
 
 
 def laid_out(kind: str, seed: int) -> Program:
@@ -94,7 +94,9 @@ def misplaced(kind: str, seed: int, effort: str) -> float | None:
         )
     except NoBoundError:
         return None
-    return attack(model, pixels, label, row.radius, seed) if row.radius > 0 else None
+    return (
+        least_margin_by_attack(model, pixels, label, row.radius, seed) if row.radius > 0 else None
+    )
 
 
 FALSE = {"reordered": (4, 17), "windows": (0, 24), "convolved": (0, 4, 23, 29)}
@@ -147,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }  # fmt: skip
 
 
-def certified(model: nn.Module, image: Tensor, effort: str) -> float:
+def certified_radius(model: nn.Module, image: Tensor, effort: str) -> float:
     certifier = LocalCertifier(model, SIZE, Local(effort=effort), symbols=100)
     return certifier.batch([0], image, [int(model(image).argmax())])[0].radius
 
@@ -159,7 +161,7 @@ def test_what_no_theorem_is_about_is_refused(name: str, effort: str) -> None:
     model = build().double().eval().requires_grad_(False)
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
     with pytest.raises(NoBoundError, match=reason):
-        certified(model, image, effort)
+        certified_radius(model, image, effort)
 
 
 def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
@@ -202,7 +204,7 @@ def test_columns_of_the_square_weigh_in_float64() -> None:
     assert found.flatten().tolist() == [1.0, 2**0.5, 1.0]
 
 
-def small() -> nn.Module:
+def small_tokens() -> nn.Module:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.GELU(), nn.Linear(6, 3))
     return net.double().eval().requires_grad_(False)
@@ -210,10 +212,10 @@ def small() -> nn.Module:
 
 def around(table: Any, image: Tensor) -> Tensor:
     if table is rules:
-        return LocalNetwork(small(), SIZE).margins(
+        return LocalNetwork(small_tokens(), SIZE).margins(
             l2_ball(image, 1e-4, squares_up_to=99, limit=99), 0
         )
-    return NormsNetwork(small(), SIZE).margins(
+    return NormsNetwork(small_tokens(), SIZE).margins(
         image, torch.full((1,), 1e-4).double(), torch.tensor([0])
     )
 

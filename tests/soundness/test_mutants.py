@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.soundness.mutants.__main__ import place
+from tests.soundness.mutants.__main__ import place_of
 from tests.soundness.mutants.operators import mutants, mutated
 from tests.soundness.mutants.rooms import ROOMS, ROOT
 
@@ -51,7 +51,7 @@ def test_a_mutant_does_what_its_name_says(change: str, tmp_path: Path) -> None:
     }
     exec(compile(SOURCE, str(file), "exec"), scope)
     assert scope["f"](9, notes=[]) == 24.25
-    assert place(compile(mutated(mutant), str(file), "exec"), [scope["f"], scope["up"]])
+    assert place_of(compile(mutated(mutant), str(file), "exec"), [scope["f"], scope["up"]])
     assert scope["f"](9, notes=[]) == round(CHANGES[change], 9)
     assert file.read_text() == SOURCE
 

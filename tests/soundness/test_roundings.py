@@ -79,7 +79,7 @@ class Sites:
         return self.function(*args) * (self.factor if site == self.further else 1.0)
 
 
-def written(files: Iterable[Path], *names: str) -> set[Site]:
+def written_calls(files: Iterable[Path], *names: str) -> set[Site]:
     """Return the calls of these functions in these files."""
     return {
         (str(file), node.lineno, node.col_offset)
@@ -95,7 +95,7 @@ def traced(name: str) -> Trace:
     return trace_network(make(), size)
 
 
-def numbers(name: str) -> list[float]:
+def bound_and_sizes(name: str) -> list[float]:
     """Return the bound of a row's network, and the sizes of its result."""
     try:
         outcome = propagate(traced(name), Arithmetic())
@@ -119,16 +119,16 @@ def test_every_rounding_of_a_rule_reaches_a_bound(monkeypatch: pytest.MonkeyPatc
     rows: dict[Site, list[str]] = defaultdict(list)
     for name in ROWS:
         sites.reached.clear()
-        plain[name] = numbers(name)
+        plain[name] = bound_and_sizes(name)
         for site in sites.reached:
             rows[site].append(name)
     for sites.further, names in rows.items():
         assert any(
             a > b * (1 + 1e-6)
             for name in names
-            for a, b in zip(numbers(name), plain[name], strict=True)
+            for a, b in zip(bound_and_sizes(name), plain[name], strict=True)
         ), sites.further
-    calls = written((FOLDER / "rules").glob("*.py"), "up")
+    calls = written_calls((FOLDER / "rules").glob("*.py"), "up")
     assert set(rows) <= calls
     assert len(calls - set(rows)) <= 5  # at import, in no rule, or in no row of the rules' laws
 
@@ -137,12 +137,12 @@ def noise(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def convolved(**options: Any) -> list[float]:
+def convolved_rows(**options: Any) -> list[float]:
     options = {"stride": 1, "padding": 1, "dilation": 1, "groups": 1, "input_size": 6} | options
     return [convolution.conv_norm(noise(4, 4 // options["groups"], 3, 3), **options)]
 
 
-def matrices() -> list[float]:
+def random_matrices() -> list[float]:
     arith = Arithmetic()
     a = arith.matrix(noise(3, 8))
     b = Matrix(noise(8, 5), 0.01)
@@ -165,10 +165,10 @@ NUMBERS: dict[str, Callable[[], list[float]]] = {
     ],
     "norms": lambda: spectral.spectral_norms([noise(6, 9), noise(6, 9) + 1], [0.0, 0.1]),
     "powers": lambda: [eigenvalues.gram_iteration(noise(6, 6) @ noise(6, 6).mT)],
-    "matrices": matrices,
-    "patches": lambda: convolved(stride=3, padding=0),
-    "torus": convolved,
-    "depthwise torus": lambda: convolved(groups=4),
+    "matrices": random_matrices,
+    "patches": lambda: convolved_rows(stride=3, padding=0),
+    "torus": convolved_rows,
+    "depthwise torus": lambda: convolved_rows(groups=4),
 }
 
 
@@ -195,5 +195,5 @@ def test_every_rounding_and_every_lost_sum_reaches_a_norm(monkeypatch: pytest.Mo
             ]
             assert any(a > b * (1 + 1e-9) for a, b in found), sites.further
         sites.further = None
-        left = written((Path(str(module.__file__)) for module in NUMERICS), name) - set(rows)
+        left = written_calls((Path(str(module.__file__)) for module in NUMERICS), name) - set(rows)
         assert len(left) <= (name == "up")  # Lambert's, where the exponential is off

@@ -97,15 +97,13 @@ def ascend(
     *,
     samples: int = 1,
     random_start: bool = True,
-    weights: Tensor | None = None,
 ) -> Tensor:
     """x <- P(x + alpha_t * steepest(grad loss)): (b, c, h, w), (b,) -> (b, c, h, w).
 
     alpha_t is `settings.step`. In linf, where steps fall, the steepest direction is that of m_t =
     m_{t-1} / 2 + gradient / mean |gradient| (Dong et al. 2018). `samples` gradients are averaged a
-    step. `weights` (b, 1, h, w) multiply the gradient before its steepest step is taken. Each row
-    returns the point of its largest loss in all stretches, or, with `stop_early` and one sample,
-    the first judged success.
+    step. Each row returns the point of its largest loss in all stretches, or, with `stop_early` and
+    one sample, the first judged success.
     """
     generator = torch.Generator().manual_seed(settings.draw)
     has_momentum = region.norm == "linf" and not settings.classical
@@ -132,8 +130,6 @@ def ascend(
                     value = value + values.detach() / samples
                     if turn < stretch.steps:
                         gradient = gradient + torch.autograd.grad(raised.sum(), point)[0]
-                if weights is not None:
-                    gradient = gradient * weights
                 if has_momentum:
                     gradient = momentum = MOMENTUM * momentum + _unit_mean(gradient)
                 point = point.detach()

@@ -2,21 +2,30 @@
 
 A margin of slope K that is m(a) at an image a of the box is positive at every x' with |x' - a| <
 m(a) / K. So an image x is certified at r for a pair of classes if one such ball, around any a,
-holds all images of the box within r of x (`geometry.reach`). a = x gives the certificate of
+holds all images of the box within r of x (`reach`). a = x gives the certificate of
 `lipschitz`; where pixels of x are 0 or 1, others give more: the margin may rise along them, and no
 x' lies on the far side. Source: ours; the theorem: docs/bounds.md, section 12.
+
+How far that is: for x' in the box with |x' - x| <= r, and u = x - a,
+
+    |x' - a|^2 = |x' - x|^2 + 2 u.(x' - x) + |u|^2 <= r^2 + 2 S + |u|^2,
+    S = max { u.d : |d| <= r, -x <= d <= 1 - x } <= sum_i max { u_i s - mu s^2 / 2 : -x_i <= s <= 1
+    - x_i } + mu r^2 / 2
+
+for every mu > 0 (weak duality). A pixel that is 0 in x and lighter in a has u_i < 0 and no room
+below it: it adds nothing to S. The search for anchors (`climb`) is a hope, which `reach` proves: it
+climbs m(a) / K - D(a, r), D the largest such distance, with r raised until that is 0.
 """
 
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from certcli.certify.box.climb import STEPS, climb
-from certcli.certify.box.geometry import reach
 from certcli.certify.certificate import (
     AGAIN,
     Certificate,
@@ -33,6 +42,142 @@ from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove
 from certcli.models.build import load_double
+
+STEPS = 24
+STRIDE = 0.15
+"""Length of the first step, in radii; it falls to 0 along a line."""
+_KEPT = 0.5
+"""Share of the last direction in the next one."""
+_EDGE = 0.02
+"""Pixels this near 0 or 1 count as at the edge when the search begins."""
+_STEEPEST = 0.95
+"""Share of the slope at the edge at which the first guess ends: its length grows without limit towards 1."""
+
+
+def climb(
+    margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor, steps: int = STEPS
+) -> Tensor:
+    """Return an anchor in the box for each row: (b, n), (b,) -> (b, n).
+
+    Args:
+        margins: (b, n) -> m / K of each row, with gradient.
+        images: x of each row; in float32 or float64, as the search is to be made.
+        radii: certified already, m(x) / K.
+    """
+    anchors = _begun(margins, images, radii)
+    r = radii.clone()
+    best = images.clone()
+    highest = radii.clone()
+    direction = torch.zeros_like(images)
+    for step in range(steps + 1):
+        value, slope = _with_gradient(margins, anchors)
+        nearest = distance(images, anchors, r)
+        far = nearest.squared.sqrt()
+        growth = (r * (1 + nearest.mu)).clamp(min=1e-12) / far
+        now = r + (value - far) / growth  # one step of Newton to D(a, r) = m(a) / K
+        # a far guess may leave the range of the bound; NaN is no better
+        better = (now > highest) & (now <= value)
+        best = torch.where(better[:, None], anchors, best)
+        highest = torch.where(better, now, highest)
+        r = torch.maximum(r, highest)
+        uphill = slope - (anchors - images - nearest.furthest) / far[:, None].clamp(min=1e-12)
+        direction = _KEPT * direction + (1 - _KEPT) * uphill / uphill.norm(
+            dim=1, keepdim=True
+        ).clamp(min=1e-12)
+        anchors = (anchors + STRIDE * (1 - step / (steps + 1)) * r[:, None] * direction).clamp(
+            0.0, 1.0
+        )
+    return best
+
+
+def _begun(margins: Callable[[Tensor], Tensor], images: Tensor, radii: Tensor) -> Tensor:
+    """Move edge pixels along g as far as pays before a plane: m s / (1 - s^2), s = |g there|."""
+    _, slope = _with_gradient(margins, images)
+    free = slope * (((images <= _EDGE) & (slope > 0)) | ((images >= 1 - _EDGE) & (slope < 0)))
+    s = free.norm(dim=1, keepdim=True)
+    share = s.clamp(max=_STEEPEST)
+    length = radii[:, None] * share / (1 - share.square())
+    return (images + length * free / s.clamp(min=1e-12)).clamp(0.0, 1.0)
+
+
+def _with_gradient(margins: Callable[[Tensor], Tensor], anchors: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        moving = anchors.detach().requires_grad_(True)
+        value = margins(moving)
+        (slope,) = torch.autograd.grad(value.sum(), moving)
+    return value.detach(), slope
+
+
+_HALVINGS = 24
+_RANGE = 2.0**30
+"""The best mu, where |d| = r, is sought between |u| / r over this number and times it; any mu gives a bound."""
+_LEAST = 1e-20
+"""Stands for lengths of 0 where they divide."""
+_ROUNDING = 2.0**-50
+"""Relative, of a term and of adding it, for each entry: all terms are positive, so that relative errors do not grow."""
+_NEWTON = 6
+_BELOW = (2.0**-8, 2.0**-16, 2.0**-24, 2.0**-32)
+"""Relative: what is tried below the radius at which Newton's steps end."""
+_SMALLEST = 1e-100
+"""Squares of lengths below may underflow."""
+
+
+class Distance(NamedTuple):
+    """squared: at least |x' - a|^2, (b,). furthest: d of x' = x + d, nearly, (b, n). mu: (b,)."""
+
+    squared: Tensor
+    furthest: Tensor
+    mu: Tensor
+
+
+def distance(images: Tensor, anchors: Tensor, radii: Tensor) -> Distance:
+    """Bound an anchor's squared distance from the box's images in a radius: (b, n), (b, n), (b,).
+
+    In float64 the bound is rounded up; in float32 it is an estimate.
+    """
+    u = images - anchors
+    low = -images
+    high = 1 - images
+    radius = radii[:, None].clamp(min=_LEAST)
+    middle = u.norm(dim=1, keepdim=True).clamp(min=_LEAST) / radius
+    low_mu = middle / _RANGE
+    high_mu = middle * _RANGE
+    for _ in range(_HALVINGS):
+        mu = low_mu.sqrt() * high_mu.sqrt()
+        far = (u / mu).clamp(low, high).norm(dim=1, keepdim=True) > radius
+        low_mu = torch.where(far, mu, low_mu)
+        high_mu = torch.where(far, high_mu, mu)
+    furthest = (u / high_mu).clamp(low, high)
+    mu = high_mu.squeeze(1)
+    support = (furthest * (u - high_mu * furthest / 2)).sum(1) + mu * radii.square() / 2
+    squared = (radii.square() + 2 * support + u.square().sum(1)) * (
+        1 + (images.shape[1] + 16) * _ROUNDING
+    )
+    return Distance(squared, furthest, mu)
+
+
+def reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
+    """Return r such that the box's images within r of x are nearer than `within` to the anchor.
+
+    float64, (b, n), (b, n), (b,) -> (b,), rounded down; 0 where there is none, infinite where
+    `within` is.
+    """
+    if not images.dtype == anchors.dtype == within.dtype == torch.float64:
+        raise TypeError("certificates are computed in float64")
+    endless = within == torch.inf
+    within = torch.where(within.isfinite() & (within > _SMALLEST), within, 0.0)
+    room = within.square() * (1 - 2.0**-48)
+    r = within
+    for _ in range(_NEWTON):  # the bound grows with r by 2 r (1 + mu)
+        nearest = distance(images, anchors, r)
+        step = (room - nearest.squared) / (2 * r * (1 + nearest.mu)).clamp(min=_SMALLEST)
+        r = (r + step).clamp(min=0.0).minimum(within)
+    best = torch.zeros_like(r)
+    for less in _BELOW:  # a radius counts where its own distance was bounded
+        tried = r * (1 - less)
+        best = torch.where(distance(images, anchors, tried).squared < room, tried, best)
+    return torch.where(endless, torch.inf, best)
+
 
 METHOD = "box"
 SMALLEST = 1 / 255

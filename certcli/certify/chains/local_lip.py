@@ -224,9 +224,31 @@ class LocalLipCertifier(ProvingCertifier):
         return (margins > (0.0 if nearby is None else nearby)).all(dim=1)  # False with NaN
 
 
-def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
-    """Local-Lip made ready for the checkpoint. NoBoundError where its network is no chain."""
+class BcpCertifier(LocalLipCertifier):
+    """The same without dropping constant units: every norm is the layer's own.
+
+    Source: Lee, Lee & Park 2020, Lipschitz-certifiable training with a tight outer bound: the ball
+    grows by each layer's spectral norm, the box by interval arithmetic and by the ball, and the worst
+    logits are sought in the intersection. There the norms are power iterations, here they are proven.
+    """
+
+    method = "bcp"
+    drop = False
+
+
+def prepare(
+    checkpoint: Checkpoint,
+    device: torch.device,
+    options: Proof,
+    kind: type[LocalLipCertifier] = LocalLipCertifier,
+) -> LocalLipCertifier:
+    """The certifier made ready for the checkpoint. NoBoundError where its network is no chain."""
     record = checkpoint.record
-    return LocalLipCertifier(
+    return kind(
         load_double(checkpoint, device), record.classes, record.input.size, options.arithmetic
     )
+
+
+def prepare_bcp(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LocalLipCertifier:
+    """BCP, the same way."""
+    return prepare(checkpoint, device, options, BcpCertifier)

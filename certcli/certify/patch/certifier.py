@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
-from certcli.certify.patch.ablation import Voting
-from certcli.certify.patch.double_masking import DoubleMasking
+from certcli.certify.patch.double_masking import DoubleMasking, Procedure, Voting
 from certcli.certify.patch.options import VOTING, Patches
 from certcli.certify.patch.passes import NONE, MaskedPasses
-from certcli.certify.patch.procedure import Procedure
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat

@@ -1,4 +1,6 @@
-"""Double masking: a class stands when all other masks agree once one hides the patch.
+"""Defences against patches: they classify by passes over views, and prove their answers.
+
+Double masking: a class stands when all other masks agree once one hides the patch.
 
 Masks M cover the patch: at each of its places one of them hides it whole. f(i, j): the network's
 class without what masks i and j hide. The procedure: if all f(i, i) agree, that class. Else, of the
@@ -9,19 +11,53 @@ Mittal 2022, PatchCleanser, Algorithm 1 and Theorem 1; several sizes of patches:
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from certcli.certify.patch.masks import hole, met_views, square_masks
-from certcli.certify.patch.options import DOUBLE_MASKING
-from certcli.certify.patch.passes import Answer, MaskedPasses
-from certcli.certify.patch.procedure import PatchOutcome, Procedure
+from certcli.certify.patch.options import DOUBLE_MASKING, VOTING
+from certcli.certify.patch.passes import NONE, Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
-from certcli.models.views import Grid
+from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
+
+
+@dataclass(frozen=True)
+class PatchOutcome:
+    """The class, the patches proven not to change it, and what passes voted, where they do.
+
+    Attributes:
+        prediction: NONE where passes with logits that are not finite decide.
+    """
+
+    prediction: int
+    proven: tuple[Patch, ...] = ()
+    votes: tuple[int, ...] = ()
+
+
+class Procedure(ABC):
+    """views: (m, rows, columns), of all passes. settings: for records; title: in words."""
+
+    name: ClassVar[str]
+    views: Tensor
+    settings: Mapping[str, Any]
+    title: str
+
+    @abstractmethod
+    def predict(self, passes: MaskedPasses, pixels: Tensor) -> list[PatchOutcome]:
+        """The class of each image (b, c, h, w), nothing proven."""
+
+    @abstractmethod
+    def certify(
+        self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchOutcome]:
+        """Classify, and prove. An image not of its label's class may be left unproven."""
 
 
 class DoubleMasking(Procedure):
@@ -196,3 +232,88 @@ def _pursue(passes: MaskedPasses, pixels: Tensor, tasks: Sequence[_Task]) -> Non
             if view in task.queue:
                 task.queue.remove(view)
             task.hear(view, answer)
+
+
+class Voting(Procedure):
+    """Voting over ablations: every pass sees one band of the image, and a patch meets few bands.
+
+    The procedure's class has most votes; of equal ones the smallest. Theorem: let L be the bands that
+    a patch at one place meets. If the class c stays ahead when all votes of L go to any one other
+    class, the patch cannot change it; and where that holds for all places, no patch can. It is exact:
+    nothing is assumed of the passes. Proof: docs/patch.md. Source: Levine & Feizi 2020,
+    (De)randomized smoothing; the votes of each place, in place of their number: ours.
+
+    Args:
+        bands: "columns", "rows" or "blocks" of `width` cells at each place, wrapped around.
+    """
+
+    name = VOTING
+
+    def __init__(
+        self, grid: Grid, patches: Sequence[Patch], bands: str, width: int, classes: int
+    ) -> None:
+        self.patches = tuple(patches)
+        self.classes = classes
+        self.views = band_views(grid, bands, width)
+        self.met = {patch: met_views(self.views, grid, patch) for patch in patches}
+        self.settings = {"bands": bands, "band_width": width}
+        self.title = f"votes of {len(self.views)} bands ({bands} of {width} cells)"
+
+    def predict(self, passes: MaskedPasses, pixels: Tensor) -> list[PatchOutcome]:
+        return [
+            PatchOutcome(winner(votes, self.classes)) for votes, _ in self._votes(passes, pixels)
+        ]
+
+    def certify(
+        self, passes: MaskedPasses, pixels: Tensor, labels: Sequence[int]
+    ) -> list[PatchOutcome]:
+        outcomes = []
+        for votes, firm in self._votes(passes, pixels):
+            top = winner(votes, self.classes)
+            certified = tuple(
+                patch
+                for patch in self.patches
+                if stays(top, votes, firm, self.met[patch], self.classes)
+            )
+            outcomes.append(PatchOutcome(top, certified, votes))
+        return outcomes
+
+    def _votes(
+        self, passes: MaskedPasses, pixels: Tensor
+    ) -> list[tuple[tuple[int, ...], tuple[bool, ...]]]:
+        each = len(self.views)
+        answers: list[Answer] = passes.answers(
+            pixels, [(image, v) for image in range(len(pixels)) for v in range(each)]
+        )
+        parts = [answers[start : start + each] for start in range(0, len(answers), each)]
+        return [(tuple(one.top for one in part), tuple(one.firm for one in part)) for part in parts]
+
+
+def winner(votes: Sequence[int], classes: int) -> int:
+    """The class with most votes, of equal ones the smallest; NONE without any."""
+    cast = [vote for vote in votes if vote != NONE]
+    return (
+        int(torch.bincount(torch.tensor(cast, dtype=torch.int64), minlength=classes).argmax())
+        if cast
+        else NONE
+    )
+
+
+def stays(top: int, votes: Sequence[int], firm: Sequence[bool], met: Tensor, classes: int) -> bool:
+    """Whether `top` wins whatever bands of one set vote, and what is not firm: met (s, m) bool.
+
+    All of them voting for one other class is the worst: it is then compared with every class j,
+    ties by the smaller index.
+    """
+    if top == NONE:
+        return False
+    touched = met | ~torch.tensor(firm)
+    # NONE is not firm, so it is lost
+    one_hot = torch.nn.functional.one_hot(torch.tensor(votes).clamp(min=0), classes)
+    fixed = (~touched).long() @ one_hot  # (s, k): votes that nobody can change
+    against = fixed + touched.sum(dim=1, keepdim=True)
+    lead = fixed[:, top : top + 1] - against
+    wins_ties = torch.arange(classes) > top
+    ahead = (lead > 0) | ((lead == 0) & wins_ties)
+    ahead[:, top] = True
+    return bool(ahead.all())

@@ -13,8 +13,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.smoothing.diffusion import Diffusion
-from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
+from certcli.certify.smoothing.pixel_denoiser import (
+    DenoiserSource,
+    Diffusion,
+    PixelDenoiser,
+    millions,
+)
 from certcli.checkpoint.file import tensors_digest
 from certcli.models.diffusion import read_diffusers, unwrapped_tensors
 from certcli.models.guided import MARK, read_guided

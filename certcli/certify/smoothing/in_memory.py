@@ -10,8 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.smoothing.diffusion import Diffusion
-from certcli.certify.smoothing.pixel_denoiser import DenoiserSource, PixelDenoiser, millions
+from certcli.certify.smoothing.pixel_denoiser import (
+    DenoiserSource,
+    Diffusion,
+    PixelDenoiser,
+    millions,
+)
 from certcli.checkpoint.file import require_numbers, tensors_digest
 from certcli.models.diffusion import LATENT, assembled
 from certcli.models.program import program_digest

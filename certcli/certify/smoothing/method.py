@@ -75,7 +75,7 @@ class SmoothingCertifier(Certifier):
         self._drawn = 0
         self.reading = f"denoiser: {about['denoiser_line']}" if "denoiser_line" in about else ""
         behind = "" if settings.denoiser is None else ", behind a denoiser"
-        self.title = f"smoothed with sigma {settings.deviation:g}, n = {settings.samples}{behind}"
+        self.title = f"smoothed with sigma {settings.sigma:g}, n = {settings.samples}{behind}"
         self.statement = (
             f"certificates: of the network smoothed by Gaussian noise, as it runs in {settings.precision}, each with "
             f"{self.promise}; radii up to {attacked_radius(self.reach, 4)} with these samples"
@@ -93,7 +93,7 @@ class SmoothingCertifier(Certifier):
 
     @property
     def about(self) -> Mapping[str, Any]:
-        return {"sigma": self.settings.deviation, "reach": self.reach, **self._about}
+        return {"sigma": self.settings.sigma, "reach": self.reach, **self._about}
 
     def batch(
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
@@ -110,7 +110,7 @@ class SmoothingCertifier(Certifier):
             .tolist()
         )
         counts = torch.zeros(len(indices), self._classes, dtype=torch.int64)
-        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
+        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.sigma)
         radius = dict.fromkeys(everything, 0.0)
         drawn = dict.fromkeys(everything, first)
         active = list(everything)
@@ -179,7 +179,7 @@ class SmoothingCertifier(Certifier):
 
         def run(rows: int) -> float:
             prepared = noise.noisy(
-                pixels, self.settings.deviation, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
+                pixels, self.settings.sigma, 0, [0] * rows, range(rows), noise.TIMED, [0] * rows,
                 classify.prepare,
             )  # fmt: skip
             return float(classify.logits(prepared).sum())
@@ -194,13 +194,13 @@ class SmoothingCertifier(Certifier):
 
     @property
     def attacked(self) -> nn.Module:
-        return Smoothed(self._classify, self.settings.deviation, self.settings.seed)
+        return Smoothed(self._classify, self.settings.sigma, self.settings.seed)
 
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
     ) -> list[Claim]:
         """Refute p >= Phi(R / sigma) where fresh noise hits so rarely, at most chance `level`."""
-        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.deviation)
+        grid_loss = noise.grid_loss(pixels.shape[1:], self.settings.sigma)
         raw_radii = [claim.radius + grid_loss if claim.radius > 0 else 0.0 for claim in claims]
         finite = [row for row, radius in enumerate(raw_radii) if self.settings.states(radius)]
         drawn = (
@@ -218,7 +218,7 @@ class SmoothingCertifier(Certifier):
                 confirmations.append(claim.checked("refuted", message))
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
-            probability = chance(raw_radii[row] / self.settings.deviation)
+            probability = chance(raw_radii[row] / self.settings.sigma)
             if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
                 message = f"{message}, {probability:.4f} of all are stated"
                 confirmations.append(claim.checked("refuted", message))
@@ -233,8 +233,8 @@ class SmoothingCertifier(Certifier):
             [claim.index for claim in claims], pixels, [claim.label for claim in claims]
         )
         for claim, now in zip(claims, recomputed, strict=True):
-            claimed, drawn = (chance(row.radius / self.settings.deviation) for row in (claim, now))
-            shift = abs(claim.radius - now.radius) / self.settings.deviation
+            claimed, drawn = (chance(row.radius / self.settings.sigma) for row in (claim, now))
+            shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
                 message = f"radius {proven_radius(now.radius)} is found again"
@@ -308,7 +308,7 @@ class SmoothingCertifier(Certifier):
                 logits = run(
                     noise.noisy(
                         pixels,
-                        self.settings.deviation,
+                        self.settings.sigma,
                         seed,
                         names,
                         samples,

@@ -22,8 +22,8 @@ from torch import Tensor
 from certcli.certify.smoothing.options import FARTHEST
 
 VERSION = "philox4x64-10/2"
-CERTIFY, TUNE, CONFIRM, ATTACK, NEARBY, TIMED = range(6)
-"""Purposes: noise that chooses a sigma, or that an attack climbs on, must not be the noise that certifies or judges."""
+CERTIFY, CONFIRM, ATTACK, NEARBY, TIMED = 0, 2, 3, 4, 5
+"""Purposes: noise that an attack climbs on must not be what certifies or judges. 1 once served a choice of sigma."""
 
 _LARGEST = 6.67
 """|z| at most: sqrt(-2 log(2^-32)) = 6.661, and what float32 rounds."""

@@ -5,10 +5,10 @@ CERTIFY.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from certcli.certify.options import CertifierOptions
 from certcli.evaluation.choices import Precision
@@ -17,7 +17,6 @@ from certcli.evaluation.radii import attacked_radius, parse_number, parse_radius
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
-AUTO: Literal["auto"] = "auto"
 EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
 HOPELESS = 1e-4
@@ -34,21 +33,13 @@ SAME = 1e-9
 """Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """The images on which sigma is chosen, read when it is, and the radii for which it is chosen."""
-
-    images: Callable[[], Any]
-    radii: Sequence[float]
-
-
-def _read_sigma(text: str) -> float | str:
-    if "," in text:
+def _read_sigma(text: str) -> float:
+    if "," in text or text == "auto":
         raise UsageError(
-            f"--sigma {text}: one a run, since radii of several would share --alpha",
-            "one of them, or --sigma auto, which chooses on other images",
+            f"--sigma {text}: one number a run, since radii of several would share --alpha",
+            "--split val --limit 12 shows on other images what each certifies",
         )
-    return text if text == AUTO else parse_number(text)
+    return parse_number(text)
 
 
 @dataclass(frozen=True)
@@ -56,7 +47,6 @@ class Smoothing(CertifierOptions):
     """n0 draws choose the class, `samples` bound its probability, at confidence 1 - alpha.
 
     Args:
-        sigma: or "auto": by `tuning`.
         enough: stop drawing for an image once it is certified beyond this radius; None draws all
             samples.
         decide: stop also once the image is unlikely to be certified beyond `enough`; it keeps the
@@ -72,9 +62,9 @@ class Smoothing(CertifierOptions):
     """
 
     panel: ClassVar[str] = "Smoothing"
-    sigma: float | Literal["auto"] = option(
+    sigma: float = option(
         0.25,
-        "Standard deviation of the noise, pixel units; auto: chosen on a few other images.",
+        "Standard deviation of the noise, pixel units.",
         metavar="S",
         read=_read_sigma,
     )
@@ -107,15 +97,14 @@ class Smoothing(CertifierOptions):
     seed: int = 0
     batch_size: int = 128
     denoiser: str | None = None
-    tuning: Tuning | None = None
     denoiser_module: Any = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sigma != AUTO and not 0 < self.sigma <= LARGEST_SIGMA:
+        if not 0 < self.sigma <= LARGEST_SIGMA:
             raise UsageError(
                 f"--sigma {self.sigma:g} is not a number above 0, and at most {LARGEST_SIGMA:g}",
-                "--sigma 0.25, or --sigma auto",
+                "--sigma 0.25",
             )
         if not 0 < self.alpha < 1:
             raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
@@ -144,13 +133,6 @@ class Smoothing(CertifierOptions):
             )
 
     @property
-    def deviation(self) -> float:
-        """Return the sigma that was named or chosen; UsageError where none was."""
-        if self.sigma == AUTO:
-            raise UsageError("there are no images to choose a sigma on", "name it: --sigma 0.25")
-        return self.sigma
-
-    @property
     def looks(self) -> tuple[int, ...]:
         """When counts are looked at: n0, doubling, all. Fixed before anything is drawn."""
         sizes = [self.n0 << power for power in range(64) if self.n0 << power < self.samples]
@@ -177,7 +159,7 @@ class Smoothing(CertifierOptions):
         level = self.levels[drawn]
         p = lower_confidence(hits, drawn, level) if level > 0 else 0.0
         quantile = min(float(ndtri(p)), FARTHEST)
-        return max(0.0, self.deviation * quantile * _DOWN) if p > 0.5 else 0.0
+        return max(0.0, self.sigma * quantile * _DOWN) if p > 0.5 else 0.0
 
     def states(self, radius: float) -> bool:
         """Tell whether some count of hits states this radius in CERTIFY."""
@@ -213,7 +195,7 @@ class Smoothing(CertifierOptions):
         if upper_confidence(hits, drawn, HOPELESS) <= 0.5:
             return True
         return self.decide and upper_confidence(hits, drawn, UNLIKELY) <= chance(
-            demanded / self.deviation
+            demanded / self.sigma
         )
 
 

@@ -11,32 +11,23 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt.adaptation import Trade
-from certcli.adapt.keep import Keeper
+from certcli.adapt import adaptation, keep, run, state
 from certcli.adapt.pixels import compact
 from certcli.adapt.plan import plan
-from certcli.adapt.run import Adapter
 from certcli.adapt.settings import HEAD, AdaptSettings
-from certcli.adapt.state import KEY, load_state, save_state
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.outputs import discard_state, hold_state, require_own_state
+from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.options import Mode
-from certcli.cli.shared import fidelity
-from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk, beside
-from certcli.cli.shared.inputs import say_wider
+from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation import radii, training_images
 from certcli.evaluation.fidelity import ReferenceLogits
-from certcli.evaluation.radii import power_of_ten
-from certcli.evaluation.training_images import remember
-from certcli.images.calibration import PHOTOGRAPHS, hold_out
-from certcli.images.labelled import Images
+from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import prove
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import CertvitError
+from certcli.system import errors, reading
 from certcli.system.processes import team
-from certcli.system.reading import is_absent
 
 PARTS = "Adapted parts, with their relative output error on the calibration images"
 PARTS_ALONE = "Adapted parts, with the change of the network's logits by each alone"
@@ -59,7 +50,7 @@ chance."""
 
 
 def say_training_follows(
-    settings: "AdaptSettings", classes: int, teach: Sequence[str], sink: Sink
+    settings: AdaptSettings, classes: int, teach: Sequence[str], sink: Sink
 ) -> None:
     """Say early that the adapted network is only a start for training, or the goal does not fit.
 
@@ -79,7 +70,7 @@ def say_training_follows(
         sink.note(f"--goal certify needs training afterwards: {trained}")
 
 
-def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -> "AdaptSettings":
+def with_head(checkpoint: file.Checkpoint, settings: AdaptSettings, sink: Sink) -> AdaptSettings:
     """Return the settings with a new head where --goal certify needs one and no option names it;
     where the network takes none, or has many classes, the head stays.
     """
@@ -93,31 +84,31 @@ def with_head(checkpoint: "Checkpoint", settings: "AdaptSettings", sink: Sink) -
     with_one = replace(settings, head=HEAD)
     try:
         plan(checkpoint, with_one)
-    except CertvitError:
+    except errors.CertvitError:
         return settings
     widths = ",".join(map(str, HEAD))
     sink.note(f"--goal certify: a new head, --head {widths} (--head keep leaves the old one)")
     return with_one
 
 
-def default_keep(images: "Images", unseen: "Images") -> float:
+def default_keep(images: labelled.Images, unseen: labelled.Images) -> float:
     """Return 0.98 for a dataset's images; 1 for synthetic or too few images."""
 
-    return KEEP if len(unseen) and images.name != PHOTOGRAPHS else 1.0
+    return KEEP if len(unseen) and images.name != calibration.PHOTOGRAPHS else 1.0
 
 
 def make_adapter(
-    checkpoint: "Checkpoint",
-    settings: "AdaptSettings",
-    pixels: "torch.Tensor",
-    device: "torch.device",
-    choosing: "Images | None",
-) -> "Adapter | Keeper":
+    checkpoint: file.Checkpoint,
+    settings: AdaptSettings,
+    pixels: torch.Tensor,
+    device: torch.device,
+    choosing: labelled.Images | None,
+) -> run.Adapter | keep.Keeper:
     """Return the adapter that the settings need; `choosing`: images that judge further changes."""
 
     if settings.refit:
-        return Adapter(checkpoint, settings, pixels, device, team())
-    keeper = Keeper(checkpoint, settings, pixels, device, team())
+        return run.Adapter(checkpoint, settings, pixels, device, team())
+    keeper = keep.Keeper(checkpoint, settings, pixels, device, team())
     if choosing is not None and len(choosing):
         keeper.choose_by(
             ReferenceLogits(keeper.teacher, choosing.limit(MOST_CHOOSING, settings.seed))
@@ -128,19 +119,19 @@ def make_adapter(
 
 
 def fit(
-    adapter: "Adapter | Keeper", state_path: Path, resume: bool, locks: ExitStack, sink: Sink
+    adapter: run.Adapter | keep.Keeper, state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
     """Run the adapter, saving each step, held by `held`; --goal keep is too quick for that."""
 
-    if isinstance(adapter, Keeper):
+    if isinstance(adapter, keep.Keeper):
         if resume:
             sink.note("--goal keep saves no state: it starts again")
         with sink.progress("adapt", total=adapter.steps) as bar:
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if team().agree(lambda: resume and not is_absent(state_path)):
-        adapter.restore(load_state(state_path, adapter.identity))
+    if team().agree(lambda: resume and not reading.is_absent(state_path)):
+        adapter.restore(state.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -148,18 +139,18 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
-                save_state(state_path, adapter.state())
-                hold_state(state_path, locks)
+                state.save_adaptation_state(state_path, adapter.state())
+                outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
-def trade_document(trade: "Trade") -> dict[str, Any]:
+def trade_document(trade: adaptation.Trade) -> dict[str, Any]:
     """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
 
     return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
 
-def show_trade(trade: "Trade", sink: Sink) -> None:
+def show_trade(trade: adaptation.Trade, sink: Sink) -> None:
     """Print the rungs; nothing where no parts were chosen."""
     if not trade.rungs:
         return
@@ -182,7 +173,7 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
                 str(rung.floors),
                 "-"
                 if rung.log10_upper is None
-                else power_of_ten(rung.log10_upper).removeprefix("10^"),
+                else radii.power_of_ten(rung.log10_upper).removeprefix("10^"),
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
                 f"{100 * rung.agreement_at_least:.1f} %"
@@ -196,20 +187,20 @@ def show_trade(trade: "Trade", sink: Sink) -> None:
 
 
 def write_adapted(
-    source: Source,
+    source: groups.Source,
     settings: AdaptSettings,
     mode: Mode,
-    data: Calibration,
-    machine: BatchDevice,
-    output: Output,
-    talk: Talk,
+    data: groups.Calibration,
+    machine: groups.BatchDevice,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Replace layers by Lipschitz layers: keep the predictions, or prepare for certified training."""
 
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
-    path = output.target("adapt", source.ckpt, source, data, mode, state=KEY)
-    state_path = beside(path, "state")
+    path = output.target("adapt", source.ckpt, source, data, mode, state=state.KEY)
+    state_path = groups.beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
     teach = [
@@ -224,11 +215,13 @@ def write_adapted(
     say_training_follows(settings, checkpoint.record.classes, teach, sink)
     plan(checkpoint, settings)  # refuses parts that cannot be replaced before any image is read
     images = data.images(checkpoint.record, sink)
-    used, unseen = hold_out(images)
+    used, unseen = calibration.hold_out(images)
     if settings.keep is None and not settings.refit:
         settings = replace(settings, keep=default_keep(images, unseen))
     learnt, choosing = (
-        hold_out(used, 3) if settings.keep is not None and settings.keep < 1 else (used, None)
+        calibration.hold_out(used, 3)
+        if settings.keep is not None and settings.keep < 1
+        else (used, None)
     )
     pixels = compact(batch for _, batch, _ in learnt.batches(32))
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
@@ -241,10 +234,12 @@ def write_adapted(
     reference = fidelity.measure_reference(
         adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
     )
-    require_own_state(state_path, KEY, adapter.identity, output.force or mode.resume)
-    hold_state(state_path, locks)
+    outputs.require_own_state(state_path, state.KEY, adapter.identity, output.force or mode.resume)
+    outputs.hold_state(state_path, locks)
     fit(adapter, state_path, mode.resume, locks, sink)
-    result = remember(adapter.result(), used)  # before the comparison: `result` folds norms
+    result = training_images.remember(
+        adapter.result(), used
+    )  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
         reference,
         adapter.student,
@@ -257,13 +252,13 @@ def write_adapted(
         None if team().several else _proven("upper_before", adapter.teacher, checkpoint)
     )[-1]
     trade = trade_document(adapter.trade)
-    say_wider(checkpoint, result, sink)
+    inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
         path,
         mode.resume,
     )
-    discard_state(state_path, KEY, adapter.identity)
+    outputs.discard_state(state_path, state.KEY, adapter.identity)
     memory = _peak_memory()
     sink.document(
         {
@@ -293,7 +288,7 @@ def write_adapted(
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
 
 
-def _proven(name: str, model: "PixelModel", checkpoint: "Checkpoint") -> dict[str, Any]:
+def _proven(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
     return bound_document(prove(model, checkpoint.record.classes).upper, name)

@@ -7,12 +7,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Evaluation
-from certcli.evaluation.choices import Defence, Pixels, Precision
-from certcli.evaluation.radii import parse_radius
-from certcli.evaluation.threat import Kind
+from certcli.cli.shared import command, groups, options
+from certcli.evaluation import choices, radii, threat
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -51,7 +47,7 @@ def list_attacks(context: typer.Context, enabled: bool) -> None:
     raise typer.Exit
 
 
-@group("Attacks")
+@command.group("Attacks")
 class Attacks:
     """Which attacks run, at which radii, and what they may spend."""
 
@@ -72,10 +68,10 @@ class Attacks:
         "--epsilon",
         "-e",
         metavar="R",
-        read=parse_radius,
+        read=radii.parse_radius,
     )
-    norm: Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: Defence = option(
+    norm: threat.Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: choices.Defence = option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
     steps: int | None = option(
@@ -86,17 +82,17 @@ class Attacks:
         None,
         "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
         metavar="A",
-        read=parse_radius,
+        read=radii.parse_radius,
     )
     samples: int = option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: Precision = option(
+    precision: choices.Precision = option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: Pixels = option(
+    pixels: choices.Pixels = option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )
@@ -137,8 +133,8 @@ class Attacks:
         )
 
 
-@group("Images")
-class AttackedImages(Evaluation):
+@command.group("Images")
+class AttackedImages(groups.Evaluation):
     """The images that are attacked."""
 
     only_certified: Path | None = option(
@@ -149,7 +145,7 @@ class AttackedImages(Evaluation):
     )
 
 
-@group("Output")
+@command.group("Output")
 class AttackOutput:
     """What is written beside the document, and what it must meet."""
 

@@ -12,25 +12,15 @@ from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.attack.judge import predict
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
+from certcli.certify.patch import climbed, options
 from certcli.certify.patch.certifier import PatchCertificate, prepare
-from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.evidence import method_of
+from certcli.evaluation import evidence, radii, record_lines, records, threat
 from certcli.evaluation.intervals import number_of, share_interval
-from certcli.evaluation.radii import attacked_percent, percent_ends
-from certcli.evaluation.record_lines import Run, describe
-from certcli.evaluation.records import (
-    RecordFile,
-    read_records,
-    require_same_images,
-    require_same_network,
-)
 from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
-from certcli.evaluation.threat import Patch
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
@@ -41,7 +31,7 @@ MOST_AT_ONCE = 16
 
 
 def require(
-    attacks: Attacks, data: AttackedImages, patches: Patches, results: AttackOutput
+    attacks: Attacks, data: AttackedImages, patches: options.Patches, results: AttackOutput
 ) -> bool:
     """Whether patches are looked for; UsageError for options of the other kind."""
     if attacks.norm != "patch":
@@ -74,7 +64,7 @@ def attack(
     source: Source,
     attacks: Attacks,
     data: AttackedImages,
-    patches: Patches,
+    patches: options.Patches,
     machine: BatchDevice,
     results: AttackOutput,
     output: Output,
@@ -102,7 +92,7 @@ def attack(
     settings = AttackSettings(**budget)
     about = {"defence": defence, **procedure, **budget, "certified_only": certified is not None}
     spelled = [str(patch) for patch in sizes]
-    run = Run.of(
+    run = record_lines.Run.of(
         "attack",
         checkpoint.digest,
         images,
@@ -112,7 +102,7 @@ def attack(
     )
     rows_of: dict[str, list[Row]] = {}
     read: list[_Batch] = []
-    with RecordFile(
+    with records.RecordFile(
         results.records, run, images, ("patch", "index"), resume=results.resume, force=output.force
     ) as file:
         for patch in sizes:
@@ -165,7 +155,7 @@ def attack(
         "norm": "patch",
         "parameters": about,
     }
-    document |= {"checkpoint": checkpoint.digest, "dataset": describe(images)}
+    document |= {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
     sink.document(document | ({} if resumed is None else {"resumed": resumed.to_json()}), gate)
     whom = "the network" if defence == "none" else "the defended classifier"
     sink.table(
@@ -173,48 +163,49 @@ def attack(
         ["patch (pixels)", "correct after", "95 % interval"],
         [
             ("clean", percent(first["clean"]), ""),
-            *((p["patch"], attacked_percent(p["robust"]), percent_ends(p["intervals"]["robust"]))
+            *((p["patch"], radii.attacked_percent(p["robust"]), radii.percent_ends(p["intervals"]["robust"]))
               for p in parts),
         ],
     )  # fmt: skip
     if resumed is not None:
         sink.text(f"{resumed}")
-    if output.output is not None:
-        images_named = {"dataset": images.name, "split": images.split, "images": len(images)}
-        parameters = {
-            **images_named, "attacks": [[ATTACK]], "norm": ["patch"], "patches": spelled, "settings": budget,
-            "certified_only": certified is not None, **({"defence": procedure} if procedure else {}),
-        }  # fmt: skip
-        result = {
-            **first,
-            "dataset": describe(images),
-            "curve": curve,
-            "parts": parts if len(parts) > 1 else [],
-        }
-        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
-        sink.note(f"wrote {output.output}")
+    parameters = {
+        "dataset": images.name,
+        "split": images.split,
+        "images": len(images),
+        "attacks": [[ATTACK]],
+        "norm": ["patch"],
+        "patches": spelled,
+        "settings": budget,
+        "certified_only": certified is not None,
+        **({"defence": procedure} if procedure else {}),
+    }
+    result = {
+        **first,
+        "dataset": record_lines.describe(images),
+        "curve": curve,
+        "parts": parts if len(parts) > 1 else [],
+    }
+    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
     gate.enforce()
 
 
 def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
-
     right = sum(row["prediction"] == row["label"] for row in rows)
     withstood = sum(row["robust"][ATTACK] for row in rows)
-    intervals = {
-        name: list(share_interval(count, len(rows)))
-        for name, count in (("clean", right), ("robust", withstood), (ATTACK, withstood))
-    }
-    shares = {
-        "clean": right / len(rows),
-        "robust": withstood / len(rows),
-        "attacks": {ATTACK: withstood / len(rows)},
-    }
+    attacked = list(share_interval(withstood, len(rows)))
     return {
         "norm": "patch",
         "patch": patch,
         "images": len(rows),
-        **shares,
-        "intervals": intervals,
+        "clean": right / len(rows),
+        "robust": withstood / len(rows),
+        "attacks": {ATTACK: withstood / len(rows)},
+        "intervals": {
+            "clean": list(share_interval(right, len(rows))),
+            "robust": attacked,
+            ATTACK: attacked,
+        },
         "median_norm": None,
     }
 
@@ -254,9 +245,9 @@ def _compute_again(
 def _attacked(
     target: PatchTarget,
     images: Images,
-    patch: Patch,
+    patch: threat.Patch,
     settings: AttackSettings,
-    file: RecordFile,
+    file: records.RecordFile,
     device: torch.device,
     batch_size: int,
 ) -> Iterator[_Batch]:
@@ -281,9 +272,9 @@ def _targets(
     defence: str,
     checkpoint: Checkpoint,
     device: torch.device,
-    defended: Patches,
-    sizes: list[Patch],
-) -> tuple[dict[Patch, PatchTarget], dict[str, Any]]:
+    defended: options.Patches,
+    sizes: list[threat.Patch],
+) -> tuple[dict[threat.Patch, PatchTarget], dict[str, Any]]:
     """Whom each size of patch attacks, and what decides that."""
 
     if defence == "none":
@@ -294,7 +285,7 @@ def _targets(
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare(checkpoint, device, defended)
     targets = {
-        patch: PatchTarget(partial(TouchedPasses, certifier, patch), certifier.predict)
+        patch: PatchTarget(partial(climbed.TouchedPasses, certifier, patch), certifier.predict)
         for patch in sizes
     }
     return targets, dict(certifier.parameters)
@@ -302,13 +293,13 @@ def _targets(
 
 def _certified(
     path: Path, checkpoint: Checkpoint, images: Images
-) -> tuple[Patches, dict[str, list[int]]]:
+) -> tuple[options.Patches, dict[str, list[int]]]:
     """The options of the records of `certify --method patch`, and the images certified."""
 
-    run, rows = read_records(path, "certify")
-    method_of(run, path)
-    require_same_network(run, checkpoint.digest, path)
-    require_same_images(rows, images, path)
+    run, rows = records.read_records(path, "certify")
+    evidence.method_of(run, path)
+    records.require_same_network(run, checkpoint.digest, path)
+    records.require_same_images(rows, images, path)
     if run.norm != "patch":
         raise DataError(
             f"{path} holds certificates in {run.norm}, not against patches",
@@ -321,4 +312,4 @@ def _certified(
             indices_of.setdefault(patch, []).append(claim.index)
     if not indices_of:
         raise DataError(f"{path} certifies no image", "leave out --only-certified")
-    return Patches.of(run.parameters), indices_of
+    return options.Patches.of(run.parameters), indices_of

@@ -5,12 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack.certified_radii import CertifiedImage, read_certified
+from certcli.attack import certified_radii, examples, selected_examples
 from certcli.attack.checks import Flag, raised
-from certcli.attack.examples import collect
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
-from certcli.attack.selected_examples import Exhibit, beside, choose
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import (
     RECORD_KEYS,
@@ -23,12 +21,11 @@ from certcli.attack.stages import (
 )
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
+from certcli.cli.attack import options
 from certcli.cli.attack import patches as patch_attacked
-from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
-from certcli.cli.shared import inputs
-from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation.evidence_schema import AttackResult
+from certcli.evaluation import evidence_schema, record_lines
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import (
     attacked_percent,
@@ -36,12 +33,10 @@ from certcli.evaluation.radii import (
     percent_ends,
     proven_radius,
 )
-from certcli.evaluation.record_lines import describe
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
 from certcli.images.names import class_names
-from certcli.models import build
-from certcli.models.overrides import Hints
+from certcli.models import build, overrides
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
 
@@ -59,8 +54,8 @@ class Session:
     images: Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
-    certificates: Mapping[int, CertifiedImage] | None
-    machine: BatchDevice
+    certificates: Mapping[int, certified_radii.CertifiedImage] | None
+    machine: groups.BatchDevice
     facts: Mapping[str, Any]
     sink: Sink
 
@@ -72,7 +67,7 @@ class Session:
     def run(
         self,
         crafted_on: Checkpoint | None,
-        results: AttackOutput,
+        results: options.AttackOutput,
         force: bool,
         checks: bool,
         every: bool,
@@ -131,7 +126,7 @@ class Session:
     def show(
         self,
         records_of: Mapping[int, Sequence[AttackRecord]],
-        results: AttackOutput,
+        results: options.AttackOutput,
         compared: Checkpoint | None,
         name: str,
         force: bool,
@@ -141,14 +136,14 @@ class Session:
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
         if results.save_examples is not None and fallen:
-            write_safetensors(results.save_examples, collect(fallen), {}, force)
+            write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = choose(records_of[0], name) if results.gallery is not None else []
+        shown = selected_examples.choose(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = beside(
+            second = selected_examples.beside(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,
@@ -266,11 +261,15 @@ def table(
 
 
 def _draw(
-    rows: list[list[Exhibit]], names: list[str], path: Path, about: str, images: Images
+    rows: list[list[selected_examples.Exhibit]],
+    names: list[str],
+    path: Path,
+    about: str,
+    images: Images,
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: Exhibit) -> AttackedImage:
+    def picture(shown: selected_examples.Exhibit) -> AttackedImage:
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
         if not shown.crafted_here:
             caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
@@ -296,14 +295,14 @@ def _draw(
 
 
 def report_attacks(
-    source: Source,
-    attacks: Attacks,
-    data: AttackedImages,
+    source: groups.Source,
+    attacks: options.Attacks,
+    data: options.AttackedImages,
     patches: Patches,
-    machine: BatchDevice,
-    results: AttackOutput,
-    output: Output,
-    talk: Talk,
+    machine: groups.BatchDevice,
+    results: options.AttackOutput,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
     results.check()
@@ -325,7 +324,7 @@ def report_attacks(
     )
     certificates = None
     if data.only_certified is not None:
-        norm, certificates = read_certified(data.only_certified, checkpoint.digest)
+        norm, certificates = certified_radii.read_certified(data.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
@@ -348,7 +347,7 @@ def report_attacks(
     if outcome is None:
         return
     findings, records = outcome
-    about = {"checkpoint": checkpoint.digest, "dataset": describe(images)}
+    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
     document = {**about, **findings.to_json(), **facts}
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
     gate_of(findings, results.minimum, gate)
@@ -365,13 +364,13 @@ def report_attacks(
         answers = {record.index: record.prediction for record in records[0]}
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
     session.show(records, results, compared, Path(source.ckpt).stem, output.force)
-    if output.output is not None:
-        parameters = parameters_of(tasks, settings, **facts)
-        result = {
-            name: document[name] for name in AttackResult.__struct_fields__ if name in document
-        }
-        output.write(checkpoint.with_evidence("attack", parameters, result), output.output)
-        sink.note(f"wrote {output.output}")
+    result = {
+        name: document[name]
+        for name in evidence_schema.AttackResult.__struct_fields__
+        if name in document
+    }
+    parameters = parameters_of(tasks, settings, **facts)
+    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
     gate.enforce()
 
 
@@ -381,7 +380,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
 
     if path is None:
         return None
-    other = open_checkpoint(path, Hints())
+    other = open_checkpoint(path, overrides.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
         raise UsageError(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
+from certcli.cli.shared import command, options
 from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import parse_radius
-from certcli.system.errors import UsageError
+from certcli.system import errors, registry
 from certcli.system.options import option
-from certcli.system.registry import one_of
 
 if TYPE_CHECKING:
     from certcli.audit.plan import AuditPlan
@@ -22,7 +20,7 @@ STDOUT = (TEXT, "github")
 METHODS = ("lipschitz", "local", "patch", "smoothing")
 
 
-@group("Audit")
+@command.group("Audit")
 class AuditOptions:
     """The figures to find, the time for them, and the requirements."""
 
@@ -98,7 +96,9 @@ class AuditOptions:
 
         for method in self.methods:
             if method not in METHODS:
-                raise UsageError(f"an audit knows no method '{method}'", one_of(method, METHODS))
+                raise errors.UsageError(
+                    f"an audit knows no method '{method}'", registry.one_of(method, METHODS)
+                )
         for patch in self.patches:
             Threat.read(patch, "patch")
         radii = require_radii(self.epsilon)
@@ -120,7 +120,7 @@ class AuditOptions:
         )
 
 
-@group("Output")
+@command.group("Output")
 class Reports:
     """Files beside the answer; their suffix decides the format."""
 

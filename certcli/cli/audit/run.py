@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from certcli.audit import document_builder, evidence
 from certcli.audit.clock import Clock
-from certcli.audit.document_builder import compose
-from certcli.audit.evidence import with_evidence
 from certcli.audit.findings import AuditFindings
 from certcli.audit.pictures import pictures_of
 from certcli.audit.plan import AuditPlan, Typed, unmistakable
@@ -19,15 +18,10 @@ from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import inputs
 from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import rounded_down, rounded_up
-from certcli.evaluation.records import digested
-from certcli.evaluation.training_images import doubts
-from certcli.evaluation.verdicts import UNDECIDED
-from certcli.images.datasets import PHOTOGRAPHS, photographs_suit
-from certcli.images.labelled import Images
+from certcli.evaluation import radii, records, training_images, verdicts
+from certcli.images import datasets, labelled
 from certcli.images.names import class_names
-from certcli.report import formats
-from certcli.report.compare import COLUMNS, TITLE, cells, changes
+from certcli.report import compare, formats
 from certcli.report.document import Audit, from_json, to_json
 from certcli.report.machine import as_annotations
 from certcli.report.shares import share_rows
@@ -68,9 +62,9 @@ def report_audit(
     images = _images(checkpoint.record, data, sink)
     if images is not None:
         answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
-        images = digested(answered, team())
+        images = records.digested(answered, team())
 
-    def calibration() -> Images:
+    def calibration() -> labelled.Images:
         return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
 
     with sink.progress("audit", total=round(clock.budget)) as bar:
@@ -82,7 +76,7 @@ def report_audit(
     if not team().leads:
         return
     if images is not None:
-        findings.seen = doubts(checkpoint.record, images)[1]
+        findings.seen = training_images.doubts(checkpoint.record, images)[1]
         findings.seen += inputs.differences(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
@@ -94,9 +88,9 @@ def report_audit(
         data.split,
         checkpoint.record.dataset,
     )
-    document = compose(checkpoint, findings, plan, clock, typed, device)
+    document = document_builder.compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
-        document.changes = changes(earlier, document)
+        document.changes = compare.changes(earlier, document)
     gate = _gate_of(document)
     _show_audit(document, checkpoint.reading.line(), sink)
     record = checkpoint.record
@@ -115,13 +109,17 @@ def report_audit(
 
 def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
     """Name the bundled photographs where no images are named and the network can see them."""
-    if data.dataset is not None or record.dataset is not None or not photographs_suit(record.input):
+    if (
+        data.dataset is not None
+        or record.dataset is not None
+        or not datasets.photographs_suit(record.input)
+    ):
         return data
     sink.note("no --dataset: twelve photographs that come with certvit give a first answer")
-    return replace(data, dataset=PHOTOGRAPHS)
+    return replace(data, dataset=datasets.PHOTOGRAPHS)
 
 
-def _images(record: Record, data: Evaluation, sink: Sink) -> Images | None:
+def _images(record: Record, data: Evaluation, sink: Sink) -> labelled.Images | None:
     """The images to judge by, in turn; None when none were named and none of its own are here."""
     if data.dataset is None and record.dataset is None:
         return None
@@ -171,7 +169,7 @@ def _gate_of(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
-        if row.verdict == UNDECIDED:
+        if row.verdict == verdicts.UNDECIDED:
             gate.demand(False, UndecidedError(message, MORE))
         else:
             gate.demand(row.passed, GateError(message))
@@ -202,7 +200,9 @@ def _show_audit(document: Audit, reading: str, sink: Sink) -> None:
         [*_constants(document), *rows],
     )
     if document.changes:
-        sink.table(TITLE, COLUMNS, [cells(change) for change in document.changes])
+        sink.table(
+            compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in document.changes]
+        )
     _details(document, reading, sink)
 
 
@@ -223,13 +223,19 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.slope is not None:
         yield (
             "slope found",
-            rounded_down(document.slope.lower, 4),
+            radii.rounded_down(document.slope.lower, 4),
             str(document.slope.images),
             "",
             "measured",
         )
     if document.attention_weight is not None:
-        yield "attention's weight", rounded_up(document.attention_weight, 2), "", "", "measured"
+        yield (
+            "attention's weight",
+            radii.rounded_up(document.attention_weight, 2),
+            "",
+            "",
+            "measured",
+        )
 
 
 def _details(document: Audit, reading: str, sink: Sink) -> None:
@@ -280,6 +286,4 @@ def _write_reports(
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))
-    if output.output is not None:
-        output.write(with_evidence(checkpoint, document, plan.seed), output.output)
-        sink.note(f"wrote {output.output}")
+    output.write_evidence(evidence.with_evidence(checkpoint, document, plan.seed), sink)

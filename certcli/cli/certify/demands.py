@@ -9,8 +9,7 @@ from certcli.certify.methods import METHODS
 from certcli.certify.patch.options import Patches
 from certcli.cli.certify.options import ASKED, LARGEST, RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
-from certcli.evaluation.radii import parse_number
-from certcli.evaluation.records import require_share
+from certcli.evaluation import radii, records
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
@@ -130,7 +129,7 @@ def demand_of(
 
     chosen = sorted(set(threats))
     share, at, size = (text or "0").partition("@")
-    minimum = require_share(number_in(share), "--min-certified")
+    minimum = records.require_share(number_in(share), "--min-certified")
     there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
     if there.norm == "patch" and there not in chosen:
         raise UsageError(
@@ -149,7 +148,7 @@ def patch_demand(
 
 def number_in(text: str) -> float:
     try:
-        return parse_number(text)
+        return radii.parse_number(text)
     except ValueError as failure:
         raise UsageError(
             f"--min-certified: {failure}", "certvit certify --help shows how it is written"

@@ -3,13 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from certcli.certify.local_options import Local
+from certcli.certify import local_options, proof_options
 from certcli.certify.patch.options import Patches
-from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
+from certcli.cli.shared import command, groups, options
 from certcli.evaluation.radii import parse_radius
 from certcli.system.options import option
 
@@ -19,7 +16,7 @@ ASKED = "asked"
 LARGEST = "largest"
 
 
-@group()
+@command.group()
 class CertifyTarget:
     """What is certified, at which radii, and what the result must meet."""
 
@@ -77,12 +74,12 @@ class CertifyTarget:
 class CertifyOptions:
     """All options of one call that certifies."""
 
-    source: Source
+    source: groups.Source
     target: CertifyTarget
-    proof: Proof
+    proof: proof_options.Proof
     smoothing: Smoothing
-    local: Local
+    local: local_options.Local
     patches: Patches
-    data: Evaluation
-    machine: BatchDevice
-    output: Output
+    data: groups.Evaluation
+    machine: groups.BatchDevice
+    output: groups.Output

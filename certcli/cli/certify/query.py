@@ -12,21 +12,18 @@ import typer
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.certify.local_options import AUTO, BRANCH
+from certcli.certify import local_options, vnnlib
 from certcli.certify.methods import prepare
 from certcli.certify.query_network import QueryNetwork, query_network
-from certcli.certify.vnnlib import Query, read_query
 from certcli.cli.certify.options import CertifyOptions
 from certcli.cli.shared.output import Sink
-from certcli.evaluation.perturbation import growing
-from certcli.evaluation.threat import Threat
-from certcli.models import build
+from certcli.evaluation import perturbation, threat
+from certcli.models import build, in_memory
 from certcli.models.build import OpenCheckpoint
-from certcli.models.in_memory import open_module
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
-from certcli.system.errors import GateError, UndecidedError, UsageError
+from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
 WORDS = {HOLDS: "unsat", VIOLATED: "sat", UNKNOWN: "unknown"}
@@ -58,7 +55,7 @@ def require_read(context: typer.Context) -> None:
             )
 
 
-def answer(options: CertifyOptions, sink: Sink) -> None:
+def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
     from certcli.report.formats import save
 
@@ -67,25 +64,24 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
     assert target.vnnlib is not None
     if source.suffix != ".onnx":
         raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
-    query = read_query(target.vnnlib)
+    query = vnnlib.read_query(target.vnnlib)
     model, data = read_model(source)
-    net, size = network_of(source, model)
+    net, size = network_of_onnx(source, model)
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
     example: Example | None = None
     verdict, remark, about = HOLDS, "", {}
     if not query.is_empty:
-        opened = open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
+        opened = in_memory.open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
         seconds = options.local.seconds or SECONDS
         example = _counterexample(opened, network, query, runtime, options.data.seed)
         verdict = VIOLATED if example else UNKNOWN
         remaining = seconds - (time.perf_counter() - started)
         if example is None and remaining > 0:
-            certifier, proven = _proven(opened, options, remaining)
-            remark = certifier.remark
-            if proven:
+            arithmetic, remark = _proof_of_query(opened, options, remaining)
+            if arithmetic:
                 verdict = HOLDS
-                about = {"arithmetic": certifier.arithmetic}
+                about = {"arithmetic": arithmetic}
     spent = round(time.perf_counter() - started, 3)
     sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name, **about})
     sink.text(verdict)
@@ -105,7 +101,7 @@ def answer(options: CertifyOptions, sink: Sink) -> None:
 
 
 def _counterexample(
-    opened: OpenCheckpoint, network: QueryNetwork, query: Query, runtime: Runtime, seed: int
+    opened: OpenCheckpoint, network: QueryNetwork, query: vnnlib.Query, runtime: Runtime, seed: int
 ) -> Example | None:
     """Attack the grey image within radius 1/2; what the file itself does at the point decides."""
 
@@ -117,18 +113,23 @@ def _counterexample(
         (stage,) = stages_of(("pgd",), None, "linf", (0.5,), settings)
         batch = (torch.tensor([0]), grey, torch.tensor([0]))
         (record,) = attack_images(
-            model, [batch], stage.plan, growing(stage.norm, stage.radii), settings, keep_images=True
+            model,
+            [batch],
+            stage.plan,
+            perturbation.growing(stage.norm, stage.radii),
+            settings,
+            keep_images=True,
         )
         if record.adversarial is None or not record.fell:
             return None
         point = record.adversarial[None]
-    inputs = inside(network.inputs(point), query)
+    inputs = nearest_in_box(network.inputs(point), query)
     outputs = runtime.run(inputs).flatten().tolist()
     values = inputs.double().flatten().tolist()
     return (values, outputs) if query.is_violated(values, outputs) else None
 
 
-def inside(inputs: Any, query: Query) -> Any:
+def nearest_in_box(inputs: Any, query: vnnlib.Query) -> Any:
     """Return the nearest float32 values in the box, where there are any."""
 
     stored = inputs.float()
@@ -140,27 +141,47 @@ def inside(inputs: Any, query: Query) -> Any:
     return stored
 
 
-def _proven(opened: OpenCheckpoint, options: CertifyOptions, seconds: float) -> tuple[Any, bool]:
-    """Return the certifier, and whether it proves class 0 within 1/2 of the grey image.
+def _proof_of_query(
+    opened: OpenCheckpoint, options: CertifyOptions, seconds: float
+) -> tuple[str, str]:
+    """Return the arithmetic in which class 0 is proven within 1/2 of the grey image, or "" and why not.
 
-    By --effort, or by branching.
+    By --effort, or by branching; where that has no room or no rule, by the enclosures that fit.
     """
+    asked = options.local.effort
+    searching = (local_options.BRANCH, local_options.AUTO)
+    remark = ""
+    for effort in searching if asked in searching else (asked,):
+        try:
+            certifier, proven = _certified_query(opened, options, effort, seconds)
+        except NoBoundError as failure:
+            remark = remark or failure.message
+            continue
+        remark = remark or certifier.remark
+        return (certifier.arithmetic if proven else ""), remark
+    return "", remark
 
-    effort = BRANCH if options.local.effort == AUTO else options.local.effort
+
+def _certified_query(
+    opened: OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
+) -> tuple[Any, bool]:
+    """Return the certifier of this effort, and whether it proves class 0."""
     local = replace(
         options.local,
         effort=effort,
         norm="linf",
         at=[0.5],
-        seconds=seconds if effort == BRANCH else None,
+        seconds=seconds if effort == local_options.BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
     certifier: Any = prepare("local", opened, options.machine.pick_for(local.arithmetic), local)
     (certificate,) = certifier.batch([0], torch.full((1, *opened.record.input.size), 0.5), [0])
-    return certifier, certificate.holds_at(Threat("linf", 0.5))
+    return certifier, certificate.holds_at(threat.Threat("linf", 0.5))
 
 
-def result_text(verdict: str, example: Example | None, query: Query, size: Sequence[int]) -> str:
+def result_text(
+    verdict: str, example: Example | None, query: vnnlib.Query, size: Sequence[int]
+) -> str:
     """Return VNN-COMP's result: of 1.0 one S-expression, of 2.0 a header and a number a line."""
     word = WORDS[verdict]
     if example is None:

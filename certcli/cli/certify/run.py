@@ -8,19 +8,9 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import methods
-from certcli.certify.certificate import (
-    Certificate,
-    Certifier,
-    certified_accuracy,
-)
-from certcli.certify.local_options import BRANCH, Effort
-from certcli.certify.method_choice import MethodChoice, choose_method
+from certcli.certify import certificate, local_options, method_choice, methods, record_check
 from certcli.certify.methods import certify, run_of
 from certcli.certify.options import CertifierOptions as MethodOptions
-from certcli.certify.record_check import disagreements
-from certcli.certify.smoothing.options import Tuning
-from certcli.certify.smoothing.sigma import TUNED
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
 from certcli.cli.certify.demands import (
@@ -42,7 +32,7 @@ from certcli.evaluation.records import (
 from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, NoBoundError, UsageError
+from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.processes import require_one, team
 
 
@@ -56,14 +46,14 @@ class CertifyTask:
     demand: CertifiedDemand
 
 
-def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoice:
+def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> method_choice.MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
     if first != AUTO:
-        return MethodChoice(first, "", tuple(others), options.local.effort)
+        return method_choice.MethodChoice(first, "", tuple(others), options.local.effort)
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
-    choice = choose_method(
+    choice = method_choice.choose_method(
         task.checkpoint, machine.pick(), task.images, smallest, machine.batch_size
     )
     sink.text(f"--method {choice.method}: {choice.reason}")
@@ -71,7 +61,7 @@ def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> MethodChoi
 
 
 def run_all(
-    choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    choice: method_choice.MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
 ) -> list[Result]:
     """Certify by each method that says something. None where another process leads."""
     results: list[Result] = []
@@ -89,27 +79,25 @@ def run_all(
 
 
 def _options_of(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
 ) -> MethodOptions | None:
-
     if method == "local":
         return _local_options(choice.effort, task, options)
     if method in PROVING:
         return options.proof
     if method == "smoothing":
-        tuning = Tuning(
-            lambda: _tuning_images(task, options, sink), [threat.radius for threat in task.threats]
-        )
         return replace(
-            options.smoothing,
-            seed=options.data.seed,
-            batch_size=options.machine.batch_size,
-            tuning=tuning,
+            options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size
         )
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> MethodOptions:
+def _local_options(
+    effort: local_options.Effort, task: CertifyTask, options: CertifyOptions
+) -> MethodOptions:
     """Return the options of `local`: the radii of -e are decided, others searched."""
     return replace(
         options.local,
@@ -117,7 +105,7 @@ def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -
         at=[threat.radius for threat in task.threats if threat.radius > 0]
         if _decides(options)
         else options.local.at,
-        seconds=options.local.seconds if effort == BRANCH else None,
+        seconds=options.local.seconds if effort == local_options.BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
 
@@ -127,31 +115,12 @@ def _decides(options: CertifyOptions) -> bool:
     return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
-def _tuning_images(task: CertifyTask, options: CertifyOptions, sink: Sink) -> Images:
-    """Return a few images, of another split than the judged one where there is one."""
-    judged = task.images
-    data = options.data
-    other = "train" if judged.split in ("val", "validation") else "val"
-    if judged.split != "all":  # a folder without splits: any part of it is judged too
-        try:
-            images = replace(data, split=other, limit=TUNED).images(
-                task.checkpoint.record, Sink(as_json=True, quiet=True)
-            )
-        except DataError:
-            pass
-        else:
-            sink.note(f"sigma is chosen on {len(images)} images of {images.name} ({images.split})")
-            return images
-    images = judged.limit(TUNED, data.seed)
-    sink.warn(
-        f"sigma is chosen on {len(images)} of the reported images, so that its share is slightly optimistic; "
-        "each certificate stays valid"
-    )
-    return images
-
-
 def _run(
-    method: str, choice: MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
+    method: str,
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: CertifyOptions,
+    sink: Sink,
 ) -> Result | None:
     """Certify all images by a method, records written at once; None where another leads.
 
@@ -162,7 +131,7 @@ def _run(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _options_of(method, choice, task, options, sink)
+        chosen = _options_of(method, choice, task, options)
         certifier = methods.prepare(
             method,
             task.checkpoint,
@@ -176,7 +145,7 @@ def _run(
     if not team().leads:
         list(certify(certifier, images, batch_size, team=team()))
         return None
-    rows: list[Certificate] = []
+    rows: list[certificate.Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
     records, resume = (options.target.records, options.target.resume) if first else (None, False)
     with RecordFile(
@@ -207,11 +176,13 @@ def _run(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(disagreements, certifier, claims, images, batch_size, str(records)),
+            partial(
+                record_check.disagreements, certifier, claims, images, batch_size, str(records)
+            ),
             gate=demand.share > 0,
             every=demand.every,
         )
-    accuracy = certified_accuracy(rows, task.threats)
+    accuracy = certificate.certified_accuracy(rows, task.threats)
     if certifier.remark:
         sink.warn(certifier.remark)
     if accuracy.abstained == 1:
@@ -223,7 +194,7 @@ def _run(
 
 
 def _require_reach(
-    certifier: Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
+    certifier: certificate.Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
 ) -> None:
     """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
@@ -257,7 +228,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     if target.vnnlib is not None:
         query.require_read(typed)
         output.claim(options.source, target)
-        query.answer(options, sink)
+        query.answer_query(options, sink)
         return
     if target.result is not None:
         raise UsageError(
@@ -265,7 +236,7 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         )
     gate = Gate()
     demand, threats = require_compatible(options)
-    if AUTO in target.methods or options.smoothing.sigma == AUTO:
+    if AUTO in target.methods:
         require_one(
             "auto chooses by trying",
             "certvit certify ... --limit 50 says what it chooses; name that",
@@ -310,22 +281,17 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
             threats[-1].radius,
             sink,
         )
-    if output.output is not None:
-        about = {
-            "dataset": images.name,
-            "split": images.split,
-            "limit": data.limit,
-            "seed": data.seed,
-        }
-        written: Checkpoint = checkpoint
-        for result in reversed(results):  # the first named comes last, where `log` looks for it
-            written = written.with_evidence(
-                "certify",
-                {**about, "method": result.certifier.method},
-                view.evidence(result, images),
-            )
-        output.write(written, output.output)
-        sink.note(f"wrote {output.output}")
+    about = {
+        "dataset": images.name,
+        "split": images.split,
+        "limit": data.limit,
+        "seed": data.seed,
+    }
+    written: Checkpoint = checkpoint
+    for result in reversed(results):  # the first named comes last, where `log` looks for it
+        parameters = {**about, "method": result.certifier.method}
+        written = written.with_evidence("certify", parameters, view.evidence(result, images))
+    output.write_evidence(written, sink)
     gate.enforce()
 
 

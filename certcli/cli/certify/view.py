@@ -7,6 +7,7 @@ from typing import Any
 
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation import record_lines, records
 from certcli.evaluation.intervals import number_of, share_text
 from certcli.evaluation.radii import (
     Norm,
@@ -15,8 +16,6 @@ from certcli.evaluation.radii import (
     proven_percent,
     proven_radius,
 )
-from certcli.evaluation.record_lines import describe
-from certcli.evaluation.records import read_records, require_same_images, require_same_network
 from certcli.evaluation.resumed import Resumed
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
@@ -76,7 +75,7 @@ def document(
     """
     fields: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "dataset": describe(images),
+        "dataset": record_lines.describe(images),
         **results[0].to_json(),
     }
     if reason is not None:
@@ -88,7 +87,7 @@ def document(
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
     """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
-    fields = {**result.to_json(), "dataset": describe(images)}
+    fields = {**result.to_json(), "dataset": record_lines.describe(images)}
     drawn = {
         key: share
         for key, share in fields["certified"].items()
@@ -265,9 +264,9 @@ def attacked_shares(
     """
     if path is None:
         return {}
-    run, rows = read_records(path, "attack")
-    require_same_network(run, checkpoint, path)
-    require_same_images(rows, images, path)
+    run, rows = records.read_records(path, "attack")
+    records.require_same_network(run, checkpoint, path)
+    records.require_same_images(rows, images, path)
     outcomes: dict[Threat, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
     for row in rows:

@@ -9,9 +9,7 @@ from torch import nn
 
 from certcli.checkpoint.record import SEEN
 from certcli.cli.constrain.options import Aim, preset_settings
-from certcli.cli.shared import fidelity
-from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
-from certcli.cli.shared.inputs import say_wider
+from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.constrain import network
 from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
@@ -38,13 +36,13 @@ FIELDS = (
 
 
 def write_constrained(
-    source: Source,
+    source: groups.Source,
     settings: ConstrainSettings,
     aim: Aim,
-    data: Calibration,
-    machine: BatchDevice,
-    output: Output,
-    talk: Talk,
+    data: groups.Calibration,
+    machine: groups.BatchDevice,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Constrain the chosen layers, write the network, and report norms, bound and agreement."""
     sink = talk.sink()
@@ -81,7 +79,7 @@ def write_constrained(
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     shape = (record.input.size, record.classes)
-    before = network.network_upper(model, *shape) if team().leads else None
+    before: Any = network.network_upper(model, *shape) if team().leads else None
     if aim.eta is not None or aim.preset is not None:
         results, judged = _constrain_to_error(calibration, settings, sink), None
     else:
@@ -105,7 +103,7 @@ def write_constrained(
     derived = checkpoint.derive(
         build.tensors_of(model, copy=False), "constrain", parameters, data.seed
     )
-    say_wider(checkpoint, derived, sink)
+    inputs.say_wider(checkpoint, derived, sink)
     output.write(derived.with_evidence("constrain", {"calibration": images.name}, end_to_end), path)
     sink.document(
         {

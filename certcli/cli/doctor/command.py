@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from certcli.attack.torchattacks_spec import INSTALL, PREFIX
+from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import Talk
-from certcli.cli.shared.output import Gate
 from certcli.system.errors import GateError
 from certcli.system.interpreter import run_isolated
 
@@ -34,11 +33,11 @@ class Finding:
 
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
-def doctor(talk: Talk = Talk()) -> None:
+def doctor(talk: groups.Talk = groups.Talk()) -> None:
     """Check that the installed packages fit together, and describe this machine; exit 7 if
     something is broken."""
     sink = talk.sink()
-    gate = Gate()
+    gate = output.Gate()
     findings = [
         Finding("certvit", _version("certvit")),
         Finding("Python", platform.python_version()),

@@ -1,18 +1,33 @@
 """How training ended, against its begin: at chance, or below its start, it is not done."""
 
 import shlex
+import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+from certcli.certify.certificate import certified_accuracy
+from certcli.certify.hopeless import hopeless
+from certcli.certify.methods import certify, prepare
+from certcli.certify.smoothing.denoiser import read_denoiser
+from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
+from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.finetune.options import Order
-from certcli.cli.shared.output import Sink
-from certcli.evaluation.image_doubts import right_of
-from certcli.evaluation.intervals import chance_level, share_interval
+from certcli.cli.shared.output import Sink, percent
+from certcli.evaluation import image_doubts, record_lines
+from certcli.evaluation.intervals import chance_level, share_interval, share_text
+from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation.threat import Threat
+from certcli.finetune.loop import Epoch
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
-from certcli.models.pixels import PixelModel
-from certcli.system.errors import CertvitError
+from certcli.lipschitz.bound import bound_document
+from certcli.lipschitz.numerics.real import INF
+from certcli.models import build, pixels
+from certcli.system.errors import CertvitError, NoBoundError, UsageError
 
 JUDGES = 256
 """Validation images on which the start is judged."""
@@ -49,13 +64,13 @@ class TrainingDoubt:
     ruined: bool
 
 
-def accuracy(model: PixelModel, validation: Images) -> Accuracy:
+def accuracy(model: pixels.PixelModel, validation: Images) -> Accuracy:
     """Judge the weights on a sample of the validation images."""
 
     sample = validation.limit(JUDGES)
     was_training = model.training
     model.eval()
-    right = right_of(model, sample)
+    right = image_doubts.right_of(model, sample)
     model.train(was_training)
     return Accuracy(sum(right), len(sample))
 
@@ -116,3 +131,138 @@ def certifying_command(order: Order, settings: FinetuneSettings, path: Path) -> 
     words += [] if order.denoiser is None else ["--denoiser", str(order.denoiser)]
     words += ["--precision", "bf16"] if settings.precision == "bf16" else []
     return f"smoothed: {shlex.join([*words, '--limit', '50'])}"
+
+
+FEWEST = 100
+"""Images that are certified however short the time is."""
+MEASURED = 16
+"""Images on which the time of a certificate is measured."""
+
+
+@dataclass(frozen=True)
+class Final:
+    """Fields of the evidence. skipped: why no image was certified, where none was tried."""
+
+    evidence: dict[str, Any]
+    skipped: str | None = None
+
+    def told(self, images: int, epsilon: float) -> str:
+        """Return the last line of a run: the validation shares, and the bound."""
+        evidence = self.evidence
+        at = proven_radius(epsilon)
+        certified = f"certified at {at} {share_text(evidence['certified'], images, proven_percent)}"
+        if self.skipped is not None:
+            certified = f"nothing certified at {at} ({self.skipped})"
+        clean = share_text(evidence["clean"], images)
+        return f"validation clean {clean}, {certified}, bound {evidence['upper_text']} (proven)"
+
+
+def affordable(images: int, left: float | None, costs: tuple[float, float]) -> int:
+    """Return how many of the images are certified in the seconds that are left, FEWEST at least.
+
+    Args:
+        left: None: all the time that it takes.
+        costs: seconds of the bound and of a certificate.
+    """
+    bound, certificate = costs
+    if left is None or certificate <= 0:
+        return images
+    return min(images, max(FEWEST, int((left - bound) / certificate)))
+
+
+def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[float, float]:
+    """Measure the seconds of the final bound and of a certificate, on the starting weights."""
+    few = sample.limit(MEASURED)
+    started = time.perf_counter()
+    certifier = _certifier(checkpoint)
+    proven = time.perf_counter()
+    if isinstance(certifier, str) or _hopeless(certifier, epsilon) is not None:
+        _clean(checkpoint, few)
+    else:
+        _certified(certifier, few, epsilon)
+    return proven - started, (time.perf_counter() - proven) / len(few)
+
+
+def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
+    """Prove the bound in float64, rounded outward; count the certified validation images."""
+
+    started = time.perf_counter()
+    about: dict[str, Any] = {"dataset": record_lines.describe(validation)}
+    certifier = _certifier(checkpoint)
+    if isinstance(certifier, str):
+        sink.note(certifier)
+        clean = _clean(checkpoint, validation)
+        return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
+    sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
+    about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
+    why = _hopeless(certifier, epsilon)
+    if why is not None:
+        sink.note(f"skipped the certificates: {why}")
+        return Final({**about, "clean": _clean(checkpoint, validation), "certified": 0.0}, why)
+    started = time.perf_counter()
+    clean, certified = _certified(certifier, validation, epsilon, sink)
+    spent = time.perf_counter() - started
+    sink.note(f"certified {len(validation)} validation images in {spent:.0f} s")
+    return Final({**about, "clean": clean, "certified": certified})
+
+
+def _certifier(checkpoint: Checkpoint) -> Any:
+    """Return the certifier of the global bound; a sentence where there is none."""
+
+    try:
+        return prepare("lipschitz", checkpoint, torch.device("cpu"))
+    except NoBoundError as failure:
+        return failure.message
+
+
+def _hopeless(certifier: Any, epsilon: float) -> str | None:
+
+    return hopeless(certifier.about["bound"]["log10_upper"], epsilon)
+
+
+def _clean(checkpoint: Checkpoint, images: Images) -> float:
+    """Return the accuracy in float64, of which a certificate would speak."""
+
+    return sum(image_doubts.right_of(build.load_double(checkpoint), images)) / len(images)
+
+
+def _certified(
+    certifier: Any, images: Images, epsilon: float, sink: Sink | None = None
+) -> tuple[float, float]:
+    """Return the clean accuracy and the share certified at epsilon."""
+
+    rows: list[Any] = []
+    if sink is None:
+        rows = [row for batch in certify(certifier, images, 256) for row in batch]
+    else:
+        with sink.progress("certify", total=len(images)) as bar:
+            for batch in certify(certifier, images, 256):
+                rows += batch
+                bar.advance(len(batch))
+    threat = Threat("l2", epsilon)
+    indices_of = certified_accuracy(rows, [threat])
+    return indices_of.clean, indices_of.against(threat)
+
+
+def read_noise_remover(
+    path: Path | None, noise: float, size: tuple[int, int, int], device: torch.device, sink: Sink
+) -> PixelDenoiser | None:
+    """Return the denoiser for this noise and images (c, h, w); UsageError without noise."""
+
+    if path is None:
+        return None
+    if noise == 0:
+        raise UsageError("--denoiser needs noise to remove", "--noise 0.25")
+    denoiser = read_denoiser(path, size[0]).at(noise).to(device)
+    denoiser.require_size(size)
+    sink.note(f"denoiser: {denoiser.line}")
+    return denoiser
+
+
+def remark_of(epoch: Epoch) -> str:
+    """Return the loss of an epoch and those shares that it has; the certified one is an estimate."""
+    shares = {"clean": epoch.clean, "under noise": epoch.noisy, "in part": epoch.masked}
+    parts = [f"{name} {percent(share)}" for name, share in shares.items() if share is not None]
+    if epoch.certified_estimate is not None:
+        parts.append(f"about {percent(epoch.certified_estimate)} certified")
+    return ", ".join([f"loss {epoch.loss:.3f}", *parts])

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import typer
 
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import Data, Device, Output, Source
+from certcli.cli.shared import command, groups, options
 from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
@@ -19,8 +17,8 @@ def take_preset(context: typer.Context, name: str | None) -> str | None:
     return name
 
 
-@group("Machine")
-class TrainingMachine(Device):
+@command.group("Machine")
+class TrainingMachine(groups.Device):
     """The device, and the number of images in a batch."""
 
     batch_size: int | None = option(
@@ -31,11 +29,11 @@ class TrainingMachine(Device):
     )
 
 
-@group()
+@command.group()
 class Order:
     """One run: its settings, and the files, images and processes that it works with."""
 
-    source: Source
+    source: groups.Source
     preset: str | None = option(
         None,
         "A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, "
@@ -67,6 +65,6 @@ class Order:
         panel="Augmentation",
         mark=options.Reads(),
     )
-    data: Data = Data()
+    data: groups.Data = groups.Data()
     machine: TrainingMachine = TrainingMachine()
-    output: Output = Output()
+    output: groups.Output = groups.Output()

@@ -15,28 +15,21 @@ from certcli.checkpoint.outputs import (
     require_own_state,
 )
 from certcli.checkpoint.record import SEEN
-from certcli.cli.finetune import denoiser, ending, proof
-from certcli.cli.finetune.options import Order
-from certcli.cli.shared.groups import beside
-from certcli.cli.shared.inputs import doubt_images, remember_dataset, return_large_blocks, say_wider
-from certcli.cli.shared.output import Sink, percent
+from certcli.cli.finetune import ending, options
+from certcli.cli.shared import groups, inputs
+from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
-from certcli.finetune import start
+from certcli.finetune import loop, optimisers, shards, start
 from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
 from certcli.finetune.duration import expected_duration, plan_for_budget
-from certcli.finetune.loop import Trainer
-from certcli.finetune.optimisers import default_batch
-from certcli.finetune.shards import require_shardable, share_out
-from certcli.finetune.state import KEY, identity, load_state, save_state
+from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
 from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.models import build
-from certcli.models.overrides import Hints
-from certcli.system.errors import CertvitError, DataError, OutputError
+from certcli.models import build, overrides
+from certcli.system import errors, reading
 from certcli.system.processes import require_one, team
-from certcli.system.reading import is_absent
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
@@ -49,8 +42,7 @@ LONGEST_START = 10.0
 class Training:
     """One run of the command."""
 
-    def __init__(self, order: Order, sink: Sink) -> None:
-
+    def __init__(self, order: options.Order, sink: Sink) -> None:
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
         self.order = order
@@ -60,13 +52,15 @@ class Training:
             self.ends = self.started + parse_duration(self.settings.time_budget)
             require_one("a time budget is planned", "--epochs or --steps")
         if order.shard_weights:
-            require_shardable(self.settings, team())
+            shards.require_shardable(self.settings, team())
         reads = (order, order.source, order.data)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
-        self.state_path, self.last_path = beside(self.path, "state"), beside(self.path, "last")
+        self.state_path, self.last_path = (
+            groups.beside(self.path, "state"),
+            groups.beside(self.path, "last"),
+        )
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
-        self.defaulted = False
         self.proof_costs = 0.0, 0.0
         self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
@@ -86,14 +80,14 @@ class Training:
         device = order.machine.pick()
         teacher = None
         if order.teacher is not None:
-            teaching = open_checkpoint(order.teacher, Hints())
+            teaching = open_checkpoint(order.teacher, overrides.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
             teacher = Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
             )
             if teacher.note:
                 sink.note(f"the teacher: {teacher.note}")
-        before = denoiser.read(
+        before = ending.read_noise_remover(
             order.denoiser, self.settings.noise, self.checkpoint.record.input.size, device, sink
         )
         if before is not None:
@@ -105,12 +99,12 @@ class Training:
             writable=not order.shard_weights,
         )
         if order.shard_weights:
-            return_large_blocks()  # the memory of one block's pass is not kept for the next block
-            share_out(model, device, team(), self.settings.precision)
+            inputs.return_large_blocks()  # the memory of one block's pass is not kept for the next block
+            shards.share_out(model, device, team(), self.settings.precision)
         if team().leads and not order.shard_weights:
             self.before = ending.accuracy(model, validation)
-        run = identity(self.checkpoint.digest, self.settings, train, validation)
-        trainer = Trainer(
+        run = training_identity(self.checkpoint.digest, self.settings, train, validation)
+        trainer = loop.Trainer(
             model,
             self.settings,
             self.checkpoint.record.classes,
@@ -125,8 +119,8 @@ class Training:
         require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
         if team().leads:
             hold_state(self.state_path, self.held)
-        if order.resume and not is_absent(self.state_path):
-            trainer.restore(load_state(self.state_path, run, copy=not order.shard_weights))
+        if order.resume and not reading.is_absent(self.state_path):
+            trainer.restore(load_training_state(self.state_path, run, copy=not order.shard_weights))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -151,12 +145,12 @@ class Training:
             if diverged is None and trainer.epoch != trainer.best_epoch:
                 trainer.whole(trainer.last_net())
             return
-        failed: CertvitError | None = None
         try:
             self._write(trainer, train, validation, diverged is None)
-        except ending.EndedAtChanceError as failure:
-            failed = failure
-        except OutputError as failure:
+        except ending.EndedAtChanceError:
+            discard_state(self.state_path, KEY, run)
+            raise
+        except errors.OutputError as failure:
             raise self._resumable(failure) from failure
         discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
         if diverged is not None:
@@ -164,35 +158,33 @@ class Training:
                 f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
             )
             raise diverged
-        if failed is not None:
-            raise failed
 
     def _choose(self, images: int) -> None:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
-
         settings = self.order.settings
         machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
         batch = (
             machine.batch_size
             or start.default_batch_size(self.begin, settings, parameters)
-            or default_batch(settings.optimiser, images)
+            or optimisers.default_batch(settings.optimiser, images)
         )
         self.settings = replace(
-            self.settings, batch_size=batch, **start.defaults(self.begin, settings, parameters)
+            self.settings,
+            batch_size=batch,
+            **start.defaults_of_start(self.begin, settings, parameters),
         )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
         if settings.unsaid:
-            self.sink.note(start.sentence(self.begin, self.settings))
+            self.sink.note(start.sentence_of_start(self.begin, self.settings))
 
     def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
-
         record = self.checkpoint.record
         data = self.order.data
         name = data.dataset or record.dataset
         if name is None:
-            raise DataError(
+            raise errors.DataError(
                 "no --dataset given, and the checkpoint does not say what it was trained on",
                 "--dataset digits",
             )
@@ -208,16 +200,15 @@ class Training:
         notes = (note for images in (train, validation) for note in images.note.split("; "))
         for note in filter(None, dict.fromkeys(notes)):
             self.sink.note(note)
-        doubt_images(train, record, self.sink)
+        inputs.doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
-    def _plan(self, trainer: Trainer, budget: str, train: Images, validation: Images) -> float:
+    def _plan(self, trainer: loop.Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
-
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
-        bound, certificate = proof.seconds(self.checkpoint, validation, self.settings.epsilon)
+        bound, certificate = ending.seconds(self.checkpoint, validation, self.settings.epsilon)
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
@@ -241,7 +232,7 @@ class Training:
         return end - bound - judged * certificate
 
     def _learn(
-        self, trainer: Trainer, train: Images, validation: Images, end: float | None
+        self, trainer: loop.Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
         """Train to the end, with a progress bar or log lines; save each epoch's state.
 
@@ -249,18 +240,14 @@ class Training:
             end: when the steps of a time budget should end; each epoch's pace corrects their
                 number.
         """
-
         started = time.perf_counter()
         first = trainer.step
         with self.sink.progress("finetune", total=trainer.total_steps(train)) as bar:
-            bar.advance(trainer.step)
-            done = trainer.step
+            bar.reach(trainer.step)
             remark = ""
 
             def watch(step: int, loss: float) -> None:
-                nonlocal done
-                bar.advance(step - done, remark or f"loss {loss:.3f}")
-                done = step
+                bar.reach(step, remark or f"loss {loss:.3f}")
                 total = trainer.total_steps(train)
                 if end is None or step >= total or step % max(1, total // LOOKS):
                     return
@@ -295,14 +282,8 @@ class Training:
                         bar.aim(total := steps)
                 self._save_state(trainer)
                 self.sink.record(asdict(epoch))
-                estimate = epoch.certified_estimate
-                certified = "" if estimate is None else f", about {percent(estimate)} certified"
-                masked = "" if epoch.masked is None else f", in part {percent(epoch.masked)}"
-                noisy = "" if epoch.noisy is None else f", under noise {percent(epoch.noisy)}"
-                remark = (
-                    f"loss {epoch.loss:.3f}, clean {percent(epoch.clean)}{noisy}{masked}{certified}"
-                )
-                bar.advance(0, remark)
+                remark = ending.remark_of(epoch)
+                bar.reach(trainer.step, remark)
                 if (
                     not sys.stderr.isatty()
                     and time.perf_counter() - self.remarked >= REMARK_SECONDS
@@ -310,25 +291,26 @@ class Training:
                     self.remarked = time.perf_counter()
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
-    def _save_state(self, trainer: Trainer) -> None:
+    def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
-
         if not team().leads and not self.order.shard_weights:
             return
         try:
-            save_state(self.state_path, trainer.state(), team())
-        except OutputError as failure:
+            save_training_state(self.state_path, trainer.state(), team())
+        except errors.OutputError as failure:
             raise self._resumable(failure) from failure
         if team().leads:
             hold_state(self.state_path, self.held)
 
-    def _resumable(self, failure: OutputError) -> OutputError:
+    def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
         """Return the failure with a way on from the last state, where there is one."""
-        if is_absent(self.state_path):
+        if reading.is_absent(self.state_path):
             return failure
         return type(failure)(failure.message, "make room, then repeat the command with --resume")
 
-    def _write(self, trainer: Trainer, train: Images, validation: Images, finished: bool) -> None:
+    def _write(
+        self, trainer: loop.Trainer, train: Images, validation: Images, finished: bool
+    ) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
         settings = trainer.settings
@@ -337,20 +319,20 @@ class Training:
         last = trainer.epoch
         epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
-        say_wider(self.checkpoint, derived, sink)
+        inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
         )  # before the proof, which may take longer than is left
         sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
-        count = proof.affordable(len(images), left, self.proof_costs)
+        count = ending.affordable(len(images), left, self.proof_costs)
         if count < len(images):
             sink.note(
                 f"certified: {count} of {len(images)} images, to keep to {settings.time_budget}"
             )
             images = validation.limit(count, settings.seed)
-        final = proof.prove(derived, images, epsilon, sink)
+        final = ending.prove(derived, images, epsilon, sink)
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if len(images) < len(validation):
             about["images"] = len(images)
@@ -399,8 +381,7 @@ class Training:
         budget = self.settings.time_budget
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
-    def _derived(self, trainer: Trainer, tensors: Any, train: Images) -> Checkpoint:
-
+    def _derived(self, trainer: loop.Trainer, tensors: Any, train: Images) -> Checkpoint:
         parameters = {
             **trainer.settings.parameters(),
             "dataset": train.name,
@@ -410,4 +391,4 @@ class Training:
         if trainer.changes:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
-        return replace(derived, record=remember_dataset(derived.record, train))
+        return replace(derived, record=inputs.remember_dataset(derived.record, train))

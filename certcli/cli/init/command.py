@@ -4,9 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import options
+from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Output, Talk
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -38,13 +37,19 @@ class Architecture:
 
     def build(self) -> "Checkpoint":
         """Return the new checkpoint. UsageError for options that contradict published weights."""
-        from certcli.cli.shared.inputs import hints, parse_arguments
+        from certcli.cli.shared.inputs import numbers, parse_arguments
         from certcli.models.build import initialise
         from certcli.models.mean import mean_of
         from certcli.models.open import open_checkpoint
+        from certcli.models.overrides import Hints
         from certcli.system.errors import UsageError
 
-        from_options = hints(None, self.arch_arg, self.mean, self.std)
+        from_options = Hints(
+            None,
+            parse_arguments(self.arch_arg),
+            numbers("--mean", self.mean),
+            numbers("--std", self.std),
+        )
         if self.member:
             arguments = dict(from_options.arch_args)
             mirror = arguments.pop("mirror", False)
@@ -62,7 +67,7 @@ class Architecture:
             return open_checkpoint(self.arch, from_options)
         return initialise(
             self.arch,
-            parse_arguments(self.arch_arg),
+            dict(from_options.arch_args),
             seed=self.seed,
             mean=from_options.mean,
             std=from_options.std,
@@ -75,7 +80,11 @@ class Architecture:
     "certvit init certvit_lip_cifar10 --member a.safetensors --member b.safetensors -o mean.safetensors",
     page="architectures.md",
 )
-def init(architecture: Architecture, output: Output = Output(), talk: Talk = Talk()) -> None:
+def init(
+    architecture: Architecture,
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
+) -> None:
     """Write a new checkpoint: freshly initialised, with timm's published weights, or the mean of
     trained networks.
     """

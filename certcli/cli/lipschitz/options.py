@@ -6,9 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import BatchDevice, Calibration, Source
+from certcli.cli.shared import command, groups, options
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -17,24 +15,24 @@ if TYPE_CHECKING:
     from certcli.models.overrides import Hints
 
 
-@group("Checkpoints of others")
-class BoundedNetwork(Source):
+@command.group("Checkpoints of others")
+class BoundedNetwork(groups.Source):
     """A network that may end in features."""
 
     features: bool = option(False, "Bound the features of a network that has no classifier.")
 
     def hints(self) -> Hints:
-        return replace(super().hints(), features=self.features)
+        return replace(super().hints(), features=self.features, logits=True)
 
 
-@group("Lower bound")
+@command.group("Lower bound")
 class SlopeSearch:
     """The measured slope beside the proven one."""
 
     estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
 
 
-@group("Near images")
+@command.group("Near images")
 class NearImages:
     """Constants that hold near one image."""
 
@@ -55,7 +53,7 @@ class NearImages:
                 raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
 
 
-@group("Views")
+@command.group("Views")
 class Views:
     """The tables and figures beside the bound."""
 
@@ -88,5 +86,5 @@ class LipschitzOptions:
     near: NearImages
     views: Views
     search: SlopeSearch
-    data: Calibration
-    machine: BatchDevice
+    data: groups.Calibration
+    machine: groups.BatchDevice

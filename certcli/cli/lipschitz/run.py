@@ -20,19 +20,16 @@ from certcli.cli.lipschitz.options import (
     Views,
 )
 from certcli.cli.lipschitz.view import Audited
-from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Talk
-from certcli.cli.shared.inputs import doubt_accuracy, doubt_images, return_large_blocks
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.fidelity import known_labels
-from certcli.evaluation.image_doubts import right_of
+from certcli.evaluation import fidelity, image_doubts
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
-from certcli.models import build
-from certcli.models.weights import require_features
+from certcli.models import build, weights
 from certcli.system.errors import GateError, NoBoundError, UsageError
 from certcli.system.processes import require_one, team
 
@@ -48,10 +45,10 @@ def report_bound(
     near: NearImages,
     show: Views,
     slope: SlopeSearch,
-    data: Calibration,
-    machine: BatchDevice,
-    output: Output,
-    talk: Talk,
+    data: groups.Calibration,
+    machine: groups.BatchDevice,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
     has slope >= lower."""
@@ -74,8 +71,10 @@ def report_bound(
                 sink,
             )
         return
-    return_large_blocks()
-    audited = prove_source(source, machine, sink)
+    inputs.return_large_blocks()
+    asked = {"--around": near.around, "-o": output.output}
+    decision = next((option for option, value in asked.items() if value), None)
+    audited = prove_source(source, machine, sink, decision)
     nearby = prepare_near_images(audited, chosen) if near.around else None
     lower = measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)
@@ -84,22 +83,28 @@ def report_bound(
     view.explain_bound(audited, lower, report["attention_weight"], sink)
     gate = bound_gate(audited, maximum)
     sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
-    if output.output is not None:
-        result = {name: report[name] for name in EVIDENCE}
-        output.write(
-            audited.checkpoint.with_evidence(
-                "lipschitz", {"images": data.limit if slope.estimate else 0}, result
-            ),
-            output.output,
-        )
-        sink.note(f"wrote {output.output}")
+    about = {"images": data.limit if slope.estimate else 0}
+    evidence = {name: report[name] for name in EVIDENCE}
+    output.write_evidence(audited.checkpoint.with_evidence("lipschitz", about, evidence), sink)
     gate.enforce()
 
 
-def prove_source(source: BoundedNetwork, machine: BatchDevice, sink: Sink) -> Audited:
+def prove_source(
+    source: BoundedNetwork, machine: groups.BatchDevice, sink: Sink, decision: str | None = None
+) -> Audited:
+    """Return the network with its bound.
+
+    Args:
+        decision: An option that asks for more than the logits.
+    """
     checkpoint = source.open(sink)
     if source.features:
-        require_features(checkpoint, source.ckpt)
+        weights.require_features(checkpoint, source.ckpt)
+    if not checkpoint.reading.decides and decision is not None:
+        raise UsageError(
+            f"{decision} is of the largest logit, by which this network does not decide",
+            f"leave out {decision}: the bound of the logits is printed without it",
+        )
     model = build.load(checkpoint, machine.pick())
     return Audited(
         Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
@@ -110,19 +115,22 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
     """Return the largest slope at images; warn of images that do not suit the network."""
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
-    doubt_images(images, record, sink)
-    judged = options.data.dataset is not None and record.classes > 0
-    labels, why = known_labels(images, record) if judged else (None, "")
+    inputs.doubt_images(images, record, sink)
+    decides = record.classes > 0 and audited.checkpoint.reading.decides
+    judged = options.data.dataset is not None and decides
+    labels, why = fidelity.known_labels(images, record) if judged else (None, "")
     if why:
         sink.warn(why)
     if labels is not None:
-        right = sum(right_of(audited.model, images, options.machine.batch_size, labels))
+        right = sum(
+            image_doubts.right_of(audited.model, images, options.machine.batch_size, labels)
+        )
         sink.note(f"correct on {right} of these {len(images)} images")
-        doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
+        inputs.doubt_accuracy(right / len(images), images, audited.checkpoint, sink)
     return _steepest(audited.model, images, options, sink)
 
 
-def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sink) -> float:
+def _steepest(model: Any, images: Images, options: LipschitzOptions, sink: Sink) -> float:
     """Return the largest measured slope, batches dealt to the processes; 0 but on the leader."""
     device = next(model.parameters()).device
     best = 0.0
@@ -143,7 +151,7 @@ def _steepest(model: Any, images: "Images", options: LipschitzOptions, sink: Sin
 
 
 def show_views(
-    audited: Audited, near: "AroundImages | None", options: LipschitzOptions, sink: Sink
+    audited: Audited, near: AroundImages | None, options: LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     views = options.views
@@ -216,7 +224,7 @@ Row = tuple[int, "NearImage"]
 """An image's position in its split, and what is proven near it."""
 
 
-def prepare_near_images(audited: Audited, options: LipschitzOptions) -> "AroundImages":
+def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundImages:
     """Return the network for these near_balls, before anything is measured.
 
     Raises:
@@ -228,17 +236,17 @@ def prepare_near_images(audited: Audited, options: LipschitzOptions) -> "AroundI
     return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
 
 
-def near_balls(options: LipschitzOptions) -> list["Around"]:
+def near_balls(options: LipschitzOptions) -> list[Around]:
     """Return the near_balls that were asked for."""
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
 def show_near_images(
-    audited: Audited, network: "AroundImages", options: LipschitzOptions, sink: Sink
+    audited: Audited, network: AroundImages, options: LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     """Prove and measure near each image; show the table, draw the picture, return the document."""
     data = options.data
-    images = Evaluation(
+    images = groups.Evaluation(
         dataset=data.dataset, data_dir=data.data_dir, limit=data.limit, seed=data.seed
     ).images(audited.checkpoint.record, sink)
     rows = _near_rows(network, images, options, sink)
@@ -259,7 +267,7 @@ def show_near_images(
 
 
 def _near_rows(
-    network: "AroundImages", images: "Images", options: LipschitzOptions, sink: Sink
+    network: AroundImages, images: Images, options: LipschitzOptions, sink: Sink
 ) -> list[Row]:
     rows: list[Row] = []
     near = near_balls(options)
@@ -272,7 +280,7 @@ def _near_rows(
 
 
 def _show_near_table(
-    rows: list[Row], images: "Images", audited: Audited, options: LipschitzOptions, sink: Sink
+    rows: list[Row], images: Images, audited: Audited, options: LipschitzOptions, sink: Sink
 ) -> None:
     norm = options.near.norm
     columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
@@ -310,7 +318,7 @@ def _show_near_table(
         )
 
 
-def _near_document(index: int, near: "NearImage") -> dict[str, Any]:
+def _near_document(index: int, near: NearImage) -> dict[str, Any]:
     def numbers(values: Any) -> list[float | str]:
         return [value if math.isfinite(value) else "inf" for value in values.tolist()]
 

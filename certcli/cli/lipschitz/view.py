@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.numerics.real import Real
+from certcli.models.build import OpenCheckpoint
 from certcli.models.pixels import PixelModel
 from certcli.nn.residual import attention_weight
 
@@ -25,7 +25,7 @@ class Audited:
     """A checkpoint with its network and proven bound."""
 
     name: str
-    checkpoint: Checkpoint
+    checkpoint: OpenCheckpoint
     model: PixelModel
     proven: NetworkBound
 
@@ -125,6 +125,8 @@ def explain_bound(audited: Audited, lower: float | None, share: float | None, si
         sink.text(f"lower bound{of} (measured):  {rounded_down(lower, 4)}")
     if audited.of_features:
         sink.text("the file has no classifier: this bounds its features, not its classes")
+    elif not audited.checkpoint.reading.decides:
+        sink.text("no margin, class or radius is judged: the largest logit decides nothing here")
     elif upper.finite and float(upper) > 0:
         radius = (1 - 2**-50) / (2**0.5 * float(upper))
         if radius >= USABLE:

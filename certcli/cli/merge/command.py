@@ -6,9 +6,8 @@ from typing import Annotated
 
 import typer
 
-from certcli.cli.shared import options
+from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import Output, Source, Talk
 
 
 @group()
@@ -30,7 +29,10 @@ class AdapterFolder:
     page="checkpoints.md",
 )
 def merge(
-    base: Source, folder: AdapterFolder, output: Output = Output(), talk: Talk = Talk()
+    base: groups.Source,
+    folder: AdapterFolder,
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Merge a LoRA or DoRA adapter into its base: the network that is deployed, to be certified.
 

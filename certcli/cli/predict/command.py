@@ -9,14 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from certcli.certify.patch.options import Patches
-from certcli.cli.shared import options
+from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.groups import BatchDevice, Source, Talk
 from certcli.cli.shared.output import percent
 from certcli.evaluation.choices import Defence
-from certcli.system.errors import UsageError
+from certcli.system import errors, processes
 from certcli.system.options import option
-from certcli.system.processes import require_one
 
 if TYPE_CHECKING:
     from certcli.certify.predictor import ClassProbability
@@ -56,11 +54,11 @@ class Pictures:
     ),
 )
 def predict(
-    source: Source,
+    source: groups.Source,
     pictures: Pictures,
     patches: Patches = Patches(),
-    machine: BatchDevice = BatchDevice(),
-    talk: Talk = Talk(),
+    machine: groups.BatchDevice = groups.BatchDevice(),
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Predict the class of each image, by the network itself or by its classifier defended against
     patches.
@@ -72,11 +70,11 @@ def predict(
     from certcli.images.names import known_class_names
 
     if pictures.defence == "none" and (patches.patches or pictures.prove):
-        raise UsageError(
+        raise errors.UsageError(
             "--patch and --prove are for --defence patch",
             "certvit predict ... --defence patch --patch 32",
         )
-    require_one("images are classified", "certvit predict without torchrun")
+    processes.require_one("images are classified", "certvit predict without torchrun")
     files, unreadable, left_out = image_files(pictures.images)
     sink = talk.sink()
     if left_out:

@@ -34,12 +34,10 @@ from typing import (
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from certcli.cli.shared.completion import described
-from certcli.cli.shared.inputs import require_early
+from certcli.cli.shared import completion, inputs
 from certcli.cli.shared.options import Reads
-from certcli.system.errors import UsageError
+from certcli.system import errors, reading
 from certcli.system.options import NOTE, Option, choices, require_choices
-from certcli.system.reading import is_absent
 
 Mark = TypeVar("Mark")
 PANEL = "panel"
@@ -108,11 +106,11 @@ def command(
                 # float("nan") parses, and passes every gate
                 if isinstance(value, float) and not math.isfinite(value):
                     option = spelling(name, info_of(flat[name].annotation))[-1]
-                    raise UsageError(
+                    raise errors.UsageError(
                         f"{option} {value} is not a finite number",
                         f"certvit {function.__name__} --help",
                     )
-            require_early(values)
+            inputs.require_early(values)
             built = {name: _build(kind, values) for name, kind in groups.items()}
             function(**built, **values)
 
@@ -137,7 +135,7 @@ def _docs() -> Path:
     """The folder of the documentation: in a wheel in the package, in a checkout beside it."""
     package = Path(__file__).parents[2]
     packed = package / "docs"
-    return package.parent / "docs" if is_absent(packed) else packed
+    return package.parent / "docs" if reading.is_absent(packed) else packed
 
 
 def _show_all(context: typer.Context, asked: bool) -> None:
@@ -172,7 +170,9 @@ def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
     return _noted(
         option,
         info,
-        described(command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info),
+        completion.described(
+            command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info
+        ),
     )
 
 

@@ -14,19 +14,18 @@ from certcli.evaluation.fidelity import (
     worth_of_judges,
 )
 from certcli.evaluation.radii import percent_ends
-from certcli.images.calibration import PHOTOGRAPHS
-from certcli.images.labelled import Images
+from certcli.images import calibration, labelled
 from certcli.models.pixels import PixelModel
 
 
 def measure_reference(
-    model: "PixelModel",
-    images: "Images",
-    held_out: "Images",
-    record: "Record",
+    model: PixelModel,
+    images: labelled.Images,
+    held_out: labelled.Images,
+    record: Record,
     batch_size: int,
     sink: Sink,
-) -> "ReferenceLogits":
+) -> ReferenceLogits:
     """Return the original logits of the held-out images; of all images where none is held out."""
 
     judges = held_out if len(held_out) else images
@@ -45,11 +44,11 @@ def measure_reference(
 
 
 def fidelity_document(
-    reference: "ReferenceLogits",
-    model: "PixelModel",
-    record: "Record",
+    reference: ReferenceLogits,
+    model: PixelModel,
+    record: Record,
     took_part: bool,
-    fidelity: "Fidelity | None" = None,
+    fidelity: Fidelity | None = None,
     refitted: bool = False,
 ) -> dict[str, Any]:
     """Return the JSON form of the comparison with `model`, or of `found`.
@@ -69,7 +68,7 @@ def fidelity_document(
     }
     fidelity = reference.compare(reference.logits(model)) if fidelity is None else fidelity
     document = {**fidelity.to_json(), **about}
-    if images.name == PHOTOGRAPHS:
+    if images.name == calibration.PHOTOGRAPHS:
         document.pop("agreement_at_least")
         document |= {} if refitted else expected_on_real(fidelity, record.input.size[0])
     return document

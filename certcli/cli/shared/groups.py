@@ -36,7 +36,6 @@ class Reading:
     arch_arg: list[str] = option(list, "Argument of --arch.", metavar="KEY=VALUE")
     mean: str | None = option(None, "Pixel mean of a foreign file, e.g. 0.5 or 0.48,0.45,0.41.")
     std: str | None = option(None, "Pixel standard deviation of a foreign file.")
-    norm_eps: float | None = option(None, "eps of every norm of a foreign file, if not timm's own.")
     as_stated: bool = option(
         False, "Trust --arch-arg and config.json even if the tensors also fit another network."
     )
@@ -55,39 +54,45 @@ class Reading:
     )
 
     def hints(self) -> Hints:
-        return inputs.hints(
+        from certcli.models.overrides import Hints
+
+        return Hints(
             self.arch,
-            self.arch_arg,
-            self.mean,
-            self.std,
-            self.norm_eps,
+            inputs.parse_arguments(self.arch_arg),
+            inputs.numbers("--mean", self.mean),
+            inputs.numbers("--std", self.std),
             self.as_stated,
             self.weights,
-            self.image_size,
+            image_size=self.image_size,
         )
 
     def words(self) -> list[str]:
-        named = {
+        """Return the options as they are typed."""
+        typed = {
             "--arch": self.arch,
             "--mean": self.mean,
             "--std": self.std,
-            "--norm-eps": self.norm_eps,
+            "--weights": self.weights,
+            "--image-size": self.image_size,
         }
-        option_values = named | {"--weights": self.weights, "--image-size": self.image_size}
-        pairs = [(name, str(value)) for name, value in option_values.items() if value is not None]
+        pairs = [(name, str(value)) for name, value in typed.items() if value is not None]
         pairs += [("--arch-arg", pair) for pair in self.arch_arg]
         return [word for pair in pairs for word in pair] + ["--as-stated"] * self.as_stated
 
-    def read_file(self, ckpt: str, sink: Sink, *, features: bool = False) -> OpenCheckpoint:
+    def read_file(
+        self, ckpt: str, sink: Sink, *, features: bool = False, logits: bool = False
+    ) -> OpenCheckpoint:
         """Return the checkpoint with its assumptions, which the caller prints after other lines.
 
         Args:
             features: the network may end in features.
+            logits: it need not decide by its largest logit.
         """
         from certcli.models.open import open_checkpoint
 
         hints = self.hints()
-        checkpoint = open_checkpoint(ckpt, replace(hints, features=features or hints.features))
+        hints = replace(hints, features=features or hints.features, logits=logits or hints.logits)
+        checkpoint = open_checkpoint(ckpt, hints)
         for doubt in checkpoint.reading.doubts:
             sink.warn(doubt)
         return checkpoint
@@ -340,6 +345,12 @@ class Output:
             step = checkpoint.record.lineage[-1]
             replaces |= last_step(path) == (step.command, str(step.parent))
         checkpoint.write(path, replaces, self.shard_bytes())
+
+    def write_evidence(self, checkpoint: Checkpoint, sink: Sink) -> None:
+        """Write a checkpoint that has got evidence, where -o names a file for it."""
+        if self.output is not None:
+            self.write(checkpoint, self.output)
+            sink.note(f"wrote {self.output}")
 
     def shard_bytes(self) -> int:
         """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""

@@ -1,4 +1,4 @@
-"""Hints and paths from a command line's words, doubts about images. Imports are in functions."""
+"""Arguments and paths from a command line's words, doubts about images. Imports are in functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from certcli.cli.shared.output import Sink
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
-    from certcli.models.overrides import Hints
 
 LONGEST_NAME = 255
 """Characters of a file's name; a longer one is refused with all paths."""
@@ -86,23 +85,6 @@ def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
     return CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
-def hints(
-    arch: str | None,
-    arch_args: list[str],
-    mean: str | None,
-    std: str | None,
-    norm_eps: float | None = None,
-    as_stated: bool = False,
-    weights: str | None = None,
-    image_size: int | None = None,
-) -> Hints:
-    from certcli.models.overrides import Hints
-
-    arguments = parse_arguments(arch_args) | ({} if norm_eps is None else {"norm_eps": norm_eps})
-    statistics = _numbers("--mean", mean), _numbers("--std", std)
-    return Hints(arch, arguments, *statistics, as_stated, weights, image_size=image_size)
-
-
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     """Return KEY=VALUE texts as a dict; a value that is JSON is decoded."""
     arguments: dict[str, Any] = {}
@@ -117,7 +99,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def _numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+def numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:

@@ -14,9 +14,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from certcli.system import reading, registry
 from certcli.system.errors import UsageError, one_line
-from certcli.system.reading import is_absent, read_bounded
-from certcli.system.registry import one_of
 
 FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
 """File -> the place of certvit's table in it, in ascending order of precedence."""
@@ -54,7 +53,7 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
             if other not in COMMANDS:
                 raise UsageError(
                     f"{path}: certvit has no settings for '{one_line(other)}'",
-                    one_of(other, COMMANDS),
+                    registry.one_of(other, COMMANDS),
                 )
         section = table.get(command, {})
         if not isinstance(section, dict):
@@ -62,7 +61,8 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
         for key, value in section.items():
             if key not in allowed:
                 raise UsageError(
-                    f"{path}: [{command}] has no setting '{one_line(key)}'", one_of(key, allowed)
+                    f"{path}: [{command}] has no setting '{one_line(key)}'",
+                    registry.one_of(key, allowed),
                 )
             parameter = allowed[key]
             where = f"{path}: [{command}] {key}"
@@ -81,9 +81,9 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
 
 def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     try:
-        if is_absent(path):
+        if reading.is_absent(path):
             return {}
-        table: Any = tomllib.loads(read_bounded(path, LARGEST).decode())
+        table: Any = tomllib.loads(reading.read_bounded(path, LARGEST).decode())
     except (OSError, ValueError, RecursionError) as failure:
         raise UsageError(
             f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8"

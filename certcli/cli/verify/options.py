@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import options
-from certcli.cli.shared.command import group
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Reading
-from certcli.cli.shared.output import Sink
+from certcli.cli.shared import command, groups, options, output
 from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -20,7 +17,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
 
 
-@group()
+@command.group()
 class Files:
     """What is checked, and against which network."""
 
@@ -43,7 +40,7 @@ class Files:
     ] = field(default_factory=list)
 
 
-@group()
+@command.group()
 class VerifyScope:
     """How much of it is checked."""
 
@@ -68,9 +65,9 @@ class VerifyOptions:
 
     files: Files
     scope: VerifyScope
-    data: Evaluation
-    reading: Reading
-    machine: BatchDevice
+    data: groups.Evaluation
+    reading: groups.Reading
+    machine: groups.BatchDevice
 
     @property
     def file(self) -> Path:
@@ -79,7 +76,9 @@ class VerifyOptions:
 
         return shipped_path(str(self.files.file)) or self.files.file
 
-    def open(self, sink: Sink, *, features: bool = False) -> Checkpoint:
+    def open(
+        self, sink: output.Sink, *, features: bool = False, logits: bool = False
+    ) -> Checkpoint:
         """Return the network that a report or records are about. UsageError unless one is named."""
         ckpts = self.files.ckpts
         if len(ckpts) != 1:
@@ -87,6 +86,6 @@ class VerifyOptions:
                 f"{self.file} is about one network, and {len(ckpts) or 'none'} is named",
                 f"certvit verify {self.file.name} CKPT",
             )
-        checkpoint = self.reading.read_file(ckpts[0], sink, features=features)
+        checkpoint = self.reading.read_file(ckpts[0], sink, features=features, logits=logits)
         sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
         return checkpoint

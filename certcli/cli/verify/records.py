@@ -19,14 +19,10 @@ from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.shared.groups import Evaluation
-from certcli.cli.shared.output import Sink
+from certcli.cli.shared import groups, output
 from certcli.cli.verify.options import VerifyOptions
 from certcli.cli.verify.view import CheckedFile
-from certcli.evaluation.evidence import method_of
-from certcli.evaluation.perturbation import Region
-from certcli.evaluation.record_lines import Run
-from certcli.evaluation.records import read_records, require_same_images, require_same_network
+from certcli.evaluation import evidence, perturbation, record_lines, records
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, UsageError
@@ -39,17 +35,17 @@ masks up to 32.
 """
 
 
-def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
+def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     """Check every record, or a sample."""
 
     path = options.file
-    run, rows = read_records(path, "certify")
+    run, rows = records.read_records(path, "certify")
     checkpoint = options.open(sink)
-    require_same_network(run, checkpoint.digest, path)
-    method = method_of(run, path)
+    records.require_same_network(run, checkpoint.digest, path)
+    method = evidence.method_of(run, path)
     _require_few_draws(run, path, options.scope.draws)
     images = _images(run, checkpoint, options.data, path, sink)
-    require_same_images(rows, images, path)
+    records.require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
     if certifier.reading:
         sink.note(certifier.reading)
@@ -99,7 +95,7 @@ def check_records(options: VerifyOptions, sink: Sink) -> CheckedFile:
 
 
 def _ready(
-    run: Run,
+    run: record_lines.Run,
     rows: Sequence[Mapping[str, Any]],
     checkpoint: Checkpoint,
     images: Images,
@@ -107,15 +103,16 @@ def _ready(
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
 
+    method = str(run.method)
     values = {
         **run.parameters,
         "batch_size": options.machine.batch_size,
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of(run.method, values)
+        settings = options_of(method, values)
         certifier = prepare(
-            run.method,
+            method,
             checkpoint,
             options.machine.pick_for(getattr(settings, "arithmetic", None)),
             settings,
@@ -128,7 +125,7 @@ def _ready(
     return certifier, read_claims(rows, images, certifier, str(options.file))
 
 
-def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
+def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > allowed:
         raise DataError(
@@ -137,7 +134,13 @@ def _require_few_draws(run: Run, path: Path, allowed: int) -> None:
         )
 
 
-def _images(run: Run, checkpoint: Checkpoint, data: Evaluation, path: Path, sink: Sink) -> Images:
+def _images(
+    run: record_lines.Run,
+    checkpoint: Checkpoint,
+    data: groups.Evaluation,
+    path: Path,
+    sink: output.Sink,
+) -> Images:
     """The records' images, by --dataset, of the header's split and number; else DataError."""
     split = run.dataset.split
     count = run.dataset.images
@@ -165,7 +168,7 @@ def margin_attack(steps: int) -> Attack:
         draw = random.Random(seed)
         sides = zip(image.shape[-2:], (patch.height, patch.width), strict=True)
         top, left = (draw.randint(0, side - inner) for side, inner in sides)
-        region = Region.within(patch, [(top, left)], image)
+        region = perturbation.Region.within(patch, [(top, left)], image)
         # a random start
         settings = AttackSettings(steps=PATCH_STEPS, restart=AttackSettings.targets + 1, seed=seed)
         return region.project(
@@ -181,7 +184,8 @@ def margin_attack(steps: int) -> Attack:
         if isinstance(threat.size, Patch):
             assert isinstance(certifier, PatchCertifier)
             return in_patch(certifier, image, classes, threat.size, seed)
-        model, region, point = certifier.attacked.eval(), Region(threat.norm, threat.radius), image  # type: ignore[arg-type]
+        region = perturbation.Region(threat.norm, threat.radius)  # type: ignore[arg-type]
+        model, point = certifier.attacked.eval(), image
         for restart in range(2):
             point = tuck_in(
                 margin_pgd(

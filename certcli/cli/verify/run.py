@@ -1,5 +1,10 @@
 """The work of `certvit verify`: what kind of file it is, its claims, and the document about them."""
 
+import json
+import math
+import os
+import random
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,30 +12,46 @@ from typing import Any
 from msgspec import UNSET
 
 from certcli.audit.evidence import with_evidence
+from certcli.certify import around
+from certcli.certify.around import Around, AroundImages, NearImage
+from certcli.certify.methods import certify, options_of, prepare
+from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Json, ReportFields, decode
-from certcli.checkpoint.shards import is_index
+from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode
 from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
-from certcli.cli.shared.inputs import missing_file
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.cli.verify import view
-from certcli.cli.verify.again import certify_again
-from certcli.cli.verify.around import near_images
-from certcli.cli.verify.options import VerifyOptions
-from certcli.cli.verify.records import check_records
+from certcli.cli.verify import records, view
+from certcli.cli.verify.options import VerifyOptions, VerifyScope
 from certcli.evaluation.claim import Claim, statuses
-from certcli.models.build import with_network
+from certcli.evaluation.image_doubts import right_of
+from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.images.labelled import Images
+from certcli.models.build import load_double, with_network
 from certcli.report.document import from_json
-from certcli.system.errors import CheckpointError, GateError, Refused
+from certcli.system.errors import (
+    CertvitError,
+    CheckpointError,
+    DataError,
+    GateError,
+    NoBoundError,
+    Refused,
+)
 from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
-from certcli.verification import documents
+from certcli.verification import documents, lineage
 from certcli.verification import report as reports
 from certcli.verification.documents import kind_of, unread_fields
-from certcli.verification.evidence import check, check_entries
+from certcli.verification.evidence import (
+    Certified,
+    Certify,
+    Recertified,
+    Request,
+    check,
+    check_entries,
+)
 from certcli.verification.laws import theorems, verify_laws
-from certcli.verification.lineage import compare_lineages, remake_means
+from certcli.verification.report import SLACK
 
 
 def verify(options: VerifyOptions, sink: Sink) -> None:
@@ -38,18 +59,18 @@ def verify(options: VerifyOptions, sink: Sink) -> None:
 
     file = options.file
     if is_absent(file):
-        raise missing_file(
+        raise inputs.missing_file(
             str(file),
             "give a report (--json), records (.jsonl) or a checkpoint",
             ".json",
             ".jsonl",
             ".safetensors",
         )
-    if file.is_dir() or file.suffix == ".safetensors" or is_index(file):
+    if file.is_dir() or file.suffix == ".safetensors" or shards.is_index(file):
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":
-        view.conclude(options.file, check_records(options, sink), view.RECORDS, sink)
+        view.conclude(options.file, records.check_records(options, sink), view.RECORDS, sink)
     else:
         kind, checked = check_report(options, sink)
         view.conclude(options.file, checked, f"{kind} report", sink)
@@ -87,7 +108,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
     unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
-    checkpoint = options.open(sink, features=of_features)
+    checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
     if report.around is not UNSET:
         claims += near_images(report.around, checkpoint, options, sink)
@@ -132,7 +153,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
 def _audited(
     checkpoint: Checkpoint, text: bytes, seed: int
-) -> tuple[list[Evidence], dict[int, dict[str, Any]]]:
+) -> tuple[list[record.Evidence], dict[int, dict[str, Any]]]:
     """Return what the audit would have written, about the network that the audit names, and by the
     number of the entry what it says of a method beside.
     """
@@ -165,7 +186,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
-    linked = [*compare_lineages(by_name), *remake_means(by_name)]
+    linked = [*lineage.compare_lineages(by_name), *lineage.remake_means(by_name)]
     gate = Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
@@ -197,3 +218,143 @@ def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -
     return check(
         checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
+
+
+WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "parameters": {}}
+
+
+def certify_again(
+    checkpoint: Checkpoint,
+    scope: VerifyScope,
+    data: groups.Evaluation,
+    machine: groups.BatchDevice,
+    sink: Sink,
+) -> Certify:
+    """Return a function that certifies the images of an entry again, all or a sample."""
+
+    def recertify(request: Request) -> Recertified:
+        named = groups.Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
+        named = replace(named, limit=request.limit, seed=request.seed)
+        images = named.images(checkpoint.record, sink)
+        if request.digest is not None and images.digest != request.digest:
+            raise DataError("these are other images than those of the evidence: name its --dataset")
+        chosen = _chosen(images, scope.sample, sink)
+        batch = machine.batch_size
+        result = Recertified([], len(images), images.name, images.split, images.ahead is None)
+        values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
+        settings = options_of(request.method, values)
+        device = machine.pick_for(getattr(settings, "arithmetic", None))
+        try:
+            certifier = prepare(request.method, checkpoint, device, settings)
+        except NoBoundError:
+            if request.method != "lipschitz":
+                raise
+            correct = right_of(load_double(checkpoint, device), chosen, batch)
+            return replace(result, rows=[(right, 0.0) for right in correct], stated=WITHOUT_BOUND)
+        certifier.kept_back = 0.0
+        rows: list[tuple[bool, Certified]] = []
+        with sink.progress("certify again", total=len(chosen)) as bar:
+            for certificates in certify(certifier, chosen, batch):
+                rows += [(one.correct, one.held) for one in certificates]
+                bar.advance(len(certificates))
+        names = ("promise", "failure", "arithmetic", "norm", "domain")
+        fields = {name: getattr(certifier, name) for name in names}
+        statement = {**certifier.about, **fields, "parameters": dict(certifier.parameters)}
+        return replace(result, rows=rows, stated=json.loads(json.dumps(statement)))
+
+    return recertify
+
+
+def _chosen(images: Images, sample: int | None, sink: Sink) -> Images:
+    """Return a sample that the file's author cannot have predicted; all images without one."""
+    if sample is None or sample >= len(images):
+        return images
+    seed = int.from_bytes(os.urandom(4), "little")
+    sink.note(f"a sample of {sample} of {len(images)} images, drawn with seed {seed}")
+    return images.limit(sample, seed)
+
+
+def near_images(
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+) -> list[Claim]:
+    """Return the claim of each image that a report bounds slopes near; of a sample with --sample."""
+    statement = f"slopes near {claimed.dataset.images} images of {claimed.dataset.name}"
+    try:
+        return list(_near_claims(claimed, checkpoint, options, sink))
+    except CertvitError as failure:
+        return [Claim(statement, "unverified", failure.message)]
+
+
+def _near_claims(
+    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+) -> Iterator[Claim]:
+
+    data = replace(
+        options.data, split=claimed.dataset.split, limit=claimed.dataset.images, seed=claimed.seed
+    )
+    images = data.images(checkpoint.record, sink)
+    if images.digest != claimed.dataset.digest:
+        yield Claim(
+            "slopes near images",
+            "unverified",
+            "these are other images than those of the report: name its --dataset",
+        )
+        return
+    near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
+    network = around.prepare(checkpoint, list(near.values()), options.machine.pick())
+    rows = list(claimed.images)
+    if options.scope.sample is not None and options.scope.sample < len(rows):
+        chooser = random.Random(os.urandom(8))  # the file's author cannot have predicted it
+        rows = chooser.sample(rows, options.scope.sample)
+    with sink.progress("prove slopes again", total=len(rows)) as bar:
+        for row in rows:
+            yield _near_claim(row, near[row.radius], network, images)
+            bar.advance()
+
+
+def _near_claim(
+    row: NearImageFields, around: Around, network: AroundImages, images: Images
+) -> Claim:
+    statement = f"slopes near image {row.index}, within {row.radius:g}"
+    places = (images.indices == row.index).nonzero().flatten().tolist()
+    if not places:
+        return Claim(statement, "refuted", "no such image is among them")
+    (proven,) = network.each(images.fetch(places[:1]), [around])
+    problem = next(_near_problems(row, proven), None)
+    if problem is not None:
+        return Claim(statement, "refuted", problem)
+    return Claim(
+        statement,
+        "verified",
+        f"the logits' proven again: {rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
+    )
+
+
+def _alike(claims: list[float], margins: list[float]) -> bool:
+    """Tell whether margins are the same up to another machine's rounding in float64."""
+    size = max(map(abs, margins), default=0.0)
+    pairs = zip(claims, margins, strict=False)
+    return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
+
+
+def _near_problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
+    """Yield what does not follow: bounds below those proven again, radii above them."""
+    if row.prediction != proven.prediction:
+        yield f"class {row.prediction} is stated, the network says {proven.prediction}"
+    upper = proven.upper.tolist()
+    if len(row.upper) != len(upper):
+        yield f"{len(row.upper)} margins are stated, the network has {len(upper)}"
+    if not _alike(row.margins, proven.margins.tolist()):
+        yield "the margins at the image are other ones"
+    elif row.rival != proven.rival:
+        yield f"class {row.rival} is the nearest, as is stated, and {proven.rival} is"
+    slopes = [(slope, bound) for slope, bound in zip(row.lower, upper) if slope is not None]
+    if len(row.lower) != len(upper) or any(slope > bound for slope, bound in slopes):
+        yield "a slope is stated that is above what is proven"
+    pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
+    for claimed, bound in pairs:
+        if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
+            yield f"{rounded_down(claimed, 9)} is stated, {rounded_up(bound, 9)} is proven"
+    if row.certified > proven.radius * (1 + SLACK):
+        shown = rounded_up(row.certified, 9), rounded_down(proven.radius, 9)
+        yield f"radius {shown[0]} is stated, {shown[1]} is proven"

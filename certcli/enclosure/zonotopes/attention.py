@@ -16,8 +16,19 @@ from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
-SCORES = Bilinear(lambda a, b: a @ b.mT, lambda r, b: r @ b, lambda a, r: r.mT @ a)
-AVERAGES = Bilinear(lambda a, b: a @ b, lambda r, b: r @ b.mT, lambda a, r: a.mT @ r)
+_FEW = 2**10
+"""Products in a product of matrices, below which many of them are computed as fewer large ones."""
+
+
+def matrices_times(a: Tensor, b: Tensor) -> Tensor:
+    """Return a b, (.., i, j) x (.., j, e) -> (.., i, e), leading axes broadcast."""
+    if a.shape[-2] * b.shape[-2] * b.shape[-1] > _FEW:
+        return a @ b
+    return torch.einsum("...ij,...je->...ie", a, b).contiguous()
+
+
+SCORES = Bilinear(lambda a, b: matrices_times(a, b.mT), lambda r, b: r @ b, lambda a, r: r.mT @ a)
+AVERAGES = Bilinear(matrices_times, lambda r, b: r @ b.mT, lambda a, r: a.mT @ r)
 
 
 def scores(q: Form, k: Form) -> Form:
@@ -136,10 +147,13 @@ def average(p: Form, v: Form) -> Form:
     ).shift(weight)
     common = weight.mean(-2, keepdim=True)  # (1, h, 1, j), the same for all rows
     middle = v.linear(
-        lambda t: common @ t, lambda t: common.abs() @ t, tokens, lambda r: common.mT @ r
+        lambda t: matrices_times(common, t),
+        lambda t: common.abs() @ t,
+        tokens,
+        lambda r: common.mT @ r,
     )
     ones = v.linear(
-        lambda t: t - common @ t,
+        lambda t: t - matrices_times(common, t),
         lambda t: t + common.abs() @ t,
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm1, up
-from certcli.enclosure.zonotopes.symbols import Block, runs
+from certcli.enclosure.zonotopes.symbols import Block, alike, runs
 
 _SQUARINGS = 3
 """Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
@@ -89,7 +89,7 @@ def may_join(*shapes: tuple[int, ...]) -> bool:
 
 def rest_parts(x: Form) -> list[Part]:
     """Return the columns of all of a form that is not its ball part; slack is `root`'s."""
-    parts: list[Part] = [(fibres(part), block.width) for block, part in runs(x.box, x.blocks)]
+    parts: list[Part] = [(fibres(part), width) for width, part in alike(x.box, x.blocks)]
     return [(fibres(x.square), x.space.square), *parts] if x.space.squares else parts
 
 
@@ -270,15 +270,13 @@ def grouped(
         places = torch.arange(count, device=root.device)
     if of_fibres or x.space.by_fibres:
         root = root.new_zeros(count, width, width).index_copy(0, places, root)
-        columns = root.permute(2, 0, 1).reshape(width, *x.shape)
-        blocks = (*x.blocks, Block.fresh(width, width, of_fibres=True))
-        return Form(x.space, x.centre, torch.cat([x.gens, columns]), x.slack, blocks)
-    gens = x.gens.new_zeros(len(x.gens) + len(root) * width, *x.shape)
-    gens[: len(x.gens)] = x.gens
-    rows = gens[len(x.gens) :].view(len(root), width, count, width)
+        wider, columns = x.widened(Block.fresh(width, width, of_fibres=True))
+        columns.copy_(root.permute(2, 0, 1).reshape(width, *x.shape))
+        return wider
+    wider, columns = x.widened(Block.fresh(len(root) * width, width))
+    rows = columns.view(len(root), width, count, width)
     rows[torch.arange(len(root), device=root.device), :, places] = root.mT
-    blocks = (*x.blocks, Block.fresh(len(root) * width, width))
-    return Form(x.space, x.centre, gens, x.slack, blocks)
+    return wider
 
 
 def narrowed(x: Form) -> Form:

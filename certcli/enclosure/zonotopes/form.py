@@ -27,10 +27,20 @@ from certcli.enclosure.zonotopes.executed import Bounds
 from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
 from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
 from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
+from certcli.enclosure.zonotopes.symbols import (
+    Block,
+    Blocks,
+    every_block,
+    over,
+    reach_of,
+    runs,
+    summed,
+)
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
+_OF_IMAGE = frozenset({"gram", "length", "rise", "fall", "ball", "squares", "quadratic"})
+"""What is computed of the columns before the box symbols alone, which many operations leave."""
 _LARGEST = 2**27
 """Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte."""
 
@@ -68,6 +78,7 @@ class Form:
     row_sum_error: Tensor | None = None
     image_of: "tuple[Form, Tensor] | None" = field(default=None, repr=False, compare=False)
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _image_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,9 +137,10 @@ class Form:
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return what `compute` did when it was first asked for by this name."""
-        if name not in self._cache:
-            self._cache[name] = compute()
-        return self._cache[name]
+        cache = self._image_cache if name in _OF_IMAGE else self._cache
+        if name not in cache:
+            cache[name] = compute()
+        return cache[name]
 
     @property
     def ball_gram(self) -> Tensor:
@@ -188,9 +200,13 @@ class Form:
     @property
     def rest_radius(self) -> Tensor:
         """Return sup |Q vec(e e^T) + B n + s| entry by entry."""
-        return self.once(
-            "rest", lambda: up(quadratic_radius(self.square, self.space.ball) + self.box_radius)
-        )
+        compute = lambda: quadratic_radius(self.square, self.square_length, self.space.ball)  # noqa: E731
+        return self.once("rest", lambda: up(self.once("quadratic", compute) + self.box_radius))
+
+    @property
+    def square_length(self) -> Tensor:
+        """Return the l2 norm of the columns of e e^T entry by entry."""
+        return self.once("squares", lambda: norm2(self.square))
 
     @property
     def radius(self) -> Tensor:
@@ -198,11 +214,23 @@ class Form:
 
     @property
     def size(self) -> Tensor:
-        """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative."""
-        return self.once(
-            "size",
-            lambda: up(self.centre.abs() + self.ball_length + norm2(self.square) + self.box_radius),
-        )
+        """Return an upper bound of |c| + sum |columns|, to which rounding errors are relative.
+
+        What is made of another form without many products has a bound from its size.
+        """
+        return self.once("size", lambda: up(self.centre.abs() + self.deviation))
+
+    @property
+    def deviation(self) -> Tensor:
+        """Return an upper bound of sum |columns|, no less than sup |x - c|."""
+        parts = lambda: up(self.ball_length + self.square_length + self.box_radius)  # noqa: E731
+        return self.once("deviation", parts)
+
+    def sized(self, like: "Form", bound: Callable[[Tensor], Tensor]) -> "Form":
+        """Return this form; where the size of `like` is known, with the bound of its own from that."""
+        if "size" in like._cache:
+            self._cache["size"] = up(bound(like.size))
+        return self
 
     def interval(self) -> tuple[Tensor, Tensor]:
         """Return entrywise bounds, rounded outward."""
@@ -211,8 +239,8 @@ class Form:
 
     def bounds(self) -> Bounds:
         """Return the form's sizes and least deviation of a row: centring lengthens nothing."""
-        away = up((self.size - self.centre.abs()).clamp_min(0))  # `radius` would take longer
-        whole = up(self.centre.abs() + away)
+        away = self.deviation  # `radius` would take longer
+        whole = self._cache["size"] = up(self.centre.abs() + away)
         width = self.shape[-1]
         rows = norm2(whole.movedim(-1, 0))
         centred = torch.linalg.vector_norm(self.centre - self.centre.mean(-1, keepdim=True), dim=-1)
@@ -242,7 +270,8 @@ class Form:
         gens = apply(self.gens)
         if absolute is None:
             node = self.arranged(apply, centre)
-            return Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
+            form = Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
+            return form.sized(self, lambda size: apply(size[None])[0])
         error = self.slack + gamma(terms) * self.size
         node = None
         if self.node is not None:  # going back sums over the results, at most all of them
@@ -251,9 +280,9 @@ class Form:
             )
             pull = adjoint(apply, self.shape) if transposed is None else transposing(transposed)
             node = self.then(tuple(centre.shape), pull, error=rounding)
-        return Form(
-            self.space, centre, gens, up(absolute(error[None])[0], terms), self.blocks, node
-        )
+        slack = up(absolute(error[None])[0], terms)
+        form = Form(self.space, centre, gens, slack, self.blocks, node)
+        return form.sized(self, lambda size: up(absolute(size[None])[0], terms) + slack)
 
     def then(
         self,
@@ -282,7 +311,10 @@ class Form:
             largest = torch.as_tensor(error).to(self.centre).amax()
             row_sum_error = up(row_sum_error + self.shape[-1] * largest, 4)
         slack = up(self.slack + error)
-        return Form(self.space, self.centre, self.gens, slack, self.blocks, node, row_sum_error)
+        form = replace(
+            self, slack=slack, node=node, row_sum_error=row_sum_error, image_of=None, _cache={}
+        )
+        return form.sized(self, lambda size: size + error)
 
     def known_as(self, node: Node | None) -> "Form":
         return replace(self, node=node, _cache=self._cache)
@@ -340,26 +372,31 @@ class Form:
             node = self.then(
                 self.shape, lambda rows: (rows,), whole, up(gamma(BACK) * (self.size + whole.abs()))
             )
-        return Form(self.space, self.centre + constant, self.gens, slack, self.blocks, node)
+        form = replace(
+            self, centre=self.centre + constant, slack=slack, node=node, row_sum_error=None,
+            image_of=None, _cache={},
+        )  # fmt: skip
+        return form.sized(self, lambda size: size + constant.abs() + slack)
 
     def scale(self, factor: Tensor) -> "Form":
         """Return factor * x entry by entry (broadcast to the shape of x), for an exact factor."""
         factor = fitting(factor, self.shape)
-        slack = up(factor.abs() * (self.slack + gamma(1) * self.size))
-        rounding = up(factor.abs() * gamma(BACK) * self.size)
-        node = self.then(self.shape, lambda rows: (rows * factor,), None, rounding)
-        return Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
+        size = up(factor.abs() * self.size)
+        slack = up(factor.abs() * self.slack + gamma(1) * size)
+        node = self.then(self.shape, lambda rows: (rows * factor,), None, up(gamma(BACK) * size))
+        form = Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
+        return form.sized(self, lambda _: size + slack)
 
     def __add__(self, other: "Form") -> "Form":
-        x, y = Form.aligned([self, other])
-        slack = up(self.slack + other.slack + gamma(0) * (self.size + other.size))
+        gens, blocks = summed((self.gens, self.blocks), (other.gens, other.blocks), self.fixed)
+        size = self.size + other.size
+        slack = up(self.slack + other.slack + gamma(0) * size)
         node = None
         if self.node is not None and other.node is not None:
-            rounding = up(gamma(BACK) * (self.size + other.size))
-            node = Node(
-                self.shape, (self.node, other.node), lambda rows: (rows, rows), None, rounding
-            )
-        return Form(self.space, x.centre + y.centre, x.gens + y.gens, slack, x.blocks, node)
+            pull = lambda rows: (rows, rows)  # noqa: E731
+            node = Node(self.shape, (self.node, other.node), pull, None, up(gamma(BACK) * size))
+        form = Form(self.space, self.centre + other.centre, gens, slack, blocks, node)
+        return form.sized(self, lambda _: size + slack)
 
     def solid(self) -> "Form":
         """Make each entry's slack a box symbol, where allowed: later maps can cancel it."""
@@ -367,12 +404,22 @@ class Form:
             return self
         by_fibres = self.space.by_fibres or self.has_fibres_own
         count = self.shape[-1] if by_fibres else self.centre.numel()
-        gens = self.gens.new_zeros(len(self.gens) + count, *self.shape)
-        gens[: len(self.gens)] = self.gens
-        columns = gens[len(self.gens) :].view(count, -1, count)
-        columns.diagonal(dim1=0, dim2=2).copy_(self.slack.reshape(-1, count))
-        blocks = (*self.blocks, Block.fresh(count, of_fibres=by_fibres))
-        return Form(self.space, self.centre, gens, torch.zeros_like(self.slack), blocks, self.node)
+        wider, columns = self.widened(Block.fresh(count, of_fibres=by_fibres))
+        columns.view(count, -1, count).diagonal(dim1=0, dim2=2).copy_(self.slack.reshape(-1, count))
+        solid = replace(wider, slack=torch.zeros_like(self.slack), node=self.node, _cache={})
+        return solid.sized(self, lambda size: size)
+
+    def widened(self, block: Block) -> tuple["Form", Tensor]:
+        """Return the form with zeros for a block's columns, among those of its width; and these."""
+        count = sum(other.width <= block.width for other in self.blocks)
+        start = self.fixed + sum(other.columns for other in self.blocks[:count])
+        zeros = self.gens.new_zeros(block.columns, *self.shape)
+        gens = torch.cat([self.gens[:start], zeros, self.gens[start:]])
+        blocks = (*self.blocks[:count], block, *self.blocks[count:])
+        form = Form(
+            self.space, self.centre, gens, self.slack, blocks, _image_cache=self._image_cache
+        )
+        return form, gens[start : start + block.columns]
 
     def worked(self) -> "Form":
         """`solid` where slack exceeds rounding errors, for maps that mix entries."""
@@ -385,17 +432,10 @@ class Form:
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:
         """Return the forms over one common list of symbols; missing columns are zero."""
-        blocks = tuple(dict.fromkeys(block for form in forms for block in form.blocks))
-        return [_over(form, blocks) for form in forms]
-
-
-def _over(x: Form, blocks: Blocks) -> Form:
-    if x.blocks == blocks:
-        return x
-    columns = dict(runs(x.box, x.blocks))
-    gens = x.gens.new_zeros(x.fixed + sum(block.columns for block in blocks), *x.shape)
-    gens[: x.fixed] = x.gens[: x.fixed]
-    for block, part in runs(gens[x.fixed :], blocks):
-        if block in columns:
-            part.copy_(columns[block])
-    return replace(x, gens=gens, blocks=blocks, _cache=x._cache)
+        blocks = every_block(*(form.blocks for form in forms))
+        return [
+            form
+            if form.blocks == blocks
+            else replace(form, gens=over(form.gens, form.blocks, blocks, form.fixed), blocks=blocks)
+            for form in forms
+        ]

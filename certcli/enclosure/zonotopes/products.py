@@ -28,6 +28,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.quadratic import folded
 from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.symbols import summed
 
 Contract = Callable[[Tensor, Tensor], Tensor]
 Remainder = Callable[[Form, Form], Tensor]
@@ -66,7 +67,6 @@ def product(
     of T (`frobenius`: its square, from A and A'). beyond: bounds the last bracket, beside the bound
     entry by entry.
     """
-    x, y = Form.aligned([x, y])
     rest = _entrywise(x, y, contract)
     if beyond is not None:
         rest = torch.minimum(rest, beyond(x, y))
@@ -84,13 +84,14 @@ def _entrywise(x: Form, y: Form, contract: Bilinear) -> Tensor:
 def up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
     """Return the form of contract(x, y) without what has no columns of its own."""
     space = x.space
-    gens = contract(x.gens, y.centre[None]) + contract(x.centre[None], y.gens)
+    first = contract(x.gens, y.centre[None]), x.blocks
+    gens, blocks = summed(first, (contract(x.centre[None], y.gens), y.blocks), x.fixed)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
     linear = contract(x.centre.abs(), y.slack) + contract(x.slack, y.centre.abs())
     loss = gamma(2 * terms + 8) * contract(x.size, y.size)
     slack = up(linear + loss, terms + 8)
-    return Form(space, contract(x.centre, y.centre), gens, slack, x.blocks)
+    return Form(space, contract(x.centre, y.centre), gens, slack, blocks)
 
 
 def scaled(x: Form, y: Form) -> Form:
@@ -102,7 +103,6 @@ def scaled(x: Form, y: Form) -> Form:
     """
     if not x.space.limit:
         return product(x, y, TIMES, 1)
-    x, y = Form.aligned([x, y])
     by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
     by_rest = fibres(y.radius[None])[0]
     parts = [*scaled_parts(ball_parts(x), by_ball), rest_gram(x).scaled(by_rest)]
@@ -127,7 +127,6 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         return None
     if not may_join(x.shape, y.shape, (shape[0], rows, columns)) or columns == 1:
         return None
-    x, y = Form.aligned([x, y])
     first, second = as_fibre(x), as_fibre(y)
     other_rest, other = (
         _with_columns_last(gram, shape) if keyed else gram

@@ -12,7 +12,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     root,
 )
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.symbols import Block, lengths, runs
+from certcli.enclosure.zonotopes.symbols import Block, alike, lengths
 
 
 def reduced(x: Form) -> Form:
@@ -50,9 +50,7 @@ def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor]
     What is kept has new names: a column that another form still holds is treated as independent of
     it, which only widens.
     """
-    places = [
-        (part.unflatten(0, (-1, block.width)), block.width) for block, part in runs(x.box, x.blocks)
-    ]
+    places = [(part.unflatten(0, (-1, width)), width) for width, part in alike(x.box, x.blocks)]
     losses = [_loss(groups.flatten(0, 1), width) / width for groups, width in places]
     widths = torch.cat([torch.full((len(groups),), width) for groups, width in places])
     order = torch.argsort(torch.cat(losses), descending=True, stable=True).cpu()

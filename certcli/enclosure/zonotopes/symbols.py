@@ -46,13 +46,69 @@ class Block(NamedTuple):
         assert isinstance(self.name, int)
         return Block((self.name, None), fibres * self.columns, self.width)
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Return where the block stands among a form's: beside those of its width, by age."""
+        return self.width, self.name if isinstance(self.name, int) else self.name[0]
+
 
 Blocks = tuple[Block, ...]
+
+
+def alike(columns: Tensor, blocks: Sequence[Block]) -> Iterator[tuple[int, Tensor]]:
+    """Yield each width with the columns of neighbouring blocks of that width, (k, *s)."""
+    widths = [
+        (width, sum(block.columns for block in group))
+        for width, group in itertools.groupby(blocks, key=lambda block: block.width)
+    ]
+    parts = columns.split([count for _, count in widths])
+    for (width, _), part in zip(widths, parts, strict=True):
+        yield width, part
 
 
 def runs(columns: Tensor, blocks: Sequence[Block]) -> Iterator[tuple[Block, Tensor]]:
     """Yield each block with its columns, (k, *s)."""
     return zip(blocks, columns.split([block.columns for block in blocks]), strict=True)
+
+
+def every_block(*several: Blocks) -> Blocks:
+    """Return the blocks of several forms, each once, those of one width side by side."""
+    every = dict.fromkeys(itertools.chain(*several))
+    return tuple(sorted(every, key=lambda block: block.order))
+
+
+def _places(blocks: Blocks, every: Blocks, fixed: int) -> Iterator[tuple[slice, slice]]:
+    """Yield columns of a form over some blocks with theirs over all, as long runs as there are."""
+    ends = itertools.accumulate((block.columns for block in every), initial=fixed)
+    starts = dict(zip(every, ends, strict=False))
+    first, place, end = 0, 0, fixed
+    for block in blocks:
+        if starts[block] != place + end - first:
+            yield slice(first, end), slice(place, place + end - first)
+            first, place = end, starts[block]
+        end += block.columns
+    yield slice(first, end), slice(place, place + end - first)
+
+
+def over(columns: Tensor, blocks: Blocks, every: Blocks, fixed: int) -> Tensor:
+    """Return columns over some blocks as columns over all of `every`, 0 at others: (k, *s)."""
+    count = fixed + sum(block.columns for block in every)
+    spread = columns.new_zeros(count, *columns.shape[1:])
+    for these, there in _places(blocks, every, fixed):
+        spread[there] = columns[these]
+    return spread
+
+
+def summed(x: tuple[Tensor, Blocks], y: tuple[Tensor, Blocks], fixed: int) -> tuple[Tensor, Blocks]:
+    """Return the sum of two forms' columns, over the blocks of both."""
+    every = every_block(x[1], y[1])
+    if x[1] == y[1]:
+        return x[0] + y[0], x[1]
+    (columns, blocks), (fewer, some) = (x, y) if len(x[0]) >= len(y[0]) else (y, x)
+    total = columns.clone() if blocks == every else over(columns, blocks, every, fixed)
+    for these, there in _places(some, every, fixed):
+        total[there] += fewer[these]
+    return total, every
 
 
 def lengths(columns: Tensor, width: int) -> Tensor:
@@ -65,25 +121,19 @@ def lengths(columns: Tensor, width: int) -> Tensor:
 def reach_of(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Return sup |B n| by entry, rounded up: the sum over groups of their columns' l2 norms."""
     total = columns.new_zeros(columns.shape[1:])
-    # neighbours of one width at once: most blocks are a few symbols of width 1
-    alike = [
-        (width, sum(block.columns for block in group))
-        for width, group in itertools.groupby(blocks, key=lambda block: block.width)
-    ]
-    parts = columns.split([count for _, count in alike])
-    for (width, _), part in zip(alike, parts, strict=True):
+    for width, part in alike(columns, blocks):
         total += norm1(part if width == 1 else lengths(part, width))
-    return up(total, len(alike))
+    return up(total, len(blocks))
 
 
 def reach_of_differences(columns: Tensor, blocks: Sequence[Block]) -> Tensor:
     """Return sup |(B n)_j - (B n)_k| in a row, rounded up: (columns, rows, k) -> (rows, k, k)."""
     total = columns.new_zeros(*columns.shape[1:], columns.shape[-1])
-    for block, part in runs(columns, blocks):
-        if block.width == 1:
+    for width, part in alike(columns, blocks):
+        if width == 1:
             total += distances(part.permute(1, 2, 0), 1.0)
         elif bool(part.any()):
-            groups = part.unflatten(0, (-1, block.width)).permute(2, 0, 3, 1)
+            groups = part.unflatten(0, (-1, width)).permute(2, 0, 3, 1)
             total += up(distances(groups, 2.0).sum(1), len(part))
     return up(total, len(blocks))
 

@@ -32,7 +32,7 @@ LOSSES = Registry(
     ),
     Loss(
         "margin",
-        "certcli.finetune.losses.margin:margin",
+        "certcli.finetune.losses.margin:margin_loss",
         "generalised cross entropy on margin-shifted logits, plus a little plain cross entropy",
         "Zhang & Sabuncu 2018 for the generalised cross entropy; per-pair shifts as in Tsuzuku et al. 2018",
         needs="pairs",

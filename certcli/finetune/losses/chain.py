@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses.worst_case import shifted
+from certcli.finetune.losses.worst_case import shifted_logits
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.pixels import PixelModel
@@ -32,7 +32,7 @@ def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float)
     Sources: Lee, Lee & Park 2020 (BCP); Huang et al. 2021 (Local-Lip), whose network clips at
     learnt thresholds.
     """
-    return functional.cross_entropy(shifted(logits, epsilon * slopes.double()), labels)
+    return functional.cross_entropy(shifted_logits(logits, epsilon * slopes.double()), labels)
 
 
 @dataclass
@@ -101,10 +101,10 @@ class ChainBound:
                 before = reach.moving
                 if waiting is not None:
                     reach.rho = self._ball(reach, waiting, None)
-                reach = _mapped(reach, step, before if self.drop else None)
+                reach = _reach_behind_map(reach, step, before if self.drop else None)
                 waiting = (step, before)
             elif isinstance(step, Activation):
-                reach = _activated(reach, step)
+                reach = _reach_behind_activation(reach, step)
                 if waiting is not None:
                     reach.rho = self._ball(reach, waiting, step.joined(reach.moving))
                     waiting = None
@@ -124,7 +124,10 @@ class ChainBound:
         if self.drop and step.matrix:
             after = torch.ones_like(reach.x) if after is None else after
             norm = torch.minimum(
-                norm, _masked_norms(step.weight, before, after, arithmetic.vectors.get(step.path))
+                norm,
+                _estimated_masked_norms(
+                    step.weight, before, after, arithmetic.vectors.get(step.path)
+                ),
             )
         corner = torch.maximum(-reach.lo, reach.hi).flatten(1)
         return torch.minimum(norm * reach.rho, (corner.square().sum(1) + _LEAST).sqrt())
@@ -134,10 +137,10 @@ class ChainBound:
         difference = weight[labels][:, None, :] - weight[None]
         slopes = difference.abs() * reach.moving[:, None] if self.drop else difference.abs()
         farthest = torch.where(difference > 0, -reach.lo[:, None], reach.hi[:, None])
-        return _largest(slopes, farthest, reach.rho[:, None])
+        return _largest_gain(slopes, farthest, reach.rho[:, None])
 
 
-def _mapped(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
+def _reach_behind_map(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
     """Return the reach after a map, from intervals and |d'_i| <= |w_i| rho over columns that can
     move; rho is the old one.
     """
@@ -158,7 +161,7 @@ def _mapped(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:
     )
 
 
-def _activated(reach: Reach, step: Activation) -> Reach:
+def _reach_behind_activation(reach: Reach, step: Activation) -> Reach:
     x = step.apply(reach.x)
     rise = step.apply(reach.x + reach.hi) - x
     fall = x - step.apply(reach.x + reach.lo)
@@ -170,7 +173,9 @@ def _activated(reach: Reach, step: Activation) -> Reach:
     )
 
 
-def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None) -> Tensor:
+def _estimated_masked_norms(
+    weight: Tensor, before: Tensor, after: Tensor, start: Tensor | None
+) -> Tensor:
     """Estimate |D' W D|_2 of masks (b, n), (b, m) by power iteration, `start` (m,): (b,)."""
     with torch.no_grad():
         fixed = weight.detach()
@@ -181,7 +186,7 @@ def _masked_norms(weight: Tensor, before: Tensor, after: Tensor, start: Tensor |
     return (u * (v @ weight.T)).sum(1)
 
 
-def _largest(slopes: Tensor, farthest: Tensor, rho: Tensor) -> Tensor:
+def _largest_gain(slopes: Tensor, farthest: Tensor, rho: Tensor) -> Tensor:
     """Return max g.s over 0 <= s <= farthest, |s|_2 <= rho: (b, k, n), (b, k, n), (b, 1) -> (b, k).
 
     Every t > 0 bounds it by sum_i max_{0 <= s <= farthest_i} (g_i s - s^2 / 2t) + rho^2 / 2t, and

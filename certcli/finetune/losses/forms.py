@@ -174,7 +174,7 @@ class Form:
         )
 
 
-def product(
+def form_product(
     first: Form,
     second: Form,
     contract: Callable[[Tensor, Tensor], Tensor],
@@ -207,7 +207,7 @@ def product(
     )
 
 
-def softmax(scores: Form) -> Form:
+def softmax_form(scores: Form) -> Form:
     """Return softmax over the last axis, by docs/local.md, section 7: exp(z - log sum exp z)."""
     scores = scores.solid()
     weights = scores.centre.softmax(-1)
@@ -223,7 +223,7 @@ def softmax(scores: Form) -> Form:
     return level.plus(spread.scaled(-1.0)).applied(torch.exp, low=-12.0, high=0.0)
 
 
-def variance(tokens: Form, eps: float) -> tuple[Form, Form, Tensor]:
+def variance_form(tokens: Form, eps: float) -> tuple[Form, Form, Tensor]:
     """Return y = z - mean(z), v = |y|^2 / d + eps and a floor under v, for the last axis (docs/local.md,
     sections 5 and 6).
 
@@ -256,13 +256,13 @@ def variance(tokens: Form, eps: float) -> tuple[Form, Form, Tensor]:
     return centred, length, torch.maximum(floor, 0.05 * length.centre.detach())
 
 
-def layer_norm(tokens: Form, weight: Tensor, bias: Tensor, spread: Spread) -> Form:
+def layer_norm_form(tokens: Form, weight: Tensor, bias: Tensor, spread: Spread) -> Form:
     """Return LayerNorm over the last axis (docs/local.md, section 6)."""
-    centred, length, floor = variance(tokens, spread.eps)
+    centred, length, floor = variance_form(tokens, spread.eps)
     inverse = length.applied(
         lambda v: v.clamp_min(spread.min_variance).rsqrt(), low=NARROW, floor=floor
     ).solid()
-    normalised = product(
+    normalised = form_product(
         centred,
         inverse,
         lambda a, b: a * b,
@@ -279,7 +279,7 @@ def scores_of(query: Form, key: Form) -> Form:
         second = torch.einsum("bmhje,bmhjf->bhjef", b, b).flatten(-2)
         return first @ second.mT
 
-    return product(query, key, lambda a, b: a @ b.mT, gram)
+    return form_product(query, key, lambda a, b: a @ b.mT, gram)
 
 
 def averages_of(weights: Form, values: Form) -> Form:
@@ -302,11 +302,11 @@ def averages_of(weights: Form, values: Form) -> Form:
         second = torch.einsum("bmhjc,bmhkc->bhcjk", b, b).flatten(-2)
         return first @ second.mT
 
-    deviating = product(deviation, relative, lambda a, b: a @ b, gram)
+    deviating = form_product(deviation, relative, lambda a, b: a @ b, gram)
     rows = weights.centre.shape[-2]
     return deviating.plus(middle.rearranged(lambda t: t.expand(*t.shape[:-2], rows, t.shape[-1])))
 
 
-def dense(form: Form, weight: Tensor, bias: Tensor | None) -> Form:
+def dense_form(form: Form, weight: Tensor, bias: Tensor | None) -> Form:
     """Return W z + b over the last axis."""
     return form.mapped(lambda t: functional.linear(t, weight), 0.0 if bias is None else bias)

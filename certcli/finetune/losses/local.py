@@ -24,11 +24,11 @@ from certcli.finetune.losses.forms import (
     Form,
     Symbols,
     averages_of,
-    dense,
-    layer_norm,
+    dense_form,
+    layer_norm_form,
     scores_of,
-    softmax,
-    variance,
+    softmax_form,
+    variance_form,
 )
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm, spread_of
@@ -143,7 +143,7 @@ class LocalEnclosure:
             return t[..., 0, :] if by_token else t[..., prefix:, :].mean(-2)
 
         norm = net.norm if by_token else net.fc_norm
-        return _margins(form.mapped(pooled), norm, net.head, labels)
+        return _margins_of_head(form.mapped(pooled), norm, net.head, labels)
 
     def _forms(self, images: Tensor, epsilon: float, directions: Tensor) -> Iterator[Form]:
         """Yield the forms of the tokens before the first block and behind each block; behind the
@@ -153,7 +153,7 @@ class LocalEnclosure:
         yield form
         for number, block in enumerate(self.net.blocks, start=1):
             alone = self.net.global_pool == "token" and number == len(self.net.blocks)
-            form = _through(form, block, only_first=alone)
+            form = _form_behind_block(form, block, only_first=alone)
             yield form
 
     def gains(
@@ -191,31 +191,35 @@ def _require_close(centre: Tensor, value: Tensor, share: float) -> None:
         raise ValueError("the values differ")
 
 
-def _through(form: Form, block: Any, only_first: bool) -> Form:
+def _form_behind_block(form: Form, block: Any, only_first: bool) -> Form:
     """Return the form behind a block; `only_first`: of the first token."""
-    branch = _attention(_normed(form, block.norm1), block.attn, only_first)
+    branch = _attended_form(_normed_form(form, block.norm1), block.attn, only_first)
     if only_first:
         form = form.rearranged(lambda t: t[..., :1, :])
-    form = form.plus(branch.scaled(_gain(block.ls1))).solid()
+    form = form.plus(branch.scaled(_layer_scale_of(block.ls1))).solid()
     mlp = block.mlp
     if not isinstance(mlp.act, CURVED):
         raise TypeError("no function of one entry")
-    hidden = dense(_normed(form, block.norm2), mlp.fc1.weight, mlp.fc1.bias).applied(mlp.act)
-    return form.plus(dense(hidden, mlp.fc2.weight, mlp.fc2.bias).scaled(_gain(block.ls2)))
+    hidden = dense_form(_normed_form(form, block.norm2), mlp.fc1.weight, mlp.fc1.bias).applied(
+        mlp.act
+    )
+    return form.plus(
+        dense_form(hidden, mlp.fc2.weight, mlp.fc2.bias).scaled(_layer_scale_of(block.ls2))
+    )
 
 
-def _gain(scale: nn.Module) -> Tensor | float:
+def _layer_scale_of(scale: nn.Module) -> Tensor | float:
     return scale.gamma if isinstance(scale, LayerScale) else 1.0
 
 
-def _normed(form: Form, norm: nn.LayerNorm | FloorNorm) -> Form:
-    return layer_norm(form, norm.weight, norm.bias, spread_of(norm))
+def _normed_form(form: Form, norm: nn.LayerNorm | FloorNorm) -> Form:
+    return layer_norm_form(form, norm.weight, norm.bias, spread_of(norm))
 
 
-def _attention(form: Form, attention: Any, only_first: bool) -> Form:
+def _attended_form(form: Form, attention: Any, only_first: bool) -> Form:
     """Return the form behind an attention; the keys' mean goes, which scores do not see."""
     heads = attention.num_heads
-    qkv = dense(form, attention.qkv.weight, attention.qkv.bias)
+    qkv = dense_form(form, attention.qkv.weight, attention.qkv.bias)
     width = qkv.centre.shape[-1] // 3
 
     def part(number: int) -> Form:
@@ -231,12 +235,12 @@ def _attention(form: Form, attention: Any, only_first: bool) -> Form:
     if only_first:
         query = query.rearranged(lambda t: t[..., :1, :])
     key = part(1).mapped(lambda t: t - t.mean(-2, keepdim=True))
-    mixed = averages_of(softmax(scores_of(query, key)), part(2))
+    mixed = averages_of(softmax_form(scores_of(query, key)), part(2))
     joined = mixed.rearranged(lambda t: t.transpose(-2, -3).flatten(-2))
-    return dense(joined, attention.proj.weight, attention.proj.bias)
+    return dense_form(joined, attention.proj.weight, attention.proj.bias)
 
 
-def _margins(
+def _margins_of_head(
     token: Form, norm: nn.LayerNorm | FloorNorm, head: nn.Linear, labels: Tensor
 ) -> Tensor:
     """Return lower bounds of the margins of head(norm(token)), by docs/local.md, section 6: (w . y +
@@ -249,7 +253,7 @@ def _margins(
     offsets = offsets + rows @ norm.bias
     rows = rows * norm.weight
     spread = spread_of(norm)
-    centred, length, floor = variance(token, spread.eps)
+    centred, length, floor = variance_form(token, spread.eps)
     root = length.applied(
         lambda v: v.clamp_min(spread.min_variance).sqrt(), low=_NARROW, floor=floor
     ).solid()

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses.worst_case import gains, shifted
+from certcli.finetune.losses.worst_case import pair_gains, shifted_logits
 
 QUOTIENT = 0.7
 """q of the generalised cross entropy (1 - p^q) / q: between cross entropy (q -> 0) and the plain error (q = 1)."""
@@ -16,7 +16,7 @@ CLEAN_SHARE = 0.2
 """Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
 
 
-def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def margin_loss(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k),
     (b,) -> ().
 
@@ -24,7 +24,7 @@ def margin(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float)
     slopes of their differences; so p_y is the confidence in the worst case. Below p0 = HOPELESS the
     loss is p0^q (log p0 - log p_y) more than at p0.
     """
-    worst = shifted(logits, gains(labels, pairs, epsilon))
+    worst = shifted_logits(logits, pair_gains(labels, pairs, epsilon))
     log_p = worst.log_softmax(dim=1).gather(1, labels.unsqueeze(1))
     least_log = math.log(HOPELESS)
     bent = (1 - (QUOTIENT * log_p.clamp_min(least_log)).exp()) / QUOTIENT

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses.worst_case import gains, require_pairs, shifted
+from certcli.finetune.losses.worst_case import pair_gains, require_pairs, shifted_logits
 
 TRADES_WEIGHT = 1.0
 """lambda of `trades`. Source: the authors' code for Hu et al. 2023 (LiResNet)."""
@@ -31,7 +31,7 @@ def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) 
     never the label. Source: Leino, Wang, Fredrikson 2021, section 3.
     """
     predicted = logits.detach().argmax(dim=1)
-    worst = shifted(logits, gains(predicted, pairs, epsilon))
+    worst = shifted_logits(logits, pair_gains(predicted, pairs, epsilon))
     rejected = worst.scatter(1, predicted.unsqueeze(1), -math.inf).amax(dim=1, keepdim=True)
     wide = logits.to(worst)
     true_logit = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
@@ -44,7 +44,7 @@ def lmt(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) ->
     The paper adds sqrt(2) epsilon L to every logit but the label's. Source: Tsuzuku, Sato, Sugiyama
     2018, algorithm 1.
     """
-    worst = shifted(logits, gains(labels, pairs, epsilon))
+    worst = shifted_logits(logits, pair_gains(labels, pairs, epsilon))
     return functional.cross_entropy(worst, labels)
 
 
@@ -55,12 +55,12 @@ def emma(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -
     the pair has reached: no sample is pushed at a margin out of its reach. Source: Hu, Zou, Wang,
     Leino, Fredrikson 2023, section 4; the floor is in the authors' code.
     """
-    full = gains(labels, pairs, epsilon)
+    full = pair_gains(labels, pairs, epsilon)
     wide = logits.detach().double()
     share = ((wide.gather(1, labels.unsqueeze(1)) - wide) / full.detach().clamp_min(1e-12)).clamp(
         EMMA_FLOOR, 1.0
     )
-    return functional.cross_entropy(shifted(logits, share * full), labels)
+    return functional.cross_entropy(shifted_logits(logits, share * full), labels)
 
 
 def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
@@ -71,7 +71,7 @@ def trades(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float)
     GloRo's own form compares with the k + 1 classes of `gloro`, which is not 0 there. Source: Leino
     et al. 2021 after Zhang et al. 2019.
     """
-    worst = shifted(logits, gains(labels, pairs, epsilon))
+    worst = shifted_logits(logits, pair_gains(labels, pairs, epsilon))
     plain = logits.to(worst)
     divergence = functional.kl_div(
         worst.log_softmax(dim=1), plain.log_softmax(dim=1), reduction="batchmean", log_target=True

@@ -23,14 +23,14 @@ def require_pairs(pairs: Tensor | None) -> Tensor:
     return pairs.double()
 
 
-def gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+def pair_gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
     """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,),
     (k, k) -> (b, k).
     """
     return epsilon * require_pairs(pairs)[labels]
 
 
-def shifted(logits: Tensor, gain: Tensor) -> Tensor:
+def shifted_logits(logits: Tensor, gain: Tensor) -> Tensor:
     """Return z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 +
     log(g / 10,000)).
 

@@ -87,11 +87,16 @@ class Arithmetic:
         """Return the norm of a zero-padded convolution whose operator is off by at most `error`."""
         return as_real(conv_norm(weight.detach(), **vars(geometry))) + as_real(error)
 
-    def length(self, vector: Matrix) -> Scalar:
-        return as_real(self._norm(vector.tensor)) + vector.error
+    def length(self, vector: Matrix | None) -> Scalar:
+        """Return the norm of a vector (n, 1); 0 for none, such as a bias that is absent."""
+        return ZERO if vector is None else as_real(self._norm(vector.tensor)) + vector.error
 
     def sqrt(self, value: Scalar) -> Scalar:
         return value.sqrt()
+
+    def root(self, number: float) -> Scalar:
+        """Return the square root of a number of the code, such as a count."""
+        return self.sqrt(self.const(float(number)))
 
     def minimum(self, a: Scalar, b: Scalar) -> Scalar:
         return min(a, b)

@@ -113,8 +113,8 @@ class TrainableArithmetic(Arithmetic):
     ) -> Tensor:
         return convolution_estimate(weight, geometry, self.vectors, self._own(name), self._steps)
 
-    def length(self, vector: Matrix) -> Tensor:
-        return vector.tensor.norm().double()
+    def length(self, vector: Matrix | None) -> Tensor:
+        return self.const(0.0) if vector is None else vector.tensor.norm().double()
 
     def sqrt(self, value: Tensor) -> Tensor:
         return value.clamp_min(1e-30).sqrt()

@@ -12,8 +12,8 @@ from certcli.engine.attention import attention_module
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Unproven
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.outward import up
+from certcli.lipschitz.rules.attention_parts import HeadMap
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 
@@ -122,60 +122,44 @@ def self_attention(
             "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
         )
     weights = qkv.effective(arith)
-    bias = qkv.bias
     if weights is None:
         raise AssertionError("a linear layer has a matrix")
     inner = weights.shape[0] // 3
     width = inner // heads
+    ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")
     of_scores = arith.const(up(1 / math.sqrt(width) if scale is None else scale, 2))
 
-    def head(kind: int, h: int) -> Matrix:
-        start = kind * inner + h * width
-        return arith.rows(weights, start, start + width)
+    def head_map(kind: int, part: str) -> HeadMap:
+        first, last = kind * inner, (kind + 1) * inner
+        bias = None if qkv.bias is None else arith.rows(qkv.bias, first, last)
+        rows = arith.rows(weights, first, last)
+        return HeadMap(arith, rows, bias, heads, radius, f"{ctx.path}.{part}")
 
-    ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")
-    sigma_value = arith.sigma(arith.rows(weights, 2 * inner, 3 * inner), f"{ctx.path}.value")
-    score = []
-    alphas = []
-    value = arith.sigmas([head(2, h) for h in range(heads)], f"{ctx.path}.value.head")
-    pairs = [(head(1, h), head(0, h)) for h in range(heads)]
-    for h, product in enumerate(arith.sigma_products(pairs, f"{ctx.path}.score")):
-        a = product * of_scores
-        alpha = radius * a
-        if bias is not None:
-            offset = arith.rows(bias, h * width, (h + 1) * width)
-            alpha = (
-                alpha + arith.length(arith.matmul(arith.transpose(head(1, h)), offset)) * of_scores
-            )
-        score.append(a)
-        alphas.append(alpha)
-    n = arith.const(float(tokens))
-    averaging = arith.sqrt(n) * sigma_value
+    query, key, value = map(head_map, range(3), ("query", "key", "value"))
+    pairs = list(zip(key.parts, query.parts, strict=True))
+    score = [product * of_scores for product in arith.sigma_products(pairs, f"{ctx.path}.score")]
+    alphas = [radius * a for a in score]
+    if query.bias is not None:
+        shifts = zip(key.parts, query.offsets, strict=True)
+        lengths = [arith.length(arith.matmul(arith.transpose(k), b)) for k, b in shifts]
+        alphas = [alpha + far * of_scores for alpha, far in zip(alphas, lengths, strict=True)]
+    averaging = arith.root(tokens) * value.whole
     moving = (
         radius
         * radius
-        * arith.root_sum_of_squares([v * a for v, a in zip(value, score, strict=True)])
+        * arith.root_sum_of_squares([v * a for v, a in zip(value.slopes, score, strict=True)])
     )
-    pulled = arith.sqrt(n * arith.const(0.5)) * radius
-    pulled = pulled * arith.root_sum_of_squares([v * a for v, a in zip(value, alphas, strict=True)])
+    pulled = arith.sqrt(arith.const(float(tokens)) * arith.const(0.5)) * radius
+    pulled = pulled * arith.root_sum_of_squares(
+        [v * a for v, a in zip(value.slopes, alphas, strict=True)]
+    )
     constant = averaging + moving + pulled
-
-    def fibre() -> Scalar:
-        parts = []
-        for h in range(heads):
-            part = value[h] * radius
-            if bias is not None:
-                start = 2 * inner + h * width
-                part = part + arith.length(arith.rows(bias, start, start + width))
-            parts.append(part)
-        return arith.root_sum_of_squares(parts)
-
     shown = str(radius) if arith.rigorous else "R"
     mixed = ctx.chain(
         replace(x, waiting=None),
         constant,
         f"dot-product attention of {tokens} tokens of norm at most {shown}, before W_O (Theorem 5.1)",
-        fibre,
+        lambda: arith.root_sum_of_squares(value.norms),
         shape=(*x.shape[:-1], inner),
     )
     return ctx.fold(mixed, *out_map, f"{ctx.path}.{name}")

@@ -132,9 +132,7 @@ def positional_gates(ctx: Context, module: Any, tokens: int) -> Gates:
     positions = scores.permute(0, 3, 1, 2).softmax(dim=-1)[0]
     for h, gate in enumerate(module.gating_param.double().sigmoid().tolist()):
         computed = arith.sigma(arith.matrix(positions[h]), f"{ctx.path}.positions.{h}")
-        norm = arith.minimum(
-            computed * arith.const(1 + 1e-9), arith.sqrt(arith.const(float(tokens)))
-        )
+        norm = arith.minimum(computed * arith.const(1 + 1e-9), arith.root(tokens))
         keep.append(arith.const(1.0 - gate + slack))
         fixed.append(arith.const(gate + slack) * norm)
     return Gates(keep, fixed)
@@ -156,12 +154,21 @@ class HeadMap:
         """|W|."""
         return self.arith.sigma(self.matrix, self.name)
 
+    @property
+    def parts(self) -> list[Matrix]:
+        """W_h."""
+        return [self._part(self.matrix, h) for h in range(self.heads)]
+
+    @property
+    def offsets(self) -> list[Matrix | None]:
+        """b_h."""
+        bias = self.bias
+        return [None if bias is None else self._part(bias, h) for h in range(self.heads)]
+
     @cached_property
     def slopes(self) -> list[Scalar]:
         """|W_h|."""
-        return self.arith.sigmas(
-            [self._part(self.matrix, h) for h in range(self.heads)], f"{self.name}.head"
-        )
+        return self.arith.sigmas(self.parts, f"{self.name}.head")
 
     @cached_property
     def reach(self) -> list[Scalar]:
@@ -171,9 +178,7 @@ class HeadMap:
     @property
     def norms(self) -> list[Scalar]:
         """Largest norm of a row W_h u + b_h."""
-        if self.bias is None:
-            return self.reach
-        lengths = [self.arith.length(self._part(self.bias, h)) for h in range(self.heads)]
+        lengths = map(self.arith.length, self.offsets)
         return [reach + length for reach, length in zip(self.reach, lengths, strict=True)]
 
     def _part(self, matrix: Matrix, h: int) -> Matrix:

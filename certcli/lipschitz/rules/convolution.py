@@ -93,7 +93,7 @@ def convolve(
         x = ctx.settle(x)
         pending = None
     x = x if pending is not None else ctx.settle(x)
-    offset = None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1))
+    offset = ctx.column(bias)
     folded = Windows(weight, 0.0, offset, x.size)
     windows: tuple[Windows, ...] = (folded,)
     if pending is not None:
@@ -204,35 +204,26 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         norm = flat_norm(windows) if arith.rigorous else None
         return cache(partial(flat_norm, windows)) if norm is None else lambda: norm
 
-    # (norm of the kernel, whether it is the one whose operator has the norm sigma, length of the
-    # bias, size before)
-    facts = [
-        (
-            lazy(part),
-            part.kernel is weight,
-            None if part.bias is None else arith.length(part.bias),
-            part.entry,
-        )
-        for part in conv.windows
-    ]
+    # (norm of the kernel, whether sigma is its operator's, length of the bias, size before); a pixel
+    # lies in at most as many windows as the kernel has taps
+    repeats = arith.root(1.0 if patches else taps)
+    facts = []
+    for part in conv.windows:
+        facts.append((lazy(part), part.kernel is weight, arith.length(part.bias), part.entry))
 
     def fibre() -> Scalar:
         candidates = []
         for flat, _, bias, entry in facts:
-            window = entry.fibre_along(axis) * arith.sqrt(arith.const(float(taps)))
-            longest = flat() * arith.minimum(window, entry.total)
-            candidates.append(longest if bias is None else longest + bias)
+            window = entry.fibre_along(axis) * arith.root(taps)
+            candidates.append(flat() * arith.minimum(window, entry.total) + bias)
         return reduce(arith.minimum, candidates)
 
     def total() -> Scalar:
-        candidates = []
-        for flat, whole, bias, entry in facts:
-            # a pixel lies in at most as many windows as the kernel has taps
-            repeats = arith.const(1.0 if patches else float(taps))
-            largest = (sigma if whole else flat() * arith.sqrt(repeats)) * entry.total
-            candidates.append(
-                largest if bias is None else largest + bias * arith.sqrt(arith.const(positions))
-            )
+        rows = arith.root(positions)
+        candidates = [
+            (sigma if whole else flat() * repeats) * entry.total + bias * rows
+            for flat, whole, bias, entry in facts
+        ]
         return reduce(arith.minimum, candidates)
 
     folded = f"; with {', '.join(conv.source)} folded in" if conv.source else ""
@@ -257,7 +248,7 @@ def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     largest = arith.largest(arith.sigmas(parts, conv.path))
     taps = zip(kernel, conv.stride, conv.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)
-    return largest * arith.sqrt(arith.const(float(count)))
+    return largest * arith.root(count)
 
 
 def numbers(value: Any, count: int) -> list[int]:
@@ -297,14 +288,6 @@ def transposed_convolution(
     )
     sigma, shape = ctx.arith.convolution(module.weight, 0.0, geometry, ctx.path), tuple(ctx.shape)
     pixels = math.sqrt(math.prod(shape) / shape[-3]) * (1 + 1e-12)
-    bias = (
-        None
-        if module.bias is None
-        else ctx.arith.length(ctx.arith.matrix(module.bias.reshape(-1, 1)))
-    )
-
-    def total() -> Scalar:
-        largest = sigma * x.size.total
-        return largest if bias is None else largest + bias * ctx.arith.const(pixels)
-
-    return ctx.chain(x, sigma, "transposed zero-padded convolution", total=total)
+    bias = ctx.arith.length(ctx.column(module.bias))
+    why = "transposed zero-padded convolution"
+    return ctx.chain(x, sigma, why, total=lambda: sigma * x.size.total + bias * pixels)

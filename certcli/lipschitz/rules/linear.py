@@ -120,25 +120,8 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
     # size bounds live while the proof is built: they must not keep matrices alive
     arith = ctx.arith
     old = x.size
-
-    def fibre() -> Scalar:
-        longest = sigma * old.fibre
-        return longest if bias is None else longest + arith.length(bias)
-
-    def total() -> Scalar:
-        largest = sigma * old.total
-        if bias is None:
-            return largest
-        return largest + arith.length(bias) * arith.sqrt(arith.const(float(tokens)))
-
-    def peak() -> Scalar:
-        largest = sigma * old.peak
-        return (
-            largest
-            if bias is None
-            else largest + ctx.largest_entry(bias.tensor) + arith.const(bias.error)
-        )
-
+    fibre = lambda: sigma * old.fibre + arith.length(bias)  # noqa: E731
+    total = lambda: sigma * old.total + arith.length(bias) * arith.root(tokens)  # noqa: E731
     axis = pending.axis
     if pending.index is not None:
         # a fibre along one of the axes that hold features is a part of the token's feature vector
@@ -146,5 +129,11 @@ def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix |
         if not places:  # a single feature: the bound is one on entries
             return Size(arith, x.shape, total=total, peak=fibre)
         axis = places[-1]
-    entrywise = pending.matrix is None and not pending.centered
-    return Size(arith, x.shape, fibre, axis, total, peak if entrywise else None)
+    if pending.matrix is not None or pending.centered:
+        return Size(arith, x.shape, fibre, axis, total)
+
+    def peak() -> Scalar:
+        largest = sigma * old.peak
+        return largest if bias is None else largest + ctx.largest_entry(bias.tensor) + bias.error
+
+    return Size(arith, x.shape, fibre, axis, total, peak)

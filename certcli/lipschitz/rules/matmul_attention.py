@@ -85,9 +85,7 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
     arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
-        norm = arith.minimum(
-            norm, x.size.fibre_along(axis) * arith.sqrt(arith.const(float(x.shape[other])))
-        )
+        norm = arith.minimum(norm, x.size.fibre_along(axis) * arith.root(x.shape[other]))
     return norm
 
 

@@ -220,13 +220,9 @@ def group_norm_function(
     )
     axis = 1 - len(x.shape)
     gain = ctx.optional_tensor(weight)
-    shift = ctx.optional_tensor(bias)
+    shift = ctx.column(ctx.optional_tensor(bias))
     scaled = normal if gain is None else scale_features(ctx, normal, gain, axis)
-    return (
-        scaled
-        if shift is None
-        else shift_features(ctx, scaled, arith.matrix(shift.reshape(-1, 1)), axis)
-    )
+    return scaled if shift is None else shift_features(ctx, scaled, shift, axis)
 
 
 rules.module(nn.GroupNorm)(

@@ -40,7 +40,7 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
             return one.size.peak
         block = math.prod(shape) // max(1, math.prod(other.shape))
         whole = _spread_total(arith, one, shape)
-        return arith.minimum(whole, one.size.peak * arith.sqrt(arith.const(float(block))))
+        return arith.minimum(whole, one.size.peak * arith.root(block))
 
     of_a = ctx.finite(reach(b, a), "the second factor")
     of_b = ctx.finite(reach(a, b), "the first factor")
@@ -59,7 +59,7 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
 
 def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
     times = math.prod(shape) // max(1, math.prod(x.shape))
-    return x.size.total * arith.sqrt(arith.const(float(times)))
+    return x.size.total * arith.root(times)
 
 
 @rules.method("matmul", "bmm", "mm")

@@ -214,7 +214,7 @@ def _longest(x: Value, axes: list[int]) -> Scalar:
     count = math.prod(x.shape[axis] for axis in axes)
     if len(axes) == 1:
         return x.size.fibre_along(axes[0] - len(x.shape))
-    return arith.minimum(x.size.total, x.size.peak * arith.sqrt(arith.const(float(count))))
+    return arith.minimum(x.size.total, x.size.peak * arith.root(count))
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)

@@ -24,7 +24,7 @@ def gain_and_shift(ctx: Context, width: int, weight: Any, bias: Any, centered: b
         width=width,
         centered=centered,
         gain=weight,
-        bias=None if bias is None else ctx.arith.matrix(bias.reshape(-1, 1)),
+        bias=ctx.column(bias),
         source=(ctx.path,),
     )
 

@@ -65,23 +65,19 @@ def token_convolution(
         kernel.contiguous(), up(stacked.error * taps), geometry, f"{ctx.path}.convolution"
     )
     plain = replace(x, waiting=None) if pending is not None else x
-    pieces = [
-        None if layer.bias is None else arith.matrix(layer.bias.reshape(-1, 1))
-        for layer in (conv, proj)
-    ]
+    of_values, of_result = (ctx.column(layer.bias) for layer in (conv, proj))
 
     def fibre() -> Scalar:
         # a token of the result is [W_O K_t]_t times a window of tokens M u + b, plus W_O b_K + b_O
-        radius = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
-        token = radius if before is None else arith.sigma(before, f"{ctx.path}.before") * radius
-        if pending is not None and pending.bias is not None:
+        token = plain.size.fibre_along(-1) if pending is None else plain.size.fibre
+        if before is not None:
+            token = arith.sigma(before, f"{ctx.path}.before") * token
+        if pending is not None:
             token = token + arith.length(pending.bias)
-        longest = (
-            arith.sigma(flat, f"{ctx.path}.window") * token * arith.sqrt(arith.const(float(taps)))
-        )
-        if pieces[0] is not None:
-            longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), pieces[0]))
-        return longest if pieces[1] is None else longest + arith.length(pieces[1])
+        longest = arith.sigma(flat, f"{ctx.path}.window") * token * arith.root(taps)
+        if of_values is not None:
+            longest = longest + arith.length(arith.matmul(arith.matrix(proj.weight), of_values))
+        return longest + arith.length(of_result)
 
     why = f"zero-padded convolution of {taps} taps over {tokens} tokens, with the output map folded in"
     return ctx.chain(plain, sigma, why, fibre)
@@ -167,5 +163,5 @@ def _mixed(
         why,
         lambda: constant * (old.fibre_along(-2) if columns else old.total) + shift_norm(),
         axis=-2,
-        total=lambda: constant * old.total + shift_norm() * arith.sqrt(arith.const(float(windows))),
+        total=lambda: constant * old.total + shift_norm() * arith.root(windows),
     )

@@ -101,7 +101,7 @@ def pixel_input(
     return InputSpec(size, means, stds, *view)
 
 
-def by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+def tensors_by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return the pairs as a dictionary; ArchitectureError where two tensors would get one name."""
     tensors_of: dict[str, Tensor] = {}
     for name, value in pairs:
@@ -141,7 +141,7 @@ def parted(
     return {name: value for name, value in tensors.items() if name not in matching}, matching
 
 
-def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_joined_qkv(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stack query, key and value of every attention into timm's one matrix `qkv`.
 
     An attention whose key has no bias (BEiT, Swin v2) keeps `q_bias` and `v_bias`, as timm's does.
@@ -162,4 +162,6 @@ def joined(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             keys = (f"{path}{letter}_bias" for letter in "qkv")
             new += [(key, bias) for key, bias in zip(keys, biases, strict=True) if bias is not None]
         used |= {f"{part}.{kind}" for part in parts for kind in ("weight", "bias")}
-    return by_name([*new, *((name, value) for name, value in tensors.items() if name not in used)])
+    return tensors_by_name(
+        [*new, *((name, value) for name, value in tensors.items() if name not in used)]
+    )

@@ -14,8 +14,15 @@ from certcli.models.converters.alignment import (
     require_merged,
     without_weight_norm,
 )
-from certcli.models.converters.base import ALONE, by_name, renamed
-from certcli.models.converters.wrapping import EMA, RAW, Bare, Normaliser, StateDicts, choice
+from certcli.models.converters.base import ALONE, renamed, tensors_by_name
+from certcli.models.converters.wrapping import (
+    EMA,
+    RAW,
+    Bare,
+    Normaliser,
+    StateDicts,
+    chosen_weights,
+)
 from certcli.system.errors import ArchitectureError, one_line
 
 _STATISTICS = {
@@ -33,7 +40,7 @@ _MOST_CHANNELS = 4
 Recognised = Callable[[Mapping[str, Tensor]], bool]
 
 
-def unwrapped(
+def without_wrapping(
     bare: Bare, path: Path, weights: str | None, roots: Callable[[Mapping[str, Tensor]], list[str]]
 ) -> Bare:
     """Return the state dict without the prefix that all its names share, without a normaliser
@@ -59,8 +66,8 @@ def unwrapped(
         if len(firsts) == 2 and firsts & set(RAW) and firsts & set(EMA):
             parts: StateDicts = {}
             for first in sorted(firsts):
-                parts[(first,)] = _below(tensors, f"{first}.")
-            (chosen,) = choice(list(parts), parts, path, weights)
+                parts[(first,)] = _tensors_under(tensors, f"{first}.")
+            (chosen,) = chosen_weights(list(parts), parts, path, weights)
             tensors = {
                 name: value for name, value in tensors.items() if name.startswith(f"{chosen}.")
             }
@@ -69,12 +76,12 @@ def unwrapped(
         prefix = _shared_prefix(tensors, lambda names: "" in roots(names))
         if prefix is None:
             break
-        tensors = _below(tensors, prefix)
+        tensors = _tensors_under(tensors, prefix)
         taken += prefix
     bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
     bare = replace(bare, computed=tuple(computed), private=private)
     if places := roots(tensors):
-        bare = _rooted(bare, path, weights, places)
+        bare = _network_under_root(bare, path, weights, places)
     has_averaged = any(name.partition(".")[0] in EMA for name in tensors)
     if weights in ("raw", "ema") and not has_averaged and bare.averaged != (weights == "ema"):
         kinds = ("raw", "averaged") if bare.averaged else ("averaged", "raw")
@@ -103,9 +110,9 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
     places: StateDicts = {
         tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
     }
-    chosen = choice(list(places), places, path, bare.undecided(weights))
+    chosen = chosen_weights(list(places), places, path, bare.undecided(weights))
     network = networks["".join(f"{part}." for part in chosen)]
-    root = _common(list(network.names.values()))
+    root = _shared_parts(list(network.names.values()))
     others = {name for each in networks.values() for name in each.names.values()}
     strange = [
         name
@@ -124,13 +131,13 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
                 f"{path.name} holds '{one_line(network.names[target])}' and '{one_line(name)}': which is the network's?",
                 ALONE,
             )
-    surplus = by_name((name.removeprefix(root), tensors[name]) for name in strange)
+    surplus = tensors_by_name((name.removeprefix(root), tensors[name]) for name in strange)
     aside = (*bare.aside, *(name for name in network.aside if name not in strange))
-    whole = by_name([*network.tensors.items(), *surplus.items()])
+    whole = tensors_by_name([*network.tensors.items(), *surplus.items()])
     return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def _tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the tensors under the prefix, without it."""
     return {
         name.removeprefix(prefix): value
@@ -150,18 +157,22 @@ def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str
     prefix = f"{first}."
     if len(tensors) == 1 and first not in (*RAW, *EMA):
         return None
-    unrecognised = recognised(tensors) and not recognised(_below(tensors, prefix))
+    unrecognised = recognised(tensors) and not recognised(_tensors_under(tensors, prefix))
     return None if unrecognised else prefix
 
 
-def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str]) -> Bare:
+def _network_under_root(
+    bare: Bare, path: Path, weights: str | None, roots: Collection[str]
+) -> Bare:
     """Return the network of another library that lies under one of these prefixes, with what lies
     beside it and may belong to it.
     """
-    places: StateDicts = {tuple(root.split(".")[:-1]): _below(bare.tensors, root) for root in roots}
-    chosen = choice(list(places), places, path, bare.undecided(weights))
+    places: StateDicts = {
+        tuple(root.split(".")[:-1]): _tensors_under(bare.tensors, root) for root in roots
+    }
+    chosen = chosen_weights(list(places), places, path, bare.undecided(weights))
     root = "".join(f"{part}." for part in chosen)
-    below = _below(bare.tensors, root)
+    below = _tensors_under(bare.tensors, root)
     others = tuple(other for other in roots if other != root and not root.startswith(other))
     aside = []
     outside = {}
@@ -172,7 +183,7 @@ def _rooted(bare: Bare, path: Path, weights: str | None, roots: Collection[str])
         elif not name.startswith(root):
             outside[name] = value
     tensors = {name: value for name, value in below.items() if root + name not in aside}
-    whole = by_name([*tensors.items(), *outside.items()])
+    whole = tensors_by_name([*tensors.items(), *outside.items()])
     return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
 
 
@@ -207,18 +218,18 @@ def _without_normaliser(
         if not (value.is_floating_point() and std.is_floating_point()):
             continue
         if value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
-            normaliser = Normaliser((name, std_name), _numbers(value), _numbers(std))
+            normaliser = Normaliser((name, std_name), _flat_numbers(value), _flat_numbers(std))
             rest = {key: each for key, each in tensors.items() if key not in (name, std_name)}
             return rest, normaliser
     return tensors, None
 
 
-def _numbers(value: Tensor) -> tuple[float, ...]:
+def _flat_numbers(value: Tensor) -> tuple[float, ...]:
     """Return the values as decimal numbers: a float32 of 0.485 is written 0.485."""
     return tuple(float(f"{number:.8g}") for number in value.double().flatten().tolist())
 
 
-def _common(names: Sequence[str]) -> str:
+def _shared_parts(names: Sequence[str]) -> str:
     """Return the longest prefix of whole parts that all names have."""
     first, last = (name.split(".")[:-1] for name in (min(names), max(names)))
     pairs = zip(first, last, strict=False)

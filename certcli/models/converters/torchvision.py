@@ -22,11 +22,11 @@ from certcli.models.converters.base import (
     COMPUTED,
     Converted,
     Renames,
-    by_name,
     parted,
     pixel_input,
     renamed,
     require_whole_windows,
+    tensors_by_name,
 )
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError, one_line
@@ -99,7 +99,7 @@ class SizedNetwork:
     computed: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-def family_of(tensors: Mapping[str, Tensor]) -> str | None:
+def torchvision_family(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the one of `FAMILIES` whose names the tensors have, or None."""
     if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
         return "vit"
@@ -108,7 +108,7 @@ def family_of(tensors: Mapping[str, Tensor]) -> str | None:
     return "convnext" if "features.1.0.block.0.weight" in tensors else None
 
 
-def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Converted:
+def convert_torchvision(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Converted:
     """Return a state dict of torchvision in timm's terms.
 
     Raises:
@@ -116,7 +116,7 @@ def convert(tensors: Mapping[str, Tensor], family: str, hints: Hints) -> Convert
         its tensors cannot.
     """
     network = FAMILIES[family](tensors, hints)
-    spec, origins = _input(network, hints)
+    spec, origins = _published_input(network, hints)
     arguments = {**network.arguments, **hints.arch_args}
     if family == "convnext":
         arguments.pop("img_size", None)  # a size of the images only
@@ -142,7 +142,7 @@ def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return len(numbers)
 
 
-def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
+def _torchvision_vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     network_tensors = renamed(tensors, _VIT_NAMES)
     width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
     depth = _count(network_tensors, r"blocks\.(\d+)\.")
@@ -171,16 +171,16 @@ def _vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     )
 
 
-def _stages(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
+def _blocks_a_stage(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
     stages = _count(tensors, pattern + r"(\d+)\.blocks\.")
     return [_count(tensors, f"{pattern}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(stages)]
 
 
-def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    second = family_of(tensors) == "swin_v2"
+def _torchvision_swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
+    second = torchvision_family(tensors) == "swin_v2"
     network_tensors, computed = parted(renamed(tensors, _SWIN_NAMES), COMPUTED)
     width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
-    depths = _stages(network_tensors, r"layers\.")
+    depths = _blocks_a_stage(network_tensors, r"layers\.")
     firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
     if second:
         window = (tensors["features.1.0.attn.relative_coords_table"].shape[1] + 1) // 2
@@ -190,7 +190,7 @@ def _swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         table = network_tensors["layers.0.blocks.0.attn.relative_position_bias_table"]
         window = (math.isqrt(table.shape[0]) + 1) // 2
         heads = [network_tensors[f"{path}relative_position_bias_table"].shape[1] for path in firsts]
-    side = _side(hints, 256 if second else 224)
+    side = _image_side(hints, 256 if second else 224)
     require_whole_windows(side, patch, len(depths), window)
     arguments = {
         "img_size": side,
@@ -224,17 +224,17 @@ def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             pairs += [(f"{path}q_bias", query.clone()), (f"{path}v_bias", values.clone())]
         else:
             pairs.append((name, value))
-    return by_name(pairs)
+    return tensors_by_name(pairs)
 
 
-def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
+def _torchvision_convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
     network_tensors = renamed(tensors, _CONVNEXT_NAMES)
     network_tensors = {
         name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
         for name, value in network_tensors.items()
     }
     width, channels, patch, _ = network_tensors["stem.0.weight"].shape
-    depths = _stages(network_tensors, r"stages\.")
+    depths = _blocks_a_stage(network_tensors, r"stages\.")
     arguments = {
         "patch_size": patch,
         "in_chans": channels,
@@ -246,16 +246,21 @@ def _convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
         "num_classes": network_tensors["head.fc.weight"].shape[0],
     }
     published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
-    side = _side(hints, 224)
+    side = _image_side(hints, 224)
     return SizedNetwork(
         "convnext", "convnext_tiny", arguments, network_tensors, (channels, side, side), published
     )
 
 
-FAMILIES = {"vit": _vit, "swin": _swin, "swin_v2": _swin, "convnext": _convnext}
+FAMILIES = {
+    "vit": _torchvision_vit,
+    "swin": _torchvision_swin,
+    "swin_v2": _torchvision_swin,
+    "convnext": _torchvision_convnext,
+}
 
 
-def _side(hints: Hints, usual: int) -> int:
+def _image_side(hints: Hints, usual: int) -> int:
     side = hints.arch_args.get("img_size", usual)
     if not isinstance(side, int):
         raise ArchitectureError(
@@ -264,7 +269,7 @@ def _side(hints: Hints, usual: int) -> int:
     return side
 
 
-def _input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
+def _published_input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
     """Pixel statistics, filter and crop of the published network, unless the options say otherwise."""
     mean = hints.mean
     std = hints.std

@@ -21,10 +21,10 @@ from certcli.models.converters.base import (
     COMPUTED,
     Converted,
     Renames,
-    joined,
     parted,
     renamed,
     require_whole_windows,
+    with_joined_qkv,
 )
 from certcli.models.converters.transformers_config import (
     CONFIG,
@@ -34,9 +34,9 @@ from certcli.models.converters.transformers_config import (
     Named,
     SwinConfig,
     TokenConfig,
-    decoded,
+    decoded_config,
     input_spec,
-    unknown,
+    unknown_fields,
 )
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
 from certcli.models.overrides import Hints
@@ -120,7 +120,7 @@ def _tokens(config: TokenConfig) -> dict[str, Any]:
     }
 
 
-def _activation(config: Config) -> dict[str, Any]:
+def _timm_activation(config: Config) -> dict[str, Any]:
     if config.hidden_act not in _ACTIVATIONS:
         raise Refused(
             f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}"
@@ -129,7 +129,7 @@ def _activation(config: Config) -> dict[str, Any]:
     return {} if word is None else {"act_layer": word}
 
 
-def _side(config: Any) -> int:
+def _square_side(config: Any) -> int:
     """A square image's side: on others, transformers and timm place positions differently."""
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
     if len(sides) > 1:
@@ -139,15 +139,15 @@ def _side(config: Any) -> int:
     return sides.pop()
 
 
-def _vit(config: TokenConfig, _: str) -> TimmNetwork:
+def _transformers_vit(config: TokenConfig, _: str) -> TimmNetwork:
     return TimmNetwork(
         "vit_base_patch16_224",
-        {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias},
+        {**_tokens(config), **_timm_activation(config), "qkv_bias": config.qkv_bias},
     )
 
 
 def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
-    arguments = {**_tokens(config), **_activation(config), "qkv_bias": config.qkv_bias}
+    arguments = {**_tokens(config), **_timm_activation(config), "qkv_bias": config.qkv_bias}
     if architecture.endswith("WithTeacher"):
         return TimmNetwork("deit_base_distilled_patch16_224", arguments)
     return TimmNetwork("vit_base_patch16_224", {**arguments, "reg_tokens": 1})
@@ -160,7 +160,7 @@ def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
         )
     arguments = {
         **_tokens(config),
-        **_activation(config),
+        **_timm_activation(config),
         "qkv_bias": config.qkv_bias,
         "init_values": 1e-5,
     }
@@ -184,7 +184,7 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
             "use_mean_pooling is false: a BEiT that ends in its class token is not converted"
         )
     if config.use_relative_position_bias or config.use_shared_relative_position_bias:
-        _side(config)
+        _square_side(config)
     if config.hidden_act != "gelu":
         raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
     return TimmNetwork(
@@ -199,7 +199,7 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
     )
 
 
-def _swin(config: SwinConfig, _: str) -> TimmNetwork:
+def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
     second = config.model_type == "swinv2"
     if config.use_absolute_embeddings or not config.qkv_bias:
         raise Refused(
@@ -210,9 +210,13 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
             f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted"
         )
     require_whole_windows(
-        _side(config), config.patch_size, len(config.depths), config.window_size, shrinks=second
+        _square_side(config),
+        config.patch_size,
+        len(config.depths),
+        config.window_size,
+        shrinks=second,
     )
-    activation = _activation(config)
+    activation = _timm_activation(config)
     if activation and not second:
         raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
     arguments = {
@@ -235,14 +239,14 @@ def _swin(config: SwinConfig, _: str) -> TimmNetwork:
     return TimmNetwork("swin_tiny_patch4_window7_224", arguments)
 
 
-def _convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
+def _transformers_convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
     arguments = {
         "patch_size": config.patch_size,
         "in_chans": config.num_channels,
         "dims": config.hidden_sizes,
         "depths": config.depths,
         "num_classes": config.classes,
-        **_activation(config),
+        **_timm_activation(config),
     }
     # the other norms have timm's 1e-6
     last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})
@@ -285,8 +289,8 @@ _CLASS_TOKEN = "last_hidden_state[:, 0], the class token after the last norm"
 _MEAN_TOKEN = "pooler_output, the mean of the tokens after the last norm"
 _MEAN_OF_IMAGE = "pooler_output, the norm of the mean over the image"
 FAMILIES: Mapping[str, ModelType] = {
-    "vit": ModelType("ViT", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
-    "vit_msn": ModelType("ViTMSN", TokenConfig, _vit, TOKEN_NAMES, _CLASS_TOKEN),
+    "vit": ModelType("ViT", TokenConfig, _transformers_vit, TOKEN_NAMES, _CLASS_TOKEN),
+    "vit_msn": ModelType("ViTMSN", TokenConfig, _transformers_vit, TOKEN_NAMES, _CLASS_TOKEN),
     "deit": ModelType(
         "DeiT", TokenConfig, _deit, TOKEN_NAMES, _CLASS_TOKEN, _deit_tensors, ("", "WithTeacher")
     ),
@@ -302,11 +306,22 @@ FAMILIES: Mapping[str, ModelType] = {
         _CLASS_TOKEN,
         _dinov2_tensors,
     ),
-    "swin": ModelType("Swin", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
-    "swinv2": ModelType("Swinv2", SwinConfig, _swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors),
-    "convnext": ModelType("ConvNext", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE),
+    "swin": ModelType(
+        "Swin", SwinConfig, _transformers_swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors
+    ),
+    "swinv2": ModelType(
+        "Swinv2", SwinConfig, _transformers_swin, SWIN_NAMES, _MEAN_TOKEN, _swin_tensors
+    ),
+    "convnext": ModelType(
+        "ConvNext", ConvNextConfig, _transformers_convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE
+    ),
     "convnextv2": ModelType(
-        "ConvNextV2", ConvNextConfig, _convnext, CONVNEXT_NAMES, _MEAN_OF_IMAGE, _convnext_tensors
+        "ConvNextV2",
+        ConvNextConfig,
+        _transformers_convnext,
+        CONVNEXT_NAMES,
+        _MEAN_OF_IMAGE,
+        _convnext_tensors,
     ),
 }
 _POOLER = "pooler.dense.weight"
@@ -324,14 +339,14 @@ def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
 def describes(path: Path) -> bool:
     """Tell whether the config beside a file is transformers': it names no architecture of timm."""
     try:
-        raw = decoded(path.parent / CONFIG, Json)
+        raw = decoded_config(path.parent / CONFIG, Json)
     except CheckpointError:
         return False
     names = {key for key in ("model_type", "architectures") if raw.get(key)}
     return bool(names) and "architecture" not in raw and raw.get("model_type") != "timm_wrapper"
 
 
-def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
+def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
     """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
 
     Raises:
@@ -343,7 +358,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
             f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
             f"put its {CONFIG} and {PIXELS} beside it",
         )
-    about = decoded(config_file, Named)
+    about = decoded_config(config_file, Named)
     architecture = about.architectures[0] if about.architectures else ""
     family = FAMILIES.get(about.model_type)
     if family is None or architecture not in family.classes:
@@ -352,13 +367,13 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
             f"{one_line(about.model_type)}), which certvit does not convert",
             f"it converts {', '.join(name for each in FAMILIES.values() for name in each.classes)}",
         )
-    config = decoded(config_file, family.config)
+    config = decoded_config(config_file, family.config)
     try:
         network = family.describe(config, architecture)
     except Refused as refusal:
         raise ArchitectureError(f"{config_file}: {refusal}") from refusal
     spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
-    doubts += unknown(config_file, family.config)
+    doubts += unknown_fields(config_file, family.config, not hints.logits)
     network_tensors = renamed(tensors, family.names)
     features = None
     if architecture == family.headless:
@@ -366,13 +381,13 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
             "; pooler_output comes after it" if _POOLER in network_tensors else ""
         )
     network_tensors, computed = parted(parted(network_tensors, _UNUSED)[0], COMPUTED)
-    network_tensors = family.finish(joined(network_tensors), config)
+    network_tensors = family.finish(with_joined_qkv(network_tensors), config)
     record = Record(
         arch=network.arch,
         arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
         input=spec,
         classes=config.classes if features is None else 0,
-        class_names=_class_names(config.id2label) if features is None else None,
+        class_names=_config_class_names(config.id2label) if features is None else None,
         surgery=network.surgery,
     )
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
@@ -389,7 +404,7 @@ def convert(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converte
     )
 
 
-def _class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
+def _config_class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
     """Return the classes by names that folders could have, in the order of their numbers."""
     names = names_of(dict(labels or {}))
     return None if names is None else plain_names(names)

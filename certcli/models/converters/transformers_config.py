@@ -7,7 +7,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import fields
 
 from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
-from certcli.checkpoint.config_fields import other_problem
+from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem
 from certcli.checkpoint.record import InputSpec
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
@@ -178,7 +178,7 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
 """Values that switch a field off."""
 
 
-def decoded(config: Path, kind: type[T]) -> T:
+def decoded_config(config: Path, kind: type[T]) -> T:
     return read_config(
         config, lambda text: decode(text, kind), "fetch it again, as transformers wrote it"
     )
@@ -193,9 +193,9 @@ def input_spec(
     Raises:
         ArchitectureError: neither says how pixels are normalised.
     """
-    pixels = None if is_absent(path) else decoded(path, Pixels)
+    pixels = None if is_absent(path) else decoded_config(path, Pixels)
     is_given = hints.mean is not None and hints.std is not None
-    mean, std, origin = _statistics(pixels, is_given)
+    mean, std, origin = _pixel_statistics(pixels, is_given)
     origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}
     mean = hints.mean or mean
     std = hints.std or std
@@ -217,7 +217,7 @@ def input_spec(
     )
     origins["view"] = "by default" if pixels is None else PIXELS
     preprocessed = None if pixels is None else _made(pixels)
-    doubts = [] if pixels is None else [*_processor_doubts(pixels), *unknown(path, Pixels)]
+    doubts = [] if pixels is None else [*_processor_doubts(pixels), *unknown_fields(path, Pixels)]
     if preprocessed is not None and preprocessed != [height, width]:
         sizes = ["x".join(map(str, each)) for each in (preprocessed, (height, width))]
         doubts.append(
@@ -227,20 +227,25 @@ def input_spec(
     return spec, origins, doubts
 
 
-def unknown(path: Path, struct: type[Struct]) -> list[str]:
-    """Return a sentence where a config's field is neither used nor harmless."""
+def unknown_fields(path: Path, struct: type[Struct], decides: bool = True) -> list[str]:
+    """Return a sentence where a config's field is neither used nor harmless.
+
+    Args:
+        decides: refuse a network that does not decide by its largest logit.
+    """
     harmless = _HARMLESS_PIXELS if struct is Pixels else _HARMLESS_CONFIG
-    raw = decoded(path, Json)
+    raw = decoded_config(path, Json)
     used = {field.name for field in fields(struct)} | harmless
     strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
-    if (judged_otherwise := other_problem(raw)) is not None:
-        raise ArchitectureError(
-            f"{path.name}: {judged_otherwise}", "delete problem_type to judge the largest logit"
-        )
-    if not strange:
-        return []
-    names = one_line(", ".join(strange))[:160]
-    return [f"{path.name} says {names}, which certvit does not know and leaves out"]
+    problem = other_problem(raw)
+    if problem is not None and decides:
+        hint = "delete problem_type to judge the largest logit"
+        raise ArchitectureError(f"{path.name}: {problem}", hint)
+    doubts = [] if problem is None else [problem + LOGITS_ALONE]
+    if strange:
+        names = one_line(", ".join(strange))[:160]
+        doubts.append(f"{path.name} says {names}, which certvit does not know and leaves out")
+    return doubts
 
 
 def _processor_doubts(pixels: Pixels) -> list[str]:
@@ -254,7 +259,7 @@ def _processor_doubts(pixels: Pixels) -> list[str]:
     return doubts
 
 
-def _statistics(
+def _pixel_statistics(
     pixels: Pixels | None, is_given: bool
 ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
     """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f
@@ -265,9 +270,9 @@ def _statistics(
     """
     if pixels is None:
         return None, None, ""
-    _require_plain(pixels)
-    mean = _per_channel(pixels.image_mean)
-    std = _per_channel(pixels.image_std)
+    _require_known_steps(pixels)
+    mean = _channel_values(pixels.image_mean)
+    std = _channel_values(pixels.image_std)
     if not pixels.do_rescale:
         is_bytes = pixels.do_normalize and mean is not None and max(mean) > PIXEL_SCALE
         if not is_bytes and not is_given:
@@ -285,11 +290,11 @@ def _statistics(
     return tuple(value / scale for value in mean), tuple(value / scale for value in std), PIXELS
 
 
-def _per_channel(values: tuple[float, ...] | float | None) -> tuple[float, ...] | None:
+def _channel_values(values: tuple[float, ...] | float | None) -> tuple[float, ...] | None:
     return (values,) if isinstance(values, int | float) else values
 
 
-def _require_plain(pixels: Pixels) -> None:
+def _require_known_steps(pixels: Pixels) -> None:
     """Raise ArchitectureError for a step between image and network that is not converted."""
     steps = {
         "subtracts an offset after rescaling (offset)": pixels.offset,

@@ -93,9 +93,11 @@ class Bare:
             else []
         )
         parts = (*self.private, *((self.prefix,) if self.prefix else ()))
-        facts += [Fact("names", f"without {some(parts)}", "the file")] if parts else []
-        facts += [Fact("computed", some(self.computed), "a weight norm")] if self.computed else []
-        facts += [Fact("set aside", some(self.aside), "the file")] if self.aside else []
+        facts += [Fact("names", f"without {first_names(parts)}", "the file")] if parts else []
+        facts += (
+            [Fact("computed", first_names(self.computed), "a weight norm")] if self.computed else []
+        )
+        facts += [Fact("set aside", first_names(self.aside), "the file")] if self.aside else []
         by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
         return [*facts, by_filter] if self.original else facts
 
@@ -114,7 +116,7 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     names_prefix = any(
         str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
     )
-    keys = choice(list(candidates), candidates, path, None if names_prefix else weights)
+    keys = chosen_weights(list(candidates), candidates, path, None if names_prefix else weights)
     state_dict = candidates[keys]
     tensors = {str(name): value.detach() for name, value in state_dict.items()}
     if len(tensors) < len(state_dict):
@@ -158,8 +160,8 @@ def _networks(loaded: Any) -> StateDicts:
             visited.add(id(value))
             inner = ((str(key), _only(below)) for key, below in value.items() if _is_text(key))
             waiting += [((*keys, key), below) for key, below in inner if isinstance(below, Mapping)]
-    largest = max(map(_values, networks.values()), default=0)
-    return {keys: value for keys, value in networks.items() if 16 * _values(value) >= largest}
+    largest = max(map(_value_count, networks.values()), default=0)
+    return {keys: value for keys, value in networks.items() if 16 * _value_count(value) >= largest}
 
 
 def _only(value: Any) -> Any:
@@ -171,7 +173,7 @@ def _is_text(key: Any) -> bool:
     return isinstance(key, str)
 
 
-def _values(state_dict: Mapping[Any, Tensor]) -> int:
+def _value_count(state_dict: Mapping[Any, Tensor]) -> int:
     return sum(value.numel() for value in state_dict.values())
 
 
@@ -189,7 +191,7 @@ def _is_state_dict(loaded: Any) -> bool:
     )
 
 
-def choice(
+def chosen_weights(
     places: list[tuple[str, ...]],
     state_dicts: Mapping[tuple[str, ...], Mapping[Any, Tensor]],
     path: Path,
@@ -206,7 +208,7 @@ def choice(
         if not named:
             raise ArchitectureError(
                 f"{path.name} holds no weights '{one_line(weights)[:80]}'",
-                f"it holds {_named(places)}",
+                f"it holds {_places_in_words(places)}",
             )
         places = named
     averaged = [keys for keys in places if set(keys) & set(EMA)]
@@ -214,24 +216,24 @@ def choice(
     if raw and averaged:
         if weights is None and not _all_equal([state_dicts[keys] for keys in places]):
             raise ArchitectureError(
-                f"{path.name} holds raw weights ({_named(raw)}) and averaged ones ({_named(averaged)}): which network is "
-                "meant?",
+                f"{path.name} holds raw weights ({_places_in_words(raw)}) and averaged ones "
+                f"({_places_in_words(averaged)}): which network is meant?",
                 "--weights raw or --weights ema",
             )
         places = averaged if weights == "ema" else raw
     if not _all_equal([state_dicts[keys] for keys in places]):
         raise ArchitectureError(
-            f"{path.name} holds the weights of several networks, {_named(places)}: which is meant?",
+            f"{path.name} holds the weights of several networks, {_places_in_words(places)}: which is meant?",
             f"--weights {'/'.join(max(places[:2], key=bool))}",
         )
     return places[0]
 
 
-def _named(places: list[tuple[str, ...]]) -> str:
+def _places_in_words(places: list[tuple[str, ...]]) -> str:
     return ", ".join(f"'{one_line('/'.join(keys))[:60]}'" for keys in places[:6])
 
 
-def some(names: Sequence[str]) -> str:
+def first_names(names: Sequence[str]) -> str:
     shown = ", ".join(f"'{one_line(name)[:80]}'" for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

@@ -3,10 +3,11 @@
 import operator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from certcli.models.onnx.call import Call, reads
+from certcli.models.onnx.call import Call, reads_operators
 from certcli.models.onnx.program import on_meta
 from certcli.system.errors import Refused
 
@@ -32,6 +33,9 @@ _COMPARED = {
 }
 _UNARY = {
     "Erf": torch.erf,
+    "Sin": torch.sin,
+    "Cos": torch.cos,
+    "Atan": torch.atan,
     "Sqrt": torch.sqrt,
     "Neg": operator.neg,
     "Abs": torch.abs,
@@ -42,29 +46,35 @@ _UNARY = {
     "Floor": torch.floor,
     "Not": torch.logical_not,
 }
-_MODULES = {
-    "Relu": nn.ReLU,
-    "Sigmoid": nn.Sigmoid,
-    "Tanh": nn.Tanh,
-    "HardSwish": nn.Hardswish,
-    "Softplus": nn.Softplus,
-    "Softsign": nn.Softsign,
-    "Mish": nn.Mish,
+_MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+    "Relu": (nn.ReLU, {}),
+    "Sigmoid": (nn.Sigmoid, {}),
+    "Tanh": (nn.Tanh, {}),
+    "HardSwish": (nn.Hardswish, {}),
+    "Softplus": (nn.Softplus, {}),
+    "Softsign": (nn.Softsign, {}),
+    "Mish": (nn.Mish, {}),
+    "Gelu": (nn.GELU, {"approximate": "none"}),
+    "LeakyRelu": (nn.LeakyReLU, {"alpha": 0.01}),
+    "Elu": (nn.ELU, {"alpha": 1.0}),
+    "Celu": (nn.CELU, {"alpha": 1.0}),
 }
+"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults."""
+_FOLDED = {"Max": torch.maximum, "Min": torch.minimum, "Sum": operator.add}
 
 
-@reads(*_BINARY)
-def binary(call: Call) -> Any:
-    return call.apply(_BINARY[call.op], *_operands(call))
+@reads_operators(*_BINARY)
+def read_binary(call: Call) -> Any:
+    return call.apply(_BINARY[call.op], *_broadcast_operands(call))
 
 
-def _operands(call: Call) -> tuple[Any, Any]:
+def _broadcast_operands(call: Call) -> tuple[Any, Any]:
     return call.operand(0, call.value(1)), call.operand(1, call.value(0))
 
 
-@reads("Div")
-def divide(call: Call) -> Any:
-    a, b = _operands(call)
+@reads_operators("Div")
+def read_quotient(call: Call) -> Any:
+    a, b = _broadcast_operands(call)
     if isinstance(b, float):
         call.require(b != 0, "a division by 0")
     if not isinstance(a, float) and not on_meta(a).is_floating_point():
@@ -73,63 +83,83 @@ def divide(call: Call) -> Any:
     return call.apply(operator.truediv, a, b)
 
 
-@reads(*_COMPARED)
-def compared(call: Call) -> Any:
+@reads_operators(*_COMPARED)
+def read_comparison(call: Call) -> Any:
     return call.apply(_COMPARED[call.op], call.value(0), call.value(1))
 
 
-@reads("Max", "Min")
-def extreme(call: Call) -> Any:
-    function = torch.maximum if call.op == "Max" else torch.minimum
+@reads_operators(*_FOLDED)
+def read_folded(call: Call) -> Any:
     result = call.value(0)
     for place in range(1, len(call.inputs)):
-        result = call.apply(function, result, call.value(place))
+        result = call.apply(_FOLDED[call.op], result, call.value(place))
     return result
 
 
-@reads("Mod")
-def modulo(call: Call) -> Any:
+@reads_operators("Mod")
+def read_modulo(call: Call) -> Any:
     call.require(call.attribute("fmod", 0) == 0, "fmod")
     a, b = call.tensor(0), call.tensor(1)
     call.require(not a.is_floating_point() and bool((b != 0).all()), "other than whole numbers")
     return call.apply(torch.remainder, a, b)
 
 
-@reads("Pow")
-def power(call: Call) -> Any:
+@reads_operators("Pow")
+def read_power(call: Call) -> Any:
     exponent = call.scalar(1)
     call.require(exponent is not None, "an exponent that is left out")
     whole = exponent if exponent != int(exponent or 0) else int(exponent or 0)
     return call.apply(torch.pow, call.value(0), whole)
 
 
-@reads(*_UNARY)
-def unary(call: Call) -> Any:
+@reads_operators(*_UNARY)
+def read_unary(call: Call) -> Any:
     return call.apply(_UNARY[call.op], call.value())
 
 
-@reads(*_MODULES)
-def curve(call: Call) -> Any:
-    return call.apply(_MODULES[call.op](), call.value())
+def _float32_attribute(call: Call, name: str, default: Any) -> Any:
+    """Return an attribute; its default, too, is a float32."""
+    return call.attribute(
+        name, float(np.float32(default)) if isinstance(default, float) else default
+    )
 
 
-@reads("Gelu")
-def gelu(call: Call) -> Any:
-    return call.apply(nn.GELU(approximate=call.attribute("approximate", "none")), call.value())
+@reads_operators(*_MODULES)
+def read_curve(call: Call) -> Any:
+    module, attributes = _MODULES[call.op]
+    return call.apply(
+        module(*[_float32_attribute(call, *each) for each in attributes.items()]), call.value()
+    )
 
 
-@reads("LeakyRelu")
-def leaky_relu(call: Call) -> Any:
-    return call.apply(nn.LeakyReLU(call.attribute("alpha", 0.01)), call.value())
+@reads_operators("Selu")
+def read_selu(call: Call) -> Any:
+    """gamma ELU(x), with the constants that the file says."""
+    inner = call.apply(nn.ELU(_float32_attribute(call, "alpha", 1.6732632)), call.value())
+    return call.apply(operator.mul, inner, _float32_attribute(call, "gamma", 1.0507010))
 
 
-@reads("Elu")
-def elu(call: Call) -> Any:
-    return call.apply(nn.ELU(call.attribute("alpha", 1.0)), call.value())
+@reads_operators("HardSigmoid")
+def read_hard_sigmoid(call: Call) -> Any:
+    line = call.apply(operator.mul, call.value(), _float32_attribute(call, "alpha", 0.2))
+    line = call.apply(operator.add, line, _float32_attribute(call, "beta", 0.5))
+    return call.apply(torch.clamp, line, 0.0, 1.0)
 
 
-@reads("Clip")
-def clip(call: Call) -> Any:
+@reads_operators("PRelu")
+def read_parametric_relu(call: Call) -> Any:
+    """A slope for all, or one a channel."""
+    slope, rank = call.tensor(1), len(call.shape())
+    whole = slope.reshape([1] * (rank - slope.dim()) + list(slope.shape))
+    sizes = [1, whole.shape[1] if rank > 1 else 1, *[1] * (rank - 2)]
+    call.require(list(whole.shape) == sizes[:rank], "a slope an entry")
+    module = nn.PReLU(slope.numel())
+    module.weight = nn.Parameter(slope.reshape(-1), requires_grad=False)
+    return call.apply(module, call.value())
+
+
+@reads_operators("Clip")
+def read_clip(call: Call) -> Any:
     if call.opset >= 11:
         low, high = call.scalar(1), call.scalar(2)
     else:
@@ -137,8 +167,8 @@ def clip(call: Call) -> Any:
     return call.apply(torch.clamp, call.value(), low, high)
 
 
-@reads("Identity", "Dropout")
-def identity(call: Call) -> Any:
+@reads_operators("Identity", "Dropout")
+def read_identity(call: Call) -> Any:
     if call.op == "Dropout":
         call.attribute("ratio", 0.5)
         call.attribute("seed", 0)
@@ -148,8 +178,8 @@ def identity(call: Call) -> Any:
     return call.value()
 
 
-@reads("Cast")
-def cast(call: Call) -> Any:
+@reads_operators("Cast")
+def read_cast(call: Call) -> Any:
     kind = _KINDS.get(call.attribute("to"))
     value = call.value()
     call.require(kind is not None, "a type that is not read")
@@ -160,32 +190,32 @@ def cast(call: Call) -> Any:
     return value
 
 
-@reads("Where")
-def where(call: Call) -> Any:
+@reads_operators("Where")
+def read_where(call: Call) -> Any:
     return call.apply(torch.where, call.tensor(0), call.value(1), call.value(2))
 
 
-@reads("Shape")
-def shape(call: Call) -> Any:
+@reads_operators("Shape")
+def read_shape(call: Call) -> Any:
     sizes = list(call.shape())
     sizes = sizes[call.attribute("start", 0) : call.attribute("end", len(sizes))]
     return torch.tensor(sizes, dtype=torch.int64)
 
 
-@reads("Size")
-def size(call: Call) -> Any:
+@reads_operators("Size")
+def read_size(call: Call) -> Any:
     return torch.tensor(on_meta(call.value()).numel())
 
 
-@reads("ConstantOfShape")
-def filled(call: Call) -> Any:
+@reads_operators("ConstantOfShape")
+def read_filled(call: Call) -> Any:
     value = call.attribute("value", torch.zeros(1))
     sizes = call.numbers(0) or []
     return call.apply("expand", value.reshape(()), sizes)
 
 
-@reads("Range")
-def numbers(call: Call) -> Any:
+@reads_operators("Range")
+def read_range(call: Call) -> Any:
     start, end, step = (call.tensor(place) for place in range(3))
     first, last, by = (int(each.item()) for each in (start, end, step))
     call.require(not start.is_floating_point() and by != 0, "other than whole numbers")
@@ -194,8 +224,8 @@ def numbers(call: Call) -> Any:
     return call.apply(torch.cumsum, zeros + by, 0, dtype=start.dtype) + (first - by)
 
 
-@reads("DequantizeLinear")
-def dequantised(call: Call) -> Any:
+@reads_operators("DequantizeLinear")
+def read_dequantised(call: Call) -> Any:
     """(q - zero) scale, rounded to float32 as ONNX says: of stored numbers, so exact."""
     values, scale, zero = call.tensor(0), call.tensor(1), call.constant(2)
     axis = call.attribute("axis", 1)
@@ -211,8 +241,8 @@ def dequantised(call: Call) -> Any:
     return call.apply(torch.mul, shifted, scale)
 
 
-@reads("Constant")
-def constant(call: Call) -> Any:
+@reads_operators("Constant")
+def read_constant(call: Call) -> Any:
     name = next(iter(call.attributes), "value")
     value = call.attribute(name)
     if isinstance(value, torch.Tensor):

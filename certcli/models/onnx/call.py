@@ -119,6 +119,16 @@ class Call:
         return value
 
 
+def permuted(call: Call, value: Any, order: list[int]) -> Any:
+    """Return the axes in this order; of axes that were permuted before, both orders as one."""
+    if getattr(value, "target", None) == "permute" and sorted(order) == list(range(len(order))):
+        value, before = value.args
+        order = [before[axis] for axis in order]
+        if order == sorted(order):
+            return value
+    return call.apply("permute", value, order)
+
+
 class NoReader(Refused):
     """Nothing here says what the operator is in torch."""
 
@@ -128,7 +138,7 @@ READERS: dict[str, Reader] = {}
 """Operator -> what it is in torch. One that is not here has no reader."""
 
 
-def reads(*ops: str) -> Callable[[Reader], Reader]:
+def reads_operators(*ops: str) -> Callable[[Reader], Reader]:
     """Register the reader of operators."""
 
     def register(reader: Reader) -> Reader:
@@ -138,7 +148,7 @@ def reads(*ops: str) -> Callable[[Reader], Reader]:
     return register
 
 
-def read(call: Call) -> list[Any]:
+def read_call(call: Call) -> list[Any]:
     """Return an operator's results; Refused: it has no reader, or asks for what its reader has not."""
     reader = READERS.get(call.op)
     if reader is None:

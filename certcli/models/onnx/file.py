@@ -64,19 +64,21 @@ def read_model(path: Path) -> tuple[Any, bytes]:
         raise CheckpointError(
             f"{path} is no ONNX file ({one_line(failure)})", "is it complete?"
         ) from failure
-    _require_plain(path, model)
+    _require_one_graph(path, model)
     return model, data
 
 
 def opset_of(model: Any) -> int:
-    return next((int(each.version) for each in model.opset_import if _is_own(each.domain)), 0)
+    return next(
+        (int(each.version) for each in model.opset_import if _is_onnx_domain(each.domain)), 0
+    )
 
 
-def _is_own(domain: str) -> bool:
+def _is_onnx_domain(domain: str) -> bool:
     return domain in ("", "ai.onnx")
 
 
-def _require_plain(path: Path, model: Any) -> None:
+def _require_one_graph(path: Path, model: Any) -> None:
     """Raise CheckpointError for what lies outside of one graph of tensors."""
     if not model.graph.node:
         raise CheckpointError(f"{path} is no ONNX network: it has no operators", _EXPORT)
@@ -91,15 +93,15 @@ def _require_plain(path: Path, model: Any) -> None:
     if model.graph.sparse_initializer:
         raise CheckpointError(f"{path} has sparse weights", _EXPORT)
     for node in model.graph.node:
-        foreign = not _is_own(node.domain)
+        foreign = not _is_onnx_domain(node.domain)
         if foreign or any(each.HasField("g") or each.graphs for each in node.attribute):
             what = f"an operator of {one_line(node.domain)}" if foreign else "control flow"
             raise CheckpointError(
-                f"{path}: {name_of(node)} is {what}, which has no reader", _EXPORT
+                f"{path}: {operator_name(node)} is {what}, which has no reader", _EXPORT
             )
 
 
-def name_of(node: Any) -> str:
+def operator_name(node: Any) -> str:
     """Return an operator with its node's name, for messages."""
     return f"{one_line(node.op_type)[:60]} '{one_line(node.name or ', '.join(map(str, node.output)))[:100]}'"
 
@@ -111,16 +113,16 @@ def _require_few_fields(data: bytes) -> None:
     while waiting:
         place, end, kind, depth = waiting.pop()
         while place < end:
-            tag, place = _number(data, place, end)
+            tag, place = _varint(data, place, end)
             if tag & 7 == 2:
-                size, place = _number(data, place, end)
+                size, place = _varint(data, place, end)
                 inner = kind.get(tag >> 3)
                 if inner is not None:
                     waiting.append((place, min(end, place + size), inner, depth + 1))
             else:
                 size = {1: 8, 5: 4}.get(tag & 7, 0)
                 if tag & 7 == 0:
-                    place = _number(data, place, end)[1]
+                    place = _varint(data, place, end)[1]
                 elif not size:
                     raise Refused("it is no ONNX file")
             place += size
@@ -131,7 +133,7 @@ def _require_few_fields(data: bytes) -> None:
                 raise Refused(f"it has more than {MOST_FIELDS:,} fields, or deeper than {DEEPEST}")
 
 
-def _number(data: bytes, place: int, end: int) -> tuple[int, int]:
+def _varint(data: bytes, place: int, end: int) -> tuple[int, int]:
     """Return a varint and the place behind it."""
     total = 0
     for shift in range(0, 70, 7):
@@ -157,7 +159,7 @@ def tensor_of(proto: Any) -> Tensor:
     stored = 8 * max(len(proto.raw_data), *(len(getattr(proto, name)) for name in fields))
     if min(proto.dims, default=0) < 0 or count > stored:
         raise Refused(f"it has {count} values, and the file fewer")
-    if proto.data_type not in _readable(onnx):
+    if proto.data_type not in _readable_types(onnx):
         raise Refused("its values are of a type that is not read")
     try:
         values = onnx.numpy_helper.to_array(proto)
@@ -168,7 +170,7 @@ def tensor_of(proto: Any) -> Tensor:
         raise Refused(one_line(failure)) from failure
 
 
-def _readable(onnx: Any) -> Iterable[int]:
+def _readable_types(onnx: Any) -> Iterable[int]:
     kinds = onnx.TensorProto
     whole = (kinds.UINT8, kinds.INT8, kinds.UINT16, kinds.INT16, kinds.INT32, kinds.INT64)
     return (kinds.FLOAT, kinds.DOUBLE, kinds.FLOAT16, kinds.BOOL, kinds.INT4, kinds.UINT4, *whole)

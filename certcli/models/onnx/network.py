@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
-from certcli.models.onnx.call import Call, NoReader, read
-from certcli.models.onnx.file import name_of, opset_of, required, tensor_of
+from certcli.models.onnx.call import Call, NoReader, read_call
+from certcli.models.onnx.file import operator_name, opset_of, required, tensor_of
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import LARGEST_TENSOR, Program
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
@@ -27,7 +27,7 @@ _MISFITS = (
 """Errors of torch and Python where an operator does not fit its inputs."""
 
 
-def network_of(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]:
+def network_of_onnx(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]:
     """Return the network, one image's batch axis first, and the size of one input.
 
     The tensors are float32, or float64 where one of them has no equal in float32.
@@ -37,21 +37,23 @@ def network_of(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]:
         ArchitectureError: an operator has no reader; its name and its node's.
     """
     graph = model.graph
-    constants = {each.name: _stored(path, each) for each in graph.initializer}
-    source, size, dtype = _input(path, graph, constants)
+    constants = {each.name: _stored_tensor(path, each) for each in graph.initializer}
+    source, size, dtype = _image_input(path, graph, constants)
     stored = sum(each.numel() for each in constants.values())
     program = Program(size, dtype, stored)
     values: dict[str, Any] = {**constants, source: program.image, "": None}
     for node in graph.node:
         try:
-            results = read(_call(program, node, values, opset_of(model)))
+            results = read_call(_call(program, node, values, opset_of(model)))
         except NoReader as failure:
             raise ArchitectureError(
-                f"{path}: {name_of(node)}: {one_line(failure)}",
+                f"{path}: {operator_name(node)}: {one_line(failure)}",
                 "docs/howto/certify-what-you-deploy.md lists the operators that are read",
             ) from failure
         except _MISFITS as failure:
-            raise CheckpointError(f"{path}: {name_of(node)}: {one_line(failure)}") from failure
+            raise CheckpointError(
+                f"{path}: {operator_name(node)}: {one_line(failure)}"
+            ) from failure
         values.update(zip(node.output, results))
     result = values.get(graph.output[0].name)
     if not isinstance(result, fx.Node):
@@ -62,7 +64,7 @@ def network_of(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]:
     return net.to(_dtype(net, dtype)).eval(), size
 
 
-def _stored(path: Path, tensor: Any) -> Tensor:
+def _stored_tensor(path: Path, tensor: Any) -> Tensor:
     try:
         return tensor_of(tensor)
     except Refused as failure:
@@ -73,7 +75,7 @@ def _stored(path: Path, tensor: Any) -> Tensor:
         ) from failure
 
 
-def _input(
+def _image_input(
     path: Path, graph: Any, constants: dict[str, Tensor]
 ) -> tuple[str, tuple[int, ...], torch.dtype]:
     """Return the name, the size without the batch, and the type of the one input."""
@@ -86,8 +88,9 @@ def _input(
     kind = inputs[0].type.tensor_type
     sizes = [each.dim_value for each in kind.shape.dim]
     if len(sizes) < 2 or min(sizes[1:]) < 1 or sizes[0] not in (0, 1):
+        lacks = ", which has no axis of images" if len(sizes) == 1 else ", 0 for any"
         raise CheckpointError(
-            f"{path} states the input {sizes or 'without sizes'}, 0 for any",
+            f"{path} states the input {sizes or 'without sizes'}{lacks}",
             "export it with one image, or any number of images, of one size",
         )
     if math.prod(sizes[1:]) > LARGEST_TENSOR:
@@ -102,12 +105,12 @@ def _call(program: Program, node: Any, values: dict[str, Any], opset: int) -> Ca
     if unset:
         raise Refused(f"its input '{one_line(unset[0])[:100]}' is not in the file")
     value_of = required("onnx").helper.get_attribute_value
-    attributes = {each.name: _plain(value_of(each)) for each in node.attribute}
+    attributes = {each.name: _attribute_value(value_of(each)) for each in node.attribute}
     inputs = [values[name] for name in node.input]
     return Call(program, node.op_type, opset, inputs, attributes, len(node.output))
 
 
-def _plain(value: Any) -> Any:
+def _attribute_value(value: Any) -> Any:
     """Return an attribute as a number, bytes, a tuple of them, or a tensor."""
     if isinstance(value, (int, float, bytes)):
         return value

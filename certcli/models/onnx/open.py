@@ -16,7 +16,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.models.build import OpenCheckpoint, load, with_network
 from certcli.models.in_memory import open_module
 from certcli.models.onnx.file import opset_of, read_model
-from certcli.models.onnx.network import network_of
+from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.models.overrides import Hints
 from certcli.models.provenance import Fact
@@ -26,7 +26,7 @@ from certcli.system.errors import CheckpointError, UsageError
 def open_onnx(path: Path, hints: Hints) -> OpenCheckpoint:
     """Open an ONNX file of images; their mean and std are in `hints`."""
     model, data = read_model(path)
-    net, size = network_of(path, model)
+    net, size = network_of_onnx(path, model)
     if len(size) != 3:
         raise CheckpointError(
             f"{path} takes inputs of size {size}, and an image has (channels, height, width)",

@@ -50,24 +50,24 @@ class Program:
         if isinstance(target, nn.Module):
             target.eval()
         shown = map_aggregate((args, kwargs), on_meta)
-        result = _run(target, *shown)
+        result = _run_operation(target, *shown)
         depends = any(_leaves((args, kwargs)))
         self._count(target, args, result, depends)
         if not depends:
-            return _run(target, args, kwargs)
+            return _run_operation(target, args, kwargs)
         nodes = map_aggregate((args, kwargs), self._stored)
         node = self._node(target, *nodes)
         node.meta["value"] = result
         return node
 
     def _count(self, target: Target, args: Any, result: Any, depends: bool) -> None:
-        largest = max((each.numel() for each in _tensors(result)), default=0)
+        largest = max((each.numel() for each in _tensors_among(result)), default=0)
         if depends:
             if largest > LARGEST_TENSOR:
                 raise Refused(f"it makes {largest:,} values of one image")
             return
         self.values_left -= largest
-        inner = max((size for each in _tensors(args) for size in each.shape), default=1)
+        inner = max((size for each in _tensors_among(args) for size in each.shape), default=1)
         heavy = isinstance(target, nn.Module) or target is torch.matmul
         if self.values_left < 0 or (heavy and largest * inner > SPARE_WORK):
             raise Refused(f"it makes {largest:,} values that no image has a part in")
@@ -103,10 +103,10 @@ class Program:
         return self.constants[id(value)][0]
 
 
-def _run(target: Target, args: Any, kwargs: Any) -> Any:
+def _run_operation(target: Target, args: Any, kwargs: Any) -> Any:
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
-    if isinstance(target, nn.Module) and _tensors(args)[0].is_meta:
+    if isinstance(target, nn.Module) and _tensors_among(args)[0].is_meta:
         parts = [*target.named_parameters(), *target.named_buffers()]
         return torch.func.functional_call(target, {n: p.to("meta") for n, p in parts}, args, kwargs)
     return target(*args, **kwargs)
@@ -128,11 +128,11 @@ def _leaves(value: Any) -> Iterator[fx.Node]:
         yield from _leaves(item)
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _tensors_among(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     items = value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors(item)]
+    return [tensor for item in items for tensor in _tensors_among(item)]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -8,23 +8,23 @@ import torch
 from torch import Tensor, fx
 from torch.nn import functional
 
-from certcli.models.onnx.call import Call, reads
+from certcli.models.onnx.call import Call, permuted, reads_operators
 from certcli.models.onnx.program import shape_of
 
 _FAR = 2**62
 """A slice's end for "to the last one", within int64."""
 
 
-@reads("Reshape")
-def reshape(call: Call) -> Any:
+@reads_operators("Reshape")
+def read_reshape(call: Call) -> Any:
     sizes = call.numbers(1) or []
     whole = call.shape()
     if not call.attribute("allowzero", 0):
         sizes = [whole[place] if size == 0 else size for place, size in enumerate(sizes)]
-    return _reshaped(call, call.value(), sizes)
+    return _reshape_images(call, call.value(), sizes)
 
 
-def _reshaped(call: Call, value: Any, sizes: list[int]) -> Any:
+def _reshape_images(call: Call, value: Any, sizes: list[int]) -> Any:
     """Of a node the first axis is the batch, or begins with it: the file's 1 is any number."""
     whole = math.prod(shape_of(value))
     if isinstance(value, fx.Node) and sizes:
@@ -35,21 +35,21 @@ def _reshaped(call: Call, value: Any, sizes: list[int]) -> Any:
     return call.apply("reshape", value, sizes)
 
 
-@reads("Flatten")
-def flatten(call: Call) -> Any:
+@reads_operators("Flatten")
+def read_flatten(call: Call) -> Any:
     sizes = call.shape()
     axis = call.attribute("axis", 1) % (len(sizes) + 1)
-    return _reshaped(call, call.value(), [math.prod(sizes[:axis]), math.prod(sizes[axis:])])
+    return _reshape_images(call, call.value(), [math.prod(sizes[:axis]), math.prod(sizes[axis:])])
 
 
-@reads("Transpose")
-def transpose(call: Call) -> Any:
+@reads_operators("Transpose")
+def read_transpose(call: Call) -> Any:
     rank = len(call.shape())
-    return call.apply("permute", call.value(), list(call.attribute("perm", range(rank)[::-1])))
+    return permuted(call, call.value(), list(call.attribute("perm", range(rank)[::-1])))
 
 
-@reads("Squeeze", "Unsqueeze")
-def squeeze(call: Call) -> Any:
+@reads_operators("Squeeze", "Unsqueeze")
+def read_squeeze(call: Call) -> Any:
     axes = call.listed("axes", 1, 13)
     sizes = list(call.shape())
     if axes is None:
@@ -65,8 +65,8 @@ def squeeze(call: Call) -> Any:
     return result
 
 
-@reads("Split")
-def split(call: Call) -> Any:
+@reads_operators("Split")
+def read_split(call: Call) -> Any:
     sizes = call.shape()
     axis = call.axis(0, len(sizes))
     count = call.attribute("num_outputs", call.outputs)
@@ -81,8 +81,8 @@ def split(call: Call) -> Any:
     ]
 
 
-@reads("Slice")
-def sliced(call: Call) -> Any:
+@reads_operators("Slice")
+def read_slice(call: Call) -> Any:
     starts, ends, axes, steps = (
         call.listed(name, place, 10)
         for place, name in enumerate(("starts", "ends", "axes", "steps"), 1)
@@ -106,8 +106,8 @@ def sliced(call: Call) -> Any:
     return result
 
 
-@reads("Gather")
-def gather(call: Call) -> Any:
+@reads_operators("Gather")
+def read_gather(call: Call) -> Any:
     index = call.tensor(1)
     sizes = call.shape()
     axis = call.axis(0, len(sizes))
@@ -122,11 +122,11 @@ def gather(call: Call) -> Any:
     result = call.apply("index_select", call.value(), axis, index.reshape(-1))
     if index.dim() == 1:
         return result
-    return call.apply("reshape", result, [*sizes[:axis], *index.shape, *sizes[axis + 1 :]])
+    return _reshape_images(call, result, [*sizes[:axis], *index.shape, *sizes[axis + 1 :]])
 
 
-@reads("Concat")
-def concatenated(call: Call) -> Any:
+@reads_operators("Concat")
+def read_concatenation(call: Call) -> Any:
     values = [call.value(place) for place in range(len(call.inputs))]
     rank = len(shape_of(values[0]))
     axis = call.axis(1, rank)
@@ -142,8 +142,8 @@ def concatenated(call: Call) -> Any:
     return call.apply(torch.cat, values, axis)
 
 
-@reads("Expand")
-def expand(call: Call) -> Any:
+@reads_operators("Expand")
+def read_expand(call: Call) -> Any:
     sizes = call.numbers(1) or []
     rank = len(call.shape())
     sizes = [1] * (rank - len(sizes)) + sizes
@@ -153,13 +153,13 @@ def expand(call: Call) -> Any:
     return call.apply("expand", call.value(), *spread)
 
 
-@reads("Tile")
-def tile(call: Call) -> Any:
+@reads_operators("Tile")
+def read_tile(call: Call) -> Any:
     return call.apply("repeat", call.value(), *(call.numbers(1) or []))
 
 
-@reads("Pad")
-def pad(call: Call) -> Any:
+@reads_operators("Pad")
+def read_pad(call: Call) -> Any:
     amounts = call.listed("pads", 1, 11) or []
     rank = len(call.shape())
     axes = call.numbers(3) or list(range(rank))
@@ -176,19 +176,56 @@ def pad(call: Call) -> Any:
     )
 
 
-_REDUCED = {"ReduceMean": torch.mean, "ReduceSum": torch.sum, "ReduceMax": torch.amax, "ReduceMin": torch.amin}  # fmt: skip
+_REDUCED = {
+    "ReduceMean": torch.mean, "ReduceSum": torch.sum, "ReduceMax": torch.amax, "ReduceMin": torch.amin,
+    "ReduceL1": torch.sum, "ReduceSumSquare": torch.sum,
+}  # fmt: skip
+_BEFORE: dict[str, tuple[Any, ...]] = {"ReduceL1": (torch.abs,), "ReduceSumSquare": (torch.pow, 2)}
+"""What of each entry is summed."""
 
 
-@reads("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd")
-def reduced(call: Call) -> Any:
+@reads_operators(*_REDUCED, "ReduceL2", "ReduceProd")
+def read_reduction(call: Call) -> Any:
     axes = call.listed("axes", 1, 13 if call.op == "ReduceSum" else 18)
     keep = bool(call.attribute("keepdims", 1))
+    skips = call.attribute("noop_with_empty_axes", 0)
     if not axes:
-        if call.attribute("noop_with_empty_axes", 0):
+        if skips:
+            call.require(call.op not in (*_BEFORE, "ReduceL2"), "no axes")
             return call.value()
         axes = list(range(len(call.shape())))
-    call.attribute("noop_with_empty_axes", 0)
     if call.op == "ReduceProd":
         call.require(len(axes) == 1, "a product over several axes")
         return call.apply(torch.prod, call.tensor(0), axes[0], keep)
-    return call.apply(_REDUCED[call.op], call.value(), axes, keep)
+    if call.op == "ReduceL2":
+        return call.apply(torch.linalg.vector_norm, call.value(), 2, axes, keep)
+    summed = call.value()
+    if call.op in _BEFORE:
+        function, *further = _BEFORE[call.op]
+        summed = call.apply(function, summed, *further)
+    return call.apply(_REDUCED[call.op], summed, axes, keep)
+
+
+@reads_operators("DepthToSpace", "SpaceToDepth")
+def read_pixel_blocks(call: Call) -> Any:
+    """Channels to squares of pixels, or back: the entries are numbered (c, row, column) or so."""
+    side = call.attribute("blocksize")
+    batch, channels, height, width = call.shape()
+    if call.op == "SpaceToDepth":
+        sizes = [channels, height // side, side, width // side, side]
+        order, merged = [3, 5, 1, 2, 4], [channels * side * side, height // side, width // side]
+    else:
+        channels //= side * side
+        columns_first = call.attribute("mode", "DCR") == "CRD"
+        sizes = [channels, side, side] if columns_first else [side, side, channels]
+        sizes += [height, width]
+        order = [1, 4, 2, 5, 3] if columns_first else [3, 4, 1, 5, 2]
+        merged = [channels, height * side, width * side]
+    parts = _reshape_images(call, call.value(), [batch, *sizes])
+    return _reshape_images(call, call.apply("permute", parts, [0, *order]), [batch, *merged])
+
+
+@reads_operators("Einsum")
+def read_einsum(call: Call) -> Any:
+    values = [call.value(place) for place in range(len(call.inputs))]
+    return call.apply(torch.einsum, call.attribute("equation"), *values)

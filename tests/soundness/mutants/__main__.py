@@ -73,7 +73,7 @@ def by_name(whole: CodeType) -> dict[tuple[str, int], list[CodeType]]:
     return found
 
 
-def place(whole: CodeType, functions: list[FunctionType]) -> bool:
+def place_of(whole: CodeType, functions: list[FunctionType]) -> bool:
     """Give the functions of a file its new code. False where it fits none of them."""
     path = Path(whole.co_filename)
     olds = by_name(compile(path.read_text(), str(path), "exec"))
@@ -179,7 +179,7 @@ class Campaign:
         functions = functions_by_file()
         self.lines = builtins.__reached__ = set()  # type: ignore[attr-defined]
         for file in files:
-            place(marked(file), functions[str(file)])
+            place_of(marked(file), functions[str(file)])
         signal.signal(signal.SIGVTALRM, too_long)
         self.timed = True
         for item, following in zip(items, [*items[1:], None], strict=True):
@@ -227,7 +227,7 @@ class Campaign:
         items = {item.nodeid: item for item in session.items}
         done = {row["key"]: row["status"] for row in answers(self.state)}
         deadline = time.monotonic() + self.seconds
-        drawn = chosen(self.room, options)
+        drawn = chosen_rooms(self.room, options)
         again = [
             mutant
             for mutant in every(self.room)
@@ -251,7 +251,7 @@ class Campaign:
                 whole = compile(mutated(mutant), str(mutant.path), "exec")
                 return (
                     self.run(picked)
-                    if place(whole, functions[str(mutant.path)])
+                    if place_of(whole, functions[str(mutant.path)])
                     else {"status": "misfit"}
                 )
 
@@ -307,7 +307,7 @@ def every(room: str) -> list[Mutant]:
     return [mutant for file in ROOMS[room].files() for mutant in mutants(file, ROOT)]
 
 
-def chosen(room: str, options: argparse.Namespace) -> list[Mutant]:
+def chosen_rooms(room: str, options: argparse.Namespace) -> list[Mutant]:
     """Return a sample in which every operator has its turn, of the mutants whose name contains
     `--only`.
 

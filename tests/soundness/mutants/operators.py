@@ -82,7 +82,7 @@ class _Filled(ast.NodeTransformer):
         return self.parts.get(node.id, node)
 
 
-def _made(template: str, **parts: ast.expr) -> ast.expr:
+def _mutant_of(template: str, **parts: ast.expr) -> ast.expr:
     """Return the expression of the template with these parts for its names."""
     return _Filled(parts).visit(ast.parse(template, mode="eval").body)
 
@@ -95,13 +95,13 @@ def _binary(node: ast.BinOp) -> Iterator[tuple[str, ast.AST]]:
     ):
         return
     for name, template in BINARY.get(type(node.op), ()):
-        yield name, _made(template, A=node.left, B=node.right)
+        yield name, _mutant_of(template, A=node.left, B=node.right)
     if type(node.op) in SMALLER and (isinstance(node.op, ast.Add) or constants):
         name, templates = SMALLER[type(node.op)]
         for template in templates:
-            yield name, _made(template, A=node.left, B=node.right)
+            yield name, _mutant_of(template, A=node.left, B=node.right)
     if isinstance(node.op, ast.Mult) and any(word in ast.unparse(node.right) for word in COUNTS):
-        yield "root of a count", _made("A * B ** 0.5", A=node.left, B=node.right)
+        yield "root of a count", _mutant_of("A * B ** 0.5", A=node.left, B=node.right)
 
 
 def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
@@ -112,23 +112,23 @@ def _called(node: ast.Call) -> Iterator[tuple[str, ast.AST]]:
     if argument is None:
         return
     if name in ("sqrt", "abs", "ceil") or name.startswith("clamp"):
-        yield "root, abs or clamp dropped", _made("(A, B)[0]", A=argument, B=node)
+        yield "root, abs or clamp dropped", _mutant_of("(A, B)[0]", A=argument, B=node)
     if name in ("up", "_up") and owner is None:
-        yield "rounding dropped", _made("(A, B)[0]", A=argument, B=node)
-        yield "rounding turned", _made("A * 2.0 - B", A=argument, B=node)
+        yield "rounding dropped", _mutant_of("(A, B)[0]", A=argument, B=node)
+        yield "rounding turned", _mutant_of("A * 2.0 - B", A=argument, B=node)
     if name == "nextafter" and len(node.args) > 1:
-        yield "rounding turned", _made("F(A, -B)", F=node.func, A=node.args[0], B=node.args[1])
+        yield "rounding turned", _mutant_of("F(A, -B)", F=node.func, A=node.args[0], B=node.args[1])
     if name == "gamma":
-        yield "rounding dropped", _made("A * 0.0", A=node)
+        yield "rounding dropped", _mutant_of("A * 0.0", A=node)
     if name in EXTREMES:
         other = EXTREMES[name] if owner is None or name != "sum" else "amax"
-        function = _made(other) if owner is None else _made(f"A.{other}", A=owner)
+        function = _mutant_of(other) if owner is None else _mutant_of(f"A.{other}", A=owner)
         yield "max, min or sum", ast.Call(function, node.args, node.keywords)
     if name in ("max", "maximum") and len(node.args) == 2:
         for part in node.args:
-            yield "one of two, not the larger", _made("(A, B)[0]", A=part, B=node)
+            yield "one of two, not the larger", _mutant_of("(A, B)[0]", A=part, B=node)
     if name.endswith(NORMS):
-        yield "underestimated by 2^-20", _made(f"A * {1 - 2**-20!r}", A=node)
+        yield "underestimated by 2^-20", _mutant_of(f"A * {1 - 2**-20!r}", A=node)
     for keyword in node.keywords:
         if keyword.arg is not None and keyword.arg not in LAYOUT:
             yield (
@@ -153,7 +153,7 @@ def _is_limit(node: ast.expr) -> bool:
     )
 
 
-def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
+def _variants_of(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
     """Yield what this node becomes, with the name of the mutation."""
     if any(getattr(part, "attr", "") in MEMORY for part in ast.walk(node)):
         return
@@ -173,16 +173,16 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
             kept = [value for value in node.values if value is not gone]
             yield "condition dropped", kept[0] if len(kept) == 1 else ast.BoolOp(node.op, kept)
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        yield "negation dropped", _made("bool(A)", A=node.operand)
+        yield "negation dropped", _mutant_of("bool(A)", A=node.operand)
     elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
         index = ast.unparse(node.slice)
         if index != "0" and (
             index.lstrip("-").isdigit() or len(index) == 1 or index in ("index", "row", "head")
         ):
-            yield "index lost", _made("A[0]", A=node.value)
+            yield "index lost", _mutant_of("A[0]", A=node.value)
     elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Load):
         if (node.id if isinstance(node, ast.Name) else node.attr) == "alpha":
-            yield "alpha doubled", _made("A * 2.0", A=node)
+            yield "alpha doubled", _mutant_of("A * 2.0", A=node)
     elif isinstance(node, ast.If):
         last = node.body[-1]
         returned = (
@@ -193,14 +193,14 @@ def _variants(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
         if isinstance(last, ast.Raise) or returned in REFUSED:
             yield (
                 "check skipped",
-                ast.If(_made("(False, A)[0]", A=node.test), node.body, node.orelse),
+                ast.If(_mutant_of("(False, A)[0]", A=node.test), node.body, node.orelse),
             )
     elif (
         isinstance(node, ast.Expr)
         and isinstance(node.value, ast.Call)
         and "super()" not in ast.unparse(node)
     ):
-        yield "call skipped", ast.Expr(_made("lambda: A", A=node.value))
+        yield "call skipped", ast.Expr(_mutant_of("lambda: A", A=node.value))
 
 
 class _Visitor(ast.NodeTransformer):
@@ -249,7 +249,7 @@ class _Visitor(ast.NodeTransformer):
         placed: ast.AST | None = None
         self.statement = node.lineno if isinstance(node, ast.stmt) else self.statement
         rests = self.inside and not any(name in MEMORY for name in self.names)
-        for operator, variant in _variants(node) if rests else ():
+        for operator, variant in _variants_of(node) if rests else ():
             if self.chosen is None:
                 change = [
                     " ".join(ast.unparse(copy.deepcopy(part)).split())[:90]

@@ -16,7 +16,7 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
 
-from certcli.models.onnx.layers import linear
+from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.program import Program, module_of, shape_of, with_number
 
 _MOVES = ("reshape", "permute", "squeeze", "unsqueeze", "narrow", "index_select", operator.getitem)
@@ -32,7 +32,7 @@ class Entries:
     factor: float
 
 
-def entries_of(node: Any, source: fx.Node | None = None) -> Entries | None:
+def moved_entries(node: Any, source: fx.Node | None = None) -> Entries | None:
     """Follow a node back through moves and products with numbers, to the source if there is one."""
     moves: list[fx.Node] = []
     factor = 1.0
@@ -74,9 +74,9 @@ class Rows:
     factor: float
 
 
-def _rows(program: Program, node: Any, *, transposed: bool = False) -> Rows | None:
+def _head_rows(program: Program, node: Any, *, transposed: bool = False) -> Rows | None:
     """Return the map of a node (1, h, n, e), or (1, h, e, n) if transposed."""
-    entries = entries_of(node)
+    entries = moved_entries(node)
     layer = None if entries is None else module_of(program, entries.source, nn.Linear)
     if entries is None or layer is None or entries.index.dim() != 4:
         return None
@@ -103,34 +103,34 @@ def join_attention(program: Program) -> None:
     for node in list(program.graph.nodes):
         if node.target is not torch.matmul:
             continue
-        scores = _scores(program, node.args[0])
-        output = _output(program, node)
+        scores = _softmax_scores(program, node.args[0])
+        output = _map_of_heads(program, node)
         if scores is None or output is None:
             continue
         product, factor = scores
         rows = (
-            _rows(program, product.args[0]),
-            _rows(program, product.args[1], transposed=True),
-            _rows(program, node.args[1]),
+            _head_rows(program, product.args[0]),
+            _head_rows(program, product.args[1], transposed=True),
+            _head_rows(program, node.args[1]),
         )
-        module = None if None in rows else _attention(rows, factor, *output[1:])
+        module = None if None in rows else _timm_attention(rows, factor, *output[1:])
         if module is not None:
             program.replace(output[0], module, rows[0].tokens)  # type: ignore[union-attr]
 
 
-def _scores(program: Program, node: Any) -> tuple[fx.Node, float] | None:
+def _softmax_scores(program: Program, node: Any) -> tuple[fx.Node, float] | None:
     """Return (q k^T, c) where a node is softmax(c q k^T) over the last axis."""
     softmax = module_of(program, node, nn.Softmax)
     if softmax is None or softmax.dim % len(shape_of(node)) != len(shape_of(node)) - 1:
         return None
-    entries = entries_of(node.args[0])
+    entries = moved_entries(node.args[0])
     if entries is None or entries.source.target is not torch.matmul:
         return None
     unmoved = torch.arange(entries.index.numel()).reshape(shape_of(entries.source))
     return (entries.source, entries.factor) if torch.equal(entries.index, unmoved) else None
 
 
-def _output(program: Program, node: fx.Node) -> tuple[fx.Node, nn.Linear, Tensor] | None:
+def _map_of_heads(program: Program, node: fx.Node) -> tuple[fx.Node, nn.Linear, Tensor] | None:
     """Return the node of the linear map that reads heads (1, h, n, e), the map, and which entry of
     (h, e) each of its inputs is.
     """
@@ -140,7 +140,7 @@ def _output(program: Program, node: fx.Node) -> tuple[fx.Node, nn.Linear, Tensor
     user = next(iter(last.users), None)
     layer = module_of(program, user, nn.Linear)
     shape = shape_of(node)
-    entries = entries_of(last, node)
+    entries = moved_entries(last, node)
     if layer is None or user is None or len(last.users) != 1 or entries is None:
         return None
     if len(shape) != 4 or shape[0] != 1:
@@ -157,7 +157,7 @@ def _output(program: Program, node: fx.Node) -> tuple[fx.Node, nn.Linear, Tensor
     return user, layer, order
 
 
-def _attention(
+def _timm_attention(
     rows: tuple[Rows | None, ...], factor: float, output: nn.Linear, order: Tensor
 ) -> nn.Module | None:
     """Return timm's module of these maps; None where it has no such module."""
@@ -173,10 +173,10 @@ def _attention(
         torch.zeros(heads, width) if each.bias is None else each.bias.detach() for each in parts
     ]
     weight = torch.cat([each.weight.detach().reshape(-1, features) for each in parts])
-    module.qkv = linear(weight, torch.cat(biases).reshape(-1))
+    module.qkv = linear_module(weight, torch.cat(biases).reshape(-1))
     columns = torch.empty_like(output.weight)
     columns[:, order] = output.weight.detach()
-    module.proj = linear(columns, None if output.bias is None else output.bias.detach())
+    module.proj = linear_module(columns, None if output.bias is None else output.bias.detach())
     module.fused_attn = False
     module.scale = scale
     return module

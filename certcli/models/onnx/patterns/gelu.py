@@ -15,9 +15,9 @@ from certcli.models.onnx.program import Program, with_number
 
 def join_gelu(program: Program) -> None:
     for node in reversed(list(program.graph.nodes)):
-        leaves, factor = _factors(node)
+        leaves, factor = _product_factors(node)
         for x, gate in (leaves, leaves[::-1]) if len(leaves) == 2 else ():
-            slope = _slope(x, gate)
+            slope = _gate_slope(x, gate)
             if slope is None:
                 continue
             scale = slope * math.sqrt(2)
@@ -35,15 +35,15 @@ def join_gelu(program: Program) -> None:
             break
 
 
-def _factors(node: Any) -> tuple[list[Any], float]:
+def _product_factors(node: Any) -> tuple[list[Any], float]:
     """Return the factors of a product, and the product of those that are numbers."""
     if not isinstance(node, fx.Node) or node.target is not operator.mul:
         return ([], node) if isinstance(node, float) else ([node], 1.0)
-    parts = [_factors(each) for each in node.args]
+    parts = [_product_factors(each) for each in node.args]
     return parts[0][0] + parts[1][0], parts[0][1] * parts[1][1]
 
 
-def _slope(x: Any, gate: Any) -> float | None:
+def _gate_slope(x: Any, gate: Any) -> float | None:
     """Return m > 0 where the gate is 1 + erf(m x)."""
     summed = with_number(gate, operator.add)
     if summed is None or summed[1] != 1.0 or getattr(summed[0], "target", None) is not torch.erf:

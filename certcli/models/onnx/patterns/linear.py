@@ -4,7 +4,7 @@ import operator
 
 from torch import nn
 
-from certcli.models.onnx.layers import linear
+from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.program import Program, module_of, with_row
 
 
@@ -16,4 +16,4 @@ def join_linear(program: Program) -> None:
         added = with_row(program, node, operator.add, module.out_features)
         if added is not None:
             user, bias = added
-            program.replace(user, linear(module.weight.detach(), bias), node.args[0])
+            program.replace(user, linear_module(module.weight.detach(), bias), node.args[0])

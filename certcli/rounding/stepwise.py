@@ -1,0 +1,216 @@
+"""The walk that follows a graph by operation: slopes by the global domain's theorems, and what
+rounding adds in each.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from certcli.engine.table import NoRule, Rule
+from certcli.engine.trace import shifts_logits
+from certcli.engine.walk import Call, Constant, Unproven
+from certcli.lipschitz.context import Context
+from certcli.lipschitz.numerics.arithmetic import Arithmetic
+from certcli.lipschitz.numerics.real import ONE, ZERO, Real
+from certcli.lipschitz.propagate import GlobalDomain
+from certcli.lipschitz.size import Size
+from certcli.lipschitz.table import rules as slopes
+from certcli.lipschitz.value import Value
+from certcli.rounding.enclosed import ErrorStep, carried
+from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
+
+
+class _Rules:
+    """The global domain's rules with each tensor's error: what the walk looks up instead."""
+
+    def __init__(self, domain: "Stepwise") -> None:
+        self.domain = domain
+        self.methods = _Looked(slopes.methods, rules.methods, domain)
+        self.functions = _Looked(slopes.functions, rules.functions, domain)
+
+    def find(self, module: nn.Module) -> Any:
+        slope = slopes.find(module)
+        rule = rules.find(module)
+        if slope is None:
+            return None
+        return replace(
+            slope, apply=self.domain.followed(slope.apply, None if rule is None else rule.apply)
+        )
+
+
+class _Looked:
+    def __init__(
+        self, slope: Mapping[Any, Rule], rounding: Mapping[Any, Rule], domain: "Stepwise"
+    ) -> None:
+        self.slope = slope
+        self.own = rounding
+        self.domain = domain
+
+    def get(self, name: Any) -> Rule | None:
+        return (
+            self.domain.followed(self.slope[name], self.own.get(name))
+            if name in self.slope
+            else None
+        )
+
+
+class Stepwise(GlobalDomain):
+    """Follows a graph by operation; nothing waits to be folded: each one is executed.
+
+    Attributes:
+        tensors: by node, which of its results are followed.
+    """
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__(Arithmetic())
+        self.operation = operation
+        self.steps: list[ErrorStep] = []
+        self.tensors: dict[str, list[int]] = {}
+        self.errors: list[Real] = []
+        self.rules = _Rules(self)  # type: ignore[assignment]
+
+    def image(self, shape: tuple[int, ...]) -> Any:
+        self.first = super().image(shape)
+        size = self.first.size
+        box = Executed(shape, size.total, size.fibre, size.peak)
+        return self._kept(ErrorStep("", (), (), lambda sizes: ZERO, box, math.prod(shape)), ZERO)
+
+    def result(self, value: Any, call: Call) -> Any:
+        return value
+
+    def observe(self, node: fx.Node, value: Any) -> None:
+        return
+
+    def forget(self, node: fx.Node, value: Any) -> None:
+        return
+
+    def _kept(self, step: ErrorStep, error: Real) -> Followed:
+        self.steps.append(step)
+        self.errors.append(error)
+        self.walk.settled.clear()
+        return Followed(len(self.steps) - 1, step.box.shape)
+
+    def followed(self, slope: Rule, rounding: Rule | None) -> Rule:
+        """Return a rule for executed tensors from an operation's theorem and rounding."""
+
+        def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
+            if rounding is None:
+                raise NoRule("no bound is known of its rounding at the neighbours of an image")
+            if ctx.call.dtype not in (None, torch.float64):
+                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
+            args, hides = _without_hidden(ctx.call.kind, args)
+            sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
+            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
+                raise NoRule("scores of -inf in something else than a softmax")
+            try:
+                operands = [
+                    self._settled(ctx, slope, args, kwargs, sources, moving) for moving in sources
+                ]
+            except NoRule as reason:
+                finite = all(self.steps[x.place].box.total.finite for x in sources)
+                whys = [] if finite else self.operation.vanished  # then no theorem is at fault
+                raise NoRule(next(iter(whys), str(reason))) from reason
+            if not operands:
+                raise NoRule("an operation without a tensor that depends on the image")
+            if isinstance(operands[0], (Constant, Unproven)):
+                return operands[0]
+            own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
+            several = isinstance(operands[0], list)
+            parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
+            assert ctx.call.node is not None
+            proven = [
+                place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
+            ]
+            self.tensors[ctx.call.node.name] = proven
+            steps = [
+                self._step(ctx.call, sources, values, own_rounding, hides)
+                if place in proven
+                else values[0]
+                for place, values in enumerate(parts)
+            ]
+            return steps if several else steps[0]
+
+        return apply
+
+    def _settled(
+        self,
+        ctx: Context,
+        slope: Rule,
+        args: Any,
+        kwargs: Any,
+        sources: Sequence[Followed],
+        moving: Followed,
+    ) -> Any:
+        """Return the theorem's values with only one of the tensors moving, at slope 1."""
+        values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
+        result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
+        shape = ctx.call.shape
+        if isinstance(result, (Constant, Unproven)):
+            return result
+        if isinstance(result, (list, tuple)):
+            return [
+                x
+                if isinstance(x, Unproven)
+                else ctx.settle(super(Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                for x, s in zip(result, shape, strict=True)
+            ]
+        return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
+
+    def _value(self, x: Followed, base: Real) -> Value:
+        if x.place == 0:
+            return replace(self.first, base=base, proof=None)
+        box = self.steps[x.place].box
+        arith = self.walk.arith
+        size = Size(arith, box.shape, lambda: box.fibre, -1, lambda: box.total, lambda: box.peak)
+        return Value(base, size, None, None, box.shape)
+
+    def _step(
+        self,
+        call: Call,
+        sources: Sequence[Followed],
+        values: Sequence[Value],
+        rounding: Callable[[Sizes], Real],
+        hides: bool,
+    ) -> Followed:
+        shape = tuple(values[0].shape)
+        size = values[0].size
+        bases = tuple(value.base for value in values)
+        places = tuple(x.place for x in sources)
+        added = rounding(lambda x: self.steps[x.place].box)
+        error = carried(bases, [self.errors[place] for place in places]) + added
+        box = Executed(shape, size.total + added, size.fibre_along(-1) + added, size.peak + added)
+        assert call.node is not None
+        entries, shifts = math.prod(shape), shifts_logits(call.node)
+        step = ErrorStep(call.node.name, places, bases, rounding, box, entries, shifts, hides)
+        return replace(self._kept(step, error), hides=hides)
+
+    def shape(self, value: Any) -> Any:
+        return value.shape
+
+
+def _followed_in(x: Any) -> list[Followed]:
+    if isinstance(x, Followed):
+        return [x]
+    if isinstance(x, (list, tuple)):
+        return [value for part in x for value in _followed_in(part)]
+    return _followed_in(list(x.values())) if isinstance(x, dict) else []
+
+
+def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
+    """Return the arguments with 0 for a number of -inf that stands in place of scores."""
+    if kind not in ("where", "masked_fill", "masked_fill_"):
+        return args, False
+    shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
+    return shown, shown != args
+
+
+def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
+    if isinstance(x, Followed):
+        return values[x.place]
+    if isinstance(x, (list, tuple)):
+        return type(x)(_replaced(part, values) for part in x)
+    return {name: _replaced(part, values) for name, part in x.items()} if isinstance(x, dict) else x

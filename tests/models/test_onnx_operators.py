@@ -1,0 +1,175 @@
+"""Every operator that has a reader, as ONNX Runtime computes it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
+from certcli.models.onnx.call import READERS
+from certcli.models.onnx.file import read_model
+from certcli.models.onnx.network import network_of_onnx
+
+onnx = pytest.importorskip("onnx")
+onnxruntime = pytest.importorskip("onnxruntime")
+
+SIZE = (4, 4, 6)
+_RANDOM = np.random.default_rng(4)
+
+
+def normal(*shape: int) -> Any:
+    return _RANDOM.normal(size=shape).astype(np.float32)
+
+
+def whole(*numbers: int) -> Any:
+    return np.array(numbers)
+
+
+FOUR, ROW = normal(4), normal(6)
+PLACES = whole(3, 0, 2, 1, 5, 4)
+Row = tuple[str, list[Any], dict[str, Any]]
+"""Operator; its inputs, "x" the image (b, 4, 4, 6) and "" left out; its attributes."""
+ROWS: list[Row] = [
+    *((op, ["x"], {}) for op in ("Relu", "Sigmoid", "Tanh", "HardSwish", "Softplus", "Softsign")),
+    *((op, ["x"], {}) for op in ("Mish", "LeakyRelu", "Elu", "Celu", "Selu", "HardSigmoid")),
+    *((op, ["x"], {}) for op in ("Erf", "Sin", "Cos", "Atan", "Neg", "Abs", "Exp", "Ceil", "Floor")),
+    *((op, ["x"], {}) for op in ("Identity", "Dropout", "Softmax", "LogSoftmax", "Reciprocal")),
+    *((op, ["x"], {}) for op in ("GlobalAveragePool", "GlobalMaxPool", "Flatten")),
+    *((op, ["x", ROW], {}) for op in ("Add", "Sub", "Mul", "Div", "Max", "Min")),
+    ("PRelu", ["x", np.float32(0.2)], {}),
+    ("Sum", ["x", ROW, "x"], {}),
+    ("Sub", [np.float32(0.3), "x"], {}),
+    ("Gelu", ["x"], {}),
+    ("Gelu", ["x"], {"approximate": "tanh"}),
+    ("LeakyRelu", ["x"], {"alpha": 0.3}),
+    ("Elu", ["x"], {"alpha": 0.7}),
+    ("Celu", ["x"], {"alpha": 0.7}),
+    ("Selu", ["x"], {"alpha": 1.5, "gamma": 0.8}),
+    ("HardSigmoid", ["x"], {"alpha": 0.4, "beta": 0.3}),
+    ("PRelu", ["x", normal(4, 1, 1)], {}),
+    ("Sqrt", [np.abs(ROW)], {}),
+    ("Log", [np.abs(ROW)], {}),
+    ("Pow", ["x", np.float32(2)], {}),
+    ("Clip", ["x", np.float32(-0.5), np.float32(0.7)], {}),
+    ("Cast", ["x"], {"to": 1}),
+    ("Where", [np.array([True, False] * 3), "x", ROW], {}),
+    *((op, [ROW, ROW[::-1].copy()], {}) for op in ("Equal", "Less", "Greater")),
+    *((op, [ROW, ROW[::-1].copy()], {}) for op in ("LessOrEqual", "GreaterOrEqual")),
+    *((op, [ROW > 0, FOUR[:1] > 0], {}) for op in ("And", "Or")),
+    ("Not", [ROW > 0], {}),
+    ("Mod", [PLACES - 3, whole(2)], {}),
+    ("Div", [PLACES - 3, whole(2)], {}),
+    ("Shape", [normal(3, 2)], {"end": 1}),
+    ("Size", [normal(3, 2)], {}),
+    ("ConstantOfShape", [whole(6)], {"value": np.array([3], np.float32)}),
+    ("Range", [np.array(7), np.array(-5), np.array(-2)], {}),
+    ("DequantizeLinear", [PLACES.astype(np.int8), np.float32(0.3), np.int8(2)], {}),
+    ("Constant", [], {"value": ROW}),
+    ("Constant", [], {"value_ints": [1, 2, 3, 4, 5, 6]}),
+    ("MatMul", ["x", normal(6, 5)], {}),
+    ("MatMul", [normal(3, 4), "x"], {}),
+    ("Conv", ["x", normal(8, 2, 3, 2), normal(8)], {"group": 2, "pads": [1, 0, 0, 1]}),
+    ("Conv", ["x", normal(3, 4, 2, 3)], {"auto_pad": "SAME_LOWER", "strides": [3, 2]}),
+    ("Conv", ["x", normal(3, 4, 2, 3)], {"auto_pad": "SAME_UPPER", "strides": [1, 2]}),
+    (
+        "ConvTranspose",
+        ["x", normal(4, 3, 2, 3), normal(6)],
+        {"group": 2, "strides": [2, 3], "pads": [1, 1, 1, 1], "output_padding": [1, 2]},
+    ),
+    ("BatchNormalization", ["x", FOUR, normal(4), normal(4), np.abs(normal(4))], {}),
+    ("LayerNormalization", ["x", ROW, normal(6)], {"epsilon": 0.01}),
+    ("InstanceNormalization", ["x", FOUR, normal(4)], {}),
+    ("GroupNormalization", ["x", FOUR, normal(4)], {"num_groups": 2}),
+    ("MaxPool", ["x"], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [2, 1]}),
+    ("AveragePool", ["x"], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 3]}),
+    ("AveragePool", ["x"], {"kernel_shape": [3, 3], "auto_pad": "SAME_UPPER"}),
+    ("Resize", ["x", "", np.array([1, 1, 2, 3], np.float32)], {}),
+    ("Resize", ["x", "", "", whole(1, 4, 4, 12)], {"nearest_mode": "round_prefer_ceil"}),
+    (
+        "Resize",
+        ["x", "", np.array([1, 1, 3, 2], np.float32)],
+        {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
+    ),
+    ("Resize", ["x", "", "", whole(1, 4, 7, 9)], {"mode": "linear"}),
+    (
+        "Resize",
+        ["x", "", "", whole(1, 4, 7, 9)],
+        {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
+    ),
+    ("DepthToSpace", ["x"], {"blocksize": 2}),
+    ("DepthToSpace", ["x"], {"blocksize": 2, "mode": "CRD"}),
+    ("SpaceToDepth", ["x"], {"blocksize": 2}),
+    ("Einsum", ["x", normal(4, 6, 3)], {"equation": "bchw,cwo->bcho"}),
+    ("Reshape", ["x", whole(0, 2, -1, 3)], {}),
+    ("Transpose", ["x"], {"perm": [0, 3, 1, 2]}),
+    ("Unsqueeze", ["x", whole(1, -1)], {}),
+    ("Squeeze", [normal(1, 6, 1), whole(0, 2)], {}),
+    ("Split", ["x", whole(1, 3)], {"axis": 1}),
+    ("Slice", ["x", whole(5, 1), whole(0, 3), whole(3, 1), whole(-2, 1)], {}),
+    ("Gather", ["x", whole(2, 0)], {"axis": -1}),
+    ("Gather", ["x", np.array([[1, 0], [2, 2]])], {"axis": 1}),
+    ("Concat", ["x", normal(1, 4, 2, 6), "x"], {"axis": 2}),
+    ("Expand", [FOUR[:1], whole(6)], {}),
+    ("Tile", ["x", whole(1, 2, 1, 1)], {}),
+    ("Pad", ["x", whole(0, 0, 1, 2, 0, 0, 0, 1), np.float32(0.4)], {}),
+    *((f"Reduce{name}", ["x", whole(1, -1)], {}) for name in ("Mean", "Max", "Min", "L1", "L2")),
+    *((f"Reduce{name}", ["x", whole(2)], {"keepdims": 0}) for name in ("Sum", "SumSquare")),
+    ("ReduceProd", [np.stack([PLACES, PLACES + 1]), whole(0)], {}),
+]  # fmt: skip
+OLD: list[Row] = [
+    ("Upsample", ["x"], {"scales": [1.0, 1.0, 2.0, 3.0]}),
+    ("Gemm", ["f", normal(96, 3), normal(3)], {"alpha": 0.7, "beta": 0.3}),
+    ("Gemm", ["f", normal(3, 96), normal(1)], {"transB": 1}),
+    ("BatchNormalization", ["f", *(np.abs(normal(96)) for _ in range(4))], {}),
+]
+"""Of opset 8; "f" is the image (b, 96)."""
+
+
+def written(path: Path, row: Row, opset: int) -> Path:
+    """Write y = op(...), or x times op(...) of constants."""
+    op, inputs, attributes = row
+    helper, to_tensor = onnx.helper, onnx.numpy_helper.from_array
+    names = [each if isinstance(each, str) else f"c{place}" for place, each in enumerate(inputs)]
+    for name, value in attributes.items():
+        attributes[name] = to_tensor(value) if isinstance(value, np.ndarray) else value
+    depends = "x" in names or "f" in names
+    nodes = [helper.make_node("Flatten", ["x"], ["f"])] if "f" in names else []
+    outputs = ["y", "z"] if op == "Split" else ["y" if depends else "c"]
+    nodes.append(helper.make_node(op, names, outputs, **attributes))
+    if not depends:
+        nodes.append(helper.make_node("Cast", ["c"], ["d"], to=1))
+        nodes.append(helper.make_node("Mul", ["x", "d"], ["y"]))
+    constants = [
+        to_tensor(np.asarray(each), name)
+        for name, each in zip(names, inputs, strict=True)
+        if not isinstance(each, str)
+    ]
+    kind = onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, (1, *SIZE))],
+        [helper.make_tensor_value_info("y", kind, None)],
+        constants,
+    )
+    opsets = [helper.make_opsetid("", opset)]
+    path.write_bytes(
+        helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    )
+    return path
+
+
+def test_every_reader_computes_what_onnx_runtime_does(tmp_path: Path) -> None:
+    """Of each of two images; those of older opsets are the last rows."""
+    assert {row[0] for row in (*ROWS, *OLD)} == READERS.keys()
+    images = torch.from_numpy(normal(2, *SIZE))
+    for place, row in enumerate((*ROWS, *OLD)):
+        path = written(tmp_path / f"{place}.onnx", row, 21 if place < len(ROWS) else 8)
+        net, _ = network_of_onnx(path, read_model(path)[0])
+        session = onnxruntime.InferenceSession(path.read_bytes())
+        theirs = np.concatenate([session.run(None, {"x": x[None].numpy()})[0] for x in images])
+        ours = net.double()(images.double()).detach().numpy()
+        assert ours.shape == theirs.shape, row
+        assert (np.abs(ours - theirs) <= 1e-5 * (1 + np.abs(theirs))).all(), row
