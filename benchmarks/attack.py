@@ -47,8 +47,8 @@ def train(seed: int) -> PixelModel:
     torch.manual_seed(seed)
     checkpoint = build.initialise("certvit_vit_digits", {}, SPEC, 10, seed)
     net = build.load(checkpoint).train().requires_grad_(True)
-    images, labels = datasets.load("digits", SPEC, "train").tensors()
-    validation, truth = datasets.load("digits", SPEC, "val").tensors()
+    images, labels = datasets.load_dataset("digits", SPEC, "train").tensors()
+    validation, truth = datasets.load_dataset("digits", SPEC, "val").tensors()
     optimiser = torch.optim.AdamW(net.parameters(), lr=1e-3)
     for step in range(2000):
         rows = torch.randint(len(images), (64,))
@@ -171,7 +171,9 @@ def main() -> None:
     # seconds of CPU hold on a busy machine too; what a GPU does passes by the CPU's clock
     clock = time.process_time if options.device == "cpu" else time.perf_counter
     net = train(0).to(options.device)
-    images = datasets.load("digits", SPEC, "test").limit(options.autoattack or options.images)
+    images = datasets.load_dataset("digits", SPEC, "test").limit(
+        options.autoattack or options.images
+    )
     batches = [
         (index, x.to(options.device), y.to(options.device)) for index, x, y in images.batches(BATCH)
     ]

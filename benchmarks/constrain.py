@@ -120,7 +120,9 @@ def real(checkpoint_dir: str, data_dir: str | None, count: int) -> tuple[torch.n
     size = checkpoint.record.input.size
     if data_dir is None:
         return model, random_images(count, size[-1])
-    return model, datasets.load(data_dir, checkpoint.record.input).limit(count, 0).tensors()[0]
+    return model, datasets.load_dataset(data_dir, checkpoint.record.input).limit(
+        count, 0
+    ).tensors()[0]
 
 
 clock = time.process_time

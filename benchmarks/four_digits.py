@@ -21,7 +21,7 @@ SPEC = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 
 def write(folder: Path, split: str, count: int, random: np.random.Generator) -> None:
     """Write `count` images of a split below folder / split."""
-    pixels, labels = datasets.load("digits", SPEC, split).tensors()
+    pixels, labels = datasets.load_dataset("digits", SPEC, split).tensors()
     digits = (255 * pixels[:, 0].numpy()).round().astype(np.uint8)
     values = labels.numpy()
     for number in range(count):

@@ -91,7 +91,7 @@ def main() -> None:
     for source in options.checkpoints:
         checkpoint = open_checkpoint(source)
         model = build.load(checkpoint).to(options.device)
-        images = datasets.load(
+        images = datasets.load_dataset(
             options.dataset, checkpoint.record.input, options.split, options.data_dir
         ).limit(options.limit)
         batches = [

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from certcli.lipschitz.bound import check_proof
+from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.measured.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
@@ -107,7 +107,7 @@ def audit(family: str, name: str) -> dict[str, Any]:
         "state": "finite" if result.upper.finite else "inf",
         "log10": round(result.upper.log10(), 2) if result.upper.finite else None,
         "why": "" if result.upper.finite else result.bound.why,
-        "proof_problems": len(check_proof(result.bound.to_json())),
+        "proof_problems": len(check_proof_laws(result.bound.to_json())),
     }
     if parameters <= MEASURE_BELOW and result.upper.finite:
         record["slope"] = measured_slope(model.double(), spec.size)

@@ -9,7 +9,7 @@ from certcli.api.options import AttackOptions, MethodOptions, Radius, Words
 from certcli.certify.methods import Method
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Threat
-from certcli.evaluation.verdicts import PASSED, UNDECIDED, Demand, whole
+from certcli.evaluation.verdicts import PASSED, UNDECIDED, Demand, judge_all
 from certcli.report.document import Share
 
 
@@ -110,7 +110,7 @@ def assert_robust(
 
 def _require(hits: int, images: int, at_least: float, what: str, *, proven: bool) -> None:
     """Raise AssertionError unless hits among images, by interval, are at least `at_least`."""
-    look = whole(hits, images, Demand(at_least))
+    look = judge_all(hits, images, Demand(at_least))
     if look.verdict == PASSED:
         return
     message = f"{look.counted(1, proven=proven)} are {what}; {100 * at_least:g} % were demanded"

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from certcli.certify.smoothing.denoiser import Denoiser
-from certcli.images.datasets import load
+from certcli.images.datasets import load_dataset
 from certcli.models.build import load as build
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
@@ -52,7 +52,7 @@ def main() -> None:
     checkpoint = open_checkpoint(options.ckpt, Hints())
     spec = checkpoint.record.input
     pixels = (
-        (load(options.dataset, spec, "train", options.data_dir).tensors()[0] * 255)
+        (load_dataset(options.dataset, spec, "train", options.data_dir).tensors()[0] * 255)
         .round()
         .to(torch.uint8)
     )

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from certcli.images.datasets import load
+from certcli.images.datasets import load_dataset
 from certcli.models.diffusion import WEIGHTS, Schedule
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.manual_seed(0)
     spec = open_checkpoint(options.ckpt, Hints()).record.input
-    images = load(options.dataset, spec, "train", options.data_dir).tensors()[0]
+    images = load_dataset(options.dataset, spec, "train", options.data_dir).tensors()[0]
     if options.rate is None:
         options.rate = min(RATE, RATE * STABLE_WIDTH / max(options.widths))
     levels = len(options.widths)

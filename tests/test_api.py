@@ -84,7 +84,9 @@ def test_the_wheel_holds_both_names() -> None:
 
 
 def test_assertions_fail_with_figures(certified: Checkpoint) -> None:
-    images, labels = datasets.load("digits", certified.record.input, "val").limit(20).tensors()
+    images, labels = (
+        datasets.load_dataset("digits", certified.record.input, "val").limit(20).tensors()
+    )
     share = testing.assert_certified(certified, images, labels, radii=0.05, at_least=0.1)
     assert share.images == 20
     wrong = (labels + 1) % 10

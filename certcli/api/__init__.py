@@ -6,18 +6,28 @@ tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches o
 in pixel units, a number or "8/255". Errors are CertvitError.
 """
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 import torch
-from torch import Tensor, nn
-from torch.export import ExportedProgram
+from torch import Tensor
 
-from certcli.api import arguments, data, errors
+from certcli.api import arguments
 from certcli.api.door import speaks_python
+from certcli.api.networks import (
+    Data,
+    Labels,
+    Network,
+    history,
+    images,
+    judged_images,
+    load,
+    network,
+    open_classifier,
+    save,
+)
 from certcli.api.options import (
     AttackOptions,
     AuditOptions,
@@ -51,8 +61,6 @@ from certcli.certify.methods import Method, options_of, prepare
 from certcli.certify.patch.options import Patches
 from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
 from certcli.certify.smoothing.options import Smoothing
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
 from certcli.evaluation import choices, perturbation
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Patch, Threat
@@ -61,137 +69,14 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
-from certcli.models import build, in_memory, overrides
-from certcli.models.build import OpenCheckpoint
-from certcli.models.open import open_checkpoint, perturbed_at
-from certcli.models.pixels import PixelModel
-from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import UsageError, plain
+from certcli.system.errors import UsageError
 
-FUNCTIONS = (
+__all__ = (  # noqa: RUF022 (in the order of the page)
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
     "audit",
 )  # fmt: skip
+FUNCTIONS = __all__
 """The public functions, all of them documented."""
-
-Network = nn.Module | ExportedProgram | str | Path | Checkpoint
-Data = Any
-"""A str, Images, or what `data.images_of` takes: arrays, tensors, loaders, data sets, generators."""
-Labels = Any
-"""None, or (n,) whole numbers: a tensor, an array or a sequence."""
-
-
-@speaks_python
-def load(
-    source: Network,
-    *,
-    mean: in_memory.Statistics | None = None,
-    std: in_memory.Statistics | None = None,
-    input_size: tuple[int, int, int] | None = None,
-    arch: str | None = None,
-    arch_args: Mapping[str, Any] | None = None,
-    as_stated: bool = False,
-    weights: str | None = None,
-    features: bool = False,
-    image_size: int | None = None,
-) -> OpenCheckpoint:
-    """Open a network; its modules are built or copied once. Doubts on reading are warnings.
-
-    Args:
-        source: A module in memory, a file, a folder, a timm or `hf-hub:` name.
-        mean, std: Pixel statistics, one value or one a channel, where the source has none.
-        input_size: (c, h, w), for a module without a timm configuration.
-        arch, arch_args: Name and arguments of the architecture, for a file without a record.
-        as_stated: Believe `arch_args` and config.json where the tensors fit another network too.
-        weights: "raw", "ema" or a key: the weights to read of a file that holds several.
-        features: The network has no classifier; `bound` and `slope` are then those of its features.
-        image_size: Side of the images, and of the pixels in which radii are measured, where it is
-            not the network's own: its first layer resizes them.
-    """
-    about_files = {
-        "arch": arch,
-        "arch_args": arch_args,
-        "as_stated": as_stated or None,
-        "weights": weights,
-    }
-    about_modules = {
-        "mean": mean,
-        "std": std,
-        "input_size": input_size,
-        "features": features or None,
-    }
-    if isinstance(source, Checkpoint):
-        errors.require_known(
-            arguments.names_with_values(about_files | about_modules), (), "load of an open network"
-        )
-        return perturbed_at(build.with_network(source), image_size)
-    if isinstance(source, ExportedProgram):
-        source = source.module()
-    if isinstance(source, nn.Module):
-        errors.require_known(
-            arguments.names_with_values(about_files), about_modules, "load of a module"
-        )
-        opened = in_memory.open_module(source, mean, std, input_size, features=features)
-        return perturbed_at(opened, image_size)
-    if input_size is not None:
-        raise UsageError(
-            "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
-        )
-    hints = overrides.Hints(
-        arch,
-        arch_args or {},
-        in_memory.statistics_per_channel(mean),
-        in_memory.statistics_per_channel(std),
-        as_stated,
-        weights,
-        features,
-        image_size=image_size,
-    )
-    opened = open_checkpoint(str(source), hints)
-    if features:
-        require_features(opened, str(source))
-    for doubt in opened.reading.doubts:
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
-    return opened
-
-
-@speaks_python
-def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> None:
-    """Write a checkpoint atomically; replace an existing file only with `force`."""
-    if checkpoint.record.arch.startswith(in_memory.PREFIX):
-        raise UsageError(
-            "a module in memory has no architecture that a file could name",
-            "torch.save its state_dict, and load the file with arch=... if timm can build it",
-        )
-    checkpoint.write(Path(path), force)
-
-
-@speaks_python
-def history(source: Network) -> Record:
-    """Return the unverified record: architecture, input, surgery, lineage, evidence."""
-    return load(source).record
-
-
-@speaks_python
-def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
-    """Return the network in eval mode, pixels in [0, 1] -> logits; its first layer normalises."""
-    return (build.load_double if double else build.load)(load(source), torch.device(device))
-
-
-@speaks_python
-def images(
-    source: Network,
-    dataset: str,
-    *,
-    split: str | None = None,
-    limit: int | None = None,
-    seed: int = 0,
-    data_dir: str | Path | None = None,
-) -> Images:
-    """Return images of a dataset in the network's input size, labelled where they can be."""
-    return data.dataset_images(
-        load(source).record, dataset, split, None if data_dir is None else Path(data_dir)
-    ).limit(limit, seed)
 
 
 @speaks_python
@@ -206,7 +91,7 @@ def slope(
 ) -> Estimate:
     """Measure the steepest slope at these images: a lower limit of every bound."""
     checkpoint = load(source)
-    batches = _judged(checkpoint, images, None, labelled=False).batches(batch_size)
+    batches = judged_images(checkpoint, images, None, labelled=False).batches(batch_size)
     pixels = (part for _, part, _ in batches)
     return list(measure(network(checkpoint), pixels, iterations, seed))[-1]
 
@@ -251,8 +136,8 @@ def bounds(
     """
     if (radii is None) is (around is None):
         raise UsageError("bounds of logits within radii, or of slopes with around: one of them")
-    checkpoint = _classifier(source)
-    pixels, answers = _judged(checkpoint, images, labels, labelled=False).tensors()
+    checkpoint = open_classifier(source)
+    pixels, answers = judged_images(checkpoint, images, labels, labelled=False).tensors()
     if around is not None:
         if labels is not None or method != "best":
             raise UsageError("around bounds the predictions' margins: without labels and method")
@@ -282,9 +167,9 @@ def certify(
             (unet, scheduler) or a pipeline with both; or a path as `--denoiser` takes it.
         options: Of the method.
     """
-    checkpoint = _classifier(source)
+    checkpoint = open_classifier(source)
     kind = type(options_of(method, {}))
-    chosen = kind.of(arguments.options(kind, CertifyOptions, options, method))
+    chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
@@ -294,7 +179,7 @@ def certify(
         chosen = replace(chosen, **{name: denoiser})
     batches = methods.certify(
         prepare(method, checkpoint, torch.device(device), chosen),
-        _judged(checkpoint, images, labels),
+        judged_images(checkpoint, images, labels),
         batch_size,
     )
     return Certificates(row for rows in batches for row in rows)
@@ -336,10 +221,10 @@ def predict(
         prove: Also return the patches that cannot change the class.
         top: The number of most likely classes; a defence lists none.
     """
-    checkpoint = _classifier(source)
-    patches = Patches(**arguments.options(Patches, PatchOptions, options, "predict"))
+    checkpoint = open_classifier(source)
+    patches = Patches(**arguments.read_options(Patches, PatchOptions, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
-    chosen = _judged(checkpoint, images, None, labelled=False)
+    chosen = judged_images(checkpoint, images, None, labelled=False)
     return [
         one for _, part, _ in chosen.batches(predictor.at_once) for one in predictor(part, prove)
     ]
@@ -365,15 +250,17 @@ def attack(
         return_examples: Each result has `examples`: images that fell, at their smallest radius.
         settings: Of the attacks.
     """
-    checkpoint = _classifier(source)
-    chosen = AttackSettings(**arguments.options(AttackSettings, AttackOptions, settings, "attack"))
-    (stage,) = stages_of(attacks, None, norm, arguments.radii("radii", radii), chosen)
+    checkpoint = open_classifier(source)
+    chosen = AttackSettings(
+        **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
+    )
+    (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)
-        for i, pixels, y in _judged(checkpoint, images, labels).batches(batch_size)
+        for i, pixels, y in judged_images(checkpoint, images, labels).batches(batch_size)
     )
     records = list(
         attack_images(
@@ -416,13 +303,13 @@ def audit(
         fail_on: Gates, such as "certified@0.25<0.4".
         settings: Of the audit.
     """
-    checkpoint = _classifier(source)
+    checkpoint = open_classifier(source)
     plan = AuditPlan(
         gates=tuple(gates.parse(text) for text in fail_on),
         budget=seconds,
-        **arguments.options(AuditPlan, AuditOptions, settings, "audit"),
+        **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
     )
-    judged = None if images is None else _judged(checkpoint, images, labels)
+    judged = None if images is None else judged_images(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
     clock = Clock(plan.budget)
     where = torch.device(device)
@@ -440,20 +327,3 @@ def audit(
     )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
-
-
-def _classifier(source: Network) -> OpenCheckpoint:
-    """Open a network; ArchitectureError where it ends in features."""
-    checkpoint = load(source)
-    require_classifier(checkpoint, "the network")
-    return checkpoint
-
-
-def _judged(
-    checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
-) -> Images:
-    """Return the images; warn where the file's own program answers otherwise on them."""
-    chosen = data.images_of(checkpoint.record, images, labels, labelled=labelled)
-    for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain(errors.in_python(doubt)), stacklevel=3)
-    return chosen

@@ -12,7 +12,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.api.errors import require_known
+from certcli.api.errors import require_option_names
 from certcli.certify.certificate import Certificate
 from certcli.checkpoint import arch_args, file
 from certcli.evaluation.radii import parse_radius
@@ -32,7 +32,7 @@ _SHOWN = 40
 """Characters of a refused value in its message."""
 
 
-def shown(value: object) -> str:
+def shown_value(value: object) -> str:
     """Return a value for a message: short, or its type where it is large."""
     if isinstance(value, (Tensor, nn.Module)) or hasattr(value, "__array__"):
         return f"a {type(value).__name__}"
@@ -75,17 +75,19 @@ class Reader:
             return self.make(msgspec.convert(plain_value(value), self.kind))
         except (msgspec.ValidationError, TypeError, OverflowError) as failure:
             raise UsageError(
-                self.form.format(name, shown(value), self.needed), self.hint
+                self.form.format(name, shown_value(value), self.needed), self.hint
             ) from failure
 
 
 def whole_number(smallest: int, largest: int = LARGEST) -> Reader:
     """Return the reader of an integer from `smallest` to `largest`."""
-    kind = Annotated[int, Meta(ge=smallest, le=largest)]
-    return Reader(kind, f"a whole number of at least {smallest} is needed")
+    return Reader(
+        Annotated[int, Meta(ge=smallest, le=largest)],
+        f"a whole number of at least {smallest} is needed",
+    )
 
 
-def radius(name: str, value: Any) -> float:
+def read_radius(name: str, value: Any) -> float:
     """Return a radius: a finite number >= 0, or a quotient such as "8/255"."""
     number = plain_value(value)
     try:
@@ -93,18 +95,18 @@ def radius(name: str, value: Any) -> float:
             return parse_radius(number if isinstance(number, str) else repr(number))
     except (ValueError, OverflowError):
         pass
-    raise UsageError(f"{name}={shown(value)}: {_A_RADIUS}")
+    raise UsageError(f"{name}={shown_value(value)}: {_A_RADIUS}")
 
 
 _A_RADIUS = 'a radius is a finite number >= 0, or a quotient such as "8/255"'
 
 
-def radii(name: str, value: Any) -> tuple[float, ...]:
+def read_radii(name: str, value: Any) -> tuple[float, ...]:
     """Return radii: one, or several of them."""
     several = plain_value(value)
     if isinstance(several, (str, int, float)):
         several = [several]
-    return tuple(radius(name, one) for one in _listed(name, several, "radii"))
+    return tuple(read_radius(name, one) for one in _list_of(name, several, "radii"))
 
 
 def device(name: str, value: Any) -> str:
@@ -115,7 +117,7 @@ def device(name: str, value: Any) -> str:
         torch.empty(1, device=value).tolist()  # "meta" holds no values
     except (RuntimeError, TypeError, AssertionError, NotImplementedError) as failure:
         raise UsageError(
-            f"{name}={shown(value)}: no device of this machine", '"cpu" or "cuda"'
+            f"{name}={shown_value(value)}: no device of this machine", '"cpu" or "cuda"'
         ) from failure
     return str(value)
 
@@ -125,25 +127,25 @@ path = Reader((str, os.PathLike), "a path is needed", make=Path)
 answer = Reader(bool | Annotated[int, Meta(ge=0, le=1)], "True or False is needed", make=bool)
 
 
-def words(name: str, value: Any) -> tuple[str, ...]:
+def read_words(name: str, value: Any) -> tuple[str, ...]:
     """Return texts: one, or several of them."""
     several = [value] if isinstance(value, str) else value
-    return tuple(word(name, one) for one in _listed(name, several, "texts"))
+    return tuple(word(name, one) for one in _list_of(name, several, "texts"))
 
 
-def source(name: str, value: Any) -> Any:
+def read_source(name: str, value: Any) -> Any:
     """Return a network as `load` takes it."""
     if not isinstance(value, (nn.Module, ExportedProgram, str, os.PathLike, file.Checkpoint)):
         raise UsageError(
-            f"{shown(value)} is no network",
+            f"{shown_value(value)} is no network",
             "an nn.Module, a path, a timm or hf-hub: name, or a result of load",
         )
     return value
 
 
-def size(name: str, value: Any) -> tuple[int, ...]:
+def read_size(name: str, value: Any) -> tuple[int, ...]:
     """Return the size of an image as a tuple; `load` judges its length."""
-    several = _listed(name, plain_value(value), "numbers, (channels, height, width),")
+    several = _list_of(name, plain_value(value), "numbers, (channels, height, width),")
     return tuple(whole_number(1)(name, one) for one in several)
 
 
@@ -152,35 +154,37 @@ def threats(value: Any) -> dict[str, Threat]:
     several = (
         [value]
         if isinstance(value, (str, int, float, Patch, Threat))
-        else _listed("radii", plain_value(value), "radii or patches")
+        else _list_of("radii", plain_value(value), "radii or patches")
     )
     named = {}
     for one in several:
-        threat = Threat.of(one if isinstance(one, (Patch, Threat)) else radius("radii", one))
+        threat = Threat.of(one if isinstance(one, (Patch, Threat)) else read_radius("radii", one))
         named[one if isinstance(one, str) else threat.key] = threat
     return named
 
 
 def one_radius(value: Any) -> float:
     """Return the only one of radii; UsageError for several."""
-    several = radii("radii", value)
+    several = read_radii("radii", value)
     if len(several) != 1:
-        raise UsageError(f"radii={shown(value)}: one radius is taken here", "call it for each")
+        raise UsageError(
+            f"radii={shown_value(value)}: one radius is taken here", "call it for each"
+        )
     return several[0]
 
 
-def choice(name: str, value: Any, names: Sequence[str]) -> str:
+def read_choice(name: str, value: Any, names: Sequence[str]) -> str:
     """Return one of these names; UsageError says the nearest."""
     if word(name, value) not in names:
-        raise UsageError(f"unknown {name} {shown(value)}", one_of(value, names))
+        raise UsageError(f"unknown {name} {shown_value(value)}", one_of(value, names))
     return str(value)
 
 
 def certificates(value: Any) -> list[Certificate]:
     """Return what `certify` returned, as a list."""
-    several = _listed("certificates", value, "certificates")
+    several = _list_of("certificates", value, "certificates")
     if not all(isinstance(one, Certificate) for one in several):
-        raise UsageError(f"certificates={shown(value)}: a result of certify is needed")
+        raise UsageError(f"certificates={shown_value(value)}: a result of certify is needed")
     return list(several)
 
 
@@ -189,14 +193,14 @@ def as_given(name: str, value: Any) -> Any:
     return value
 
 
-def denoiser(name: str, value: Any) -> Any:
+def read_denoiser(name: str, value: Any) -> Any:
     """Return a path as a Path, and an object that may be a denoiser as it is."""
     if isinstance(value, (str, os.PathLike)):
         return Path(value)
     holds_unet = hasattr(value, "unet") and hasattr(value, "scheduler")
     if not isinstance(value, (nn.Module, tuple, list)) and not holds_unet:
         raise UsageError(
-            f"{name}={shown(value)}: no denoiser",
+            f"{name}={shown_value(value)}: no denoiser",
             "a module, a path, or diffusers' (unet, scheduler)",
         )
     return value
@@ -208,10 +212,10 @@ _STATISTICS = Reader(
     "one number, or one a channel, is needed",
 )
 READERS: dict[str, Callable[[str, Any], Any]] = {
-    "source": source,
+    "source": read_source,
     "mean": _STATISTICS,
     "std": _STATISTICS,
-    "input_size": size,
+    "input_size": read_size,
     "arch": word,
     "arch_args": Reader(dict[str, Any], "a dictionary of names and values is needed"),
     "as_stated": answer,
@@ -232,18 +236,18 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "labels": as_given,
     "iterations": whole_number(1),
     "batch_size": whole_number(1),
-    "denoiser": denoiser,
+    "denoiser": read_denoiser,
     "certificates": as_given,
     "prove": answer,
     "top": whole_number(1),
     "radii": as_given,
-    "around": radius,
-    "attacks": words,
+    "around": read_radius,
+    "attacks": read_words,
     "return_examples": answer,
     "seconds": Reader(
         Annotated[float, Meta(gt=0, le=LARGEST)], "a number of seconds above 0 is needed"
     ),
-    "fail_on": words,
+    "fail_on": read_words,
     "at_least": Reader(
         Annotated[float, Meta(ge=0, le=1)], "is no share", "0.4 means 40 %", form="{} {} {}"
     ),
@@ -261,7 +265,7 @@ def fields_of(kind: Any, offered: Any) -> dict[str, str]:
     return {name: field for name, field in pairs.items() if field in names}
 
 
-def options(kind: Any, offered: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_options(kind: Any, offered: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return values for fields of an options class, in the types that its annotations name.
 
     Args:
@@ -271,10 +275,11 @@ def options(kind: Any, offered: Any, values: Mapping[str, Any], where: str) -> d
         UsageError: a name is not offered or no field, or a value has another type.
     """
     chosen = fields_of(kind, offered)
-    require_known(values, chosen, where)
+    require_option_names(values, chosen, where)
     hints = get_type_hints(kind)
     return {
-        chosen[name]: _typed(name, value, hints[chosen[name]]) for name, value in values.items()
+        chosen[name]: _field_value(name, value, hints[chosen[name]])
+        for name, value in values.items()
     }
 
 
@@ -283,7 +288,7 @@ def names_with_values(values: Mapping[str, Any]) -> list[str]:
     return [name for name, value in values.items() if value is not None]
 
 
-def _typed(name: str, value: Any, hint: Any) -> Any:
+def _field_value(name: str, value: Any, hint: Any) -> Any:
     plain = plain_value(value)
     if name == "seed":
         return whole_number(0)(name, value)
@@ -294,26 +299,30 @@ def _typed(name: str, value: Any, hint: Any) -> Any:
     if isinstance(plain, str) and ("tuple" in str(hint) or "list" in str(hint)):
         plain = [plain]
     if isinstance(plain, str) and (names := choices(hint)):
-        return choice(name, plain, names)
+        return read_choice(name, plain, names)
     try:
         return msgspec.convert(plain, hint)
     except (msgspec.ValidationError, TypeError) as failure:
         reason = str(failure).replace("`", "").partition(" - at")[0]
-        raise UsageError(f"{name}={shown(value)}: {reason[:1].lower()}{reason[1:]}") from failure
+        raise UsageError(
+            f"{name}={shown_value(value)}: {reason[:1].lower()}{reason[1:]}"
+        ) from failure
 
 
 def _read_quotients(name: str, value: Any) -> Any:
     if isinstance(value, str) and value != _AUTO:
-        value = radius(name, value)
+        value = read_radius(name, value)
     if isinstance(value, (list, tuple)):
-        return [radius(name, one) if isinstance(one, str) else plain_value(one) for one in value]
+        return [
+            read_radius(name, one) if isinstance(one, str) else plain_value(one) for one in value
+        ]
     return [value] if name == "radii" and isinstance(value, (int, float)) else value
 
 
-def _listed(name: str, value: Any, what: str) -> Sequence[Any]:
+def _list_of(name: str, value: Any, what: str) -> Sequence[Any]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise UsageError(f"{name}={shown(value)}: {what} are needed")
+        raise UsageError(f"{name}={shown_value(value)}: {what} are needed")
     try:
         return list(value)
     except TypeError as failure:  # an array of no dimension
-        raise UsageError(f"{name}={shown(value)}: {what} are needed") from failure
+        raise UsageError(f"{name}={shown_value(value)}: {what} are needed") from failure

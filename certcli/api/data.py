@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certcli.api.arguments import shown
+from certcli.api.arguments import shown_value
 from certcli.checkpoint.record import Record
 from certcli.images import datasets
 from certcli.images.labelled import Images
@@ -26,13 +26,13 @@ def dataset_images(
     record: Record, dataset: str, split: str | None = None, folder: Path | None = None
 ) -> Images:
     """Return images of a dataset by name, or in a folder, that fit the record's network."""
-    images = datasets.load(dataset, record.input, split, folder)
+    images = datasets.load_dataset(dataset, record.input, split, folder)
     if not record.classes:
         return images
     return datasets.require_classes(images, record.classes, record.class_names)
 
 
-def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
+def images_from(record: Record, data: Any, labels: Any, *, labelled: bool = True) -> Images:
     """Return images that fit the record's network, with labels; zeros where none are needed.
 
     Args:
@@ -50,7 +50,7 @@ def images_of(record: Record, data: Any, labels: Any, *, labelled: bool = True) 
             raise UsageError("these images have labels of their own", "leave out labels")
         return dataset_images(record, data) if isinstance(data, str) else data
     pixels, labels = _collected(data, labels)
-    pixels = _fitting(pixels, tuple(record.input.size))
+    pixels = _fitting_images(pixels, tuple(record.input.size))
     if labels is None and labelled:
         raise DataError(
             "images without labels",
@@ -76,11 +76,11 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
         return _array(data, "images"), labels
     data = [data] if _is_item(data) else data
     if isinstance(data, bytes) or not _iterable(data):
-        raise DataError(f"{shown(data)} holds no images", _KNOWN)
+        raise DataError(f"{shown_value(data)} holds no images", _KNOWN)
     batches: list[Tensor] = []
     answers: list[Tensor] = []
     room = _MEMORY * free_bytes()
-    for pixels, batch_labels in _parts(data):
+    for pixels, batch_labels in _image_batches(data):
         batches.append(pixels)
         if batch_labels is not None:
             answers.append(batch_labels)
@@ -105,7 +105,7 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
     return torch.cat(batches), torch.cat(answers)
 
 
-def _parts(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
+def _image_batches(batches: Iterable[Any]) -> Iterator[tuple[Tensor, Tensor | None]]:
     """Yield images (b, c, h, w) and labels (b,) of each item."""
     for item in _items(batches):
         image, label = _image_and_label(item)
@@ -132,7 +132,7 @@ def _image_and_label(item: Any) -> tuple[Any, Any]:
                 "pass pairs: ((batch['pixel_values'], batch['labels']) for batch in loader)",
             )
         return item[images[0]], item[labels[0]] if labels else None
-    if not isinstance(item, (tuple, list)) or not item or not _is_image(item[0]):
+    if not isinstance(item, (tuple, list)) or not item or not _holds_image(item[0]):
         is_pair = _is_pair(item) and _dimensions(item[0]) is not None
         return (item[0], item[1]) if is_pair else (item, None)
     if len(item) > 2:
@@ -159,11 +159,11 @@ def _iterable(data: Any) -> bool:
 def _is_item(data: Any) -> bool:
     """Whether this is one item of a loader: a dictionary, an image of PIL, images and their labels."""
     if isinstance(data, (tuple, list)):
-        return len(data) > 1 and _is_image(data[0]) and not _is_image(data[1])
+        return len(data) > 1 and _holds_image(data[0]) and not _holds_image(data[1])
     return isinstance(data, Mapping) or _of_pil(data)
 
 
-def _is_image(value: Any) -> bool:
+def _holds_image(value: Any) -> bool:
     return (_dimensions(value) or 0) >= 3 or _of_pil(value)
 
 
@@ -195,15 +195,17 @@ def _array(value: Any, what: str) -> Tensor:
             if what == "images"
             else "integers"
         )
-        raise DataError(f"{what} are a tensor or an array, not {shown(value)}", hint)
+        raise DataError(f"{what} are a tensor or an array, not {shown_value(value)}", hint)
     try:
         array = np.ascontiguousarray(value)
         return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError, RuntimeError) as failure:
-        raise DataError(f"{what} are a tensor or an array, not {shown(value)}", _KNOWN) from failure
+        raise DataError(
+            f"{what} are a tensor or an array, not {shown_value(value)}", _KNOWN
+        ) from failure
 
 
-def _fitting(pixels: Tensor, size: tuple[int, ...]) -> Tensor:
+def _fitting_images(pixels: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return float32 images (n, c, h, w) in [0, 1] of the network's size."""
     pixels = pixels[None] if pixels.dim() == 3 and tuple(pixels.shape) == size else pixels
     if pixels.dim() != 4 or tuple(pixels.shape[1:]) != size or not len(pixels):

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, choice
-from certcli.api.errors import in_python, require_known
+from certcli.api.arguments import READERS, read_choice
+from certcli.api.errors import in_python, require_option_names
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices
@@ -54,7 +54,7 @@ class Signature:
                     stacklevel=3,
                 )
                 kwargs = {new if name == old else name: value for name, value in kwargs.items()}
-        require_known(kwargs, allowed, self.name)
+        require_option_names(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError as failure:
@@ -70,7 +70,7 @@ class Signature:
         if value is None and self.parameters[name].default is None:
             return None
         names = choices(self.hints[name])
-        return choice(name, value, names) if names else READERS[name](name, value)
+        return read_choice(name, value, names) if names else READERS[name](name, value)
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:

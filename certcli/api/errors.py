@@ -52,7 +52,7 @@ def in_python(text: str) -> str:
     return _WORDS.sub(argument, text)
 
 
-def require_known(passed: Iterable[str], allowed: Iterable[str], where: str) -> None:
+def require_option_names(passed: Iterable[str], allowed: Iterable[str], where: str) -> None:
     """Raise UsageError for a keyword argument that `where` lacks; it says the nearest name."""
     names = sorted(allowed)
     for name in sorted(set(passed) - set(names)):

@@ -63,7 +63,7 @@ class ProvenBound(Shown, network.NetworkBound):
             (step.path, step.kind, str(step.constant), str(step.cumulative))
             for step in self.charges
         ]
-        return _table(("layer", "theorem for", "constant", "product so far"), steps)
+        return _first_rows(("layer", "theorem for", "constant", "product so far"), steps)
 
 
 class Certificates(Shown, list[Certificate]):
@@ -91,7 +91,7 @@ class Certificates(Shown, list[Certificate]):
                 ", ".join(one.held) if isinstance(one.held, tuple) else proven_radius(one.held, 4)
             )
             cells.append((str(one.index), str(one.label), str(one.prediction), certified))
-        return _table(("image", "label", "prediction", "certified"), cells)
+        return _first_rows(("image", "label", "prediction", "certified"), cells)
 
 
 class AsTyped(dict[str, V]):
@@ -165,7 +165,7 @@ class AuditReport(Audit, Shown):
         return [("", "answer"), *(("", text) for text in self.verdict), *doubts, *gates]
 
 
-def _table(
+def _first_rows(
     header: Sequence[str], rows: Sequence[Sequence[str]], limit: int = 12
 ) -> Sequence[Sequence[str]]:
     """Return the header and the first rows; () without rows."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.perturbation import Region, along, image_norms
+from certcli.evaluation.perturbation import Region, beside_pixels, image_norms
 from certcli.system.errors import ArchitectureError, DataError
 from certcli.system.products import plain_products
 
@@ -75,9 +75,9 @@ def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
         if inside.all():
             return point
         shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
-        point = torch.where(along(inside, images), point, shrunk)
+        point = torch.where(beside_pixels(inside, images), point, shrunk)
         shrink *= 2
-    return torch.where(along(region.contains(point, images), images), point, images)
+    return torch.where(beside_pixels(region.contains(point, images), images), point, images)
 
 
 @torch.no_grad()
@@ -118,7 +118,7 @@ def judge(
     adversarial_prediction = prediction.clone()
     adversarial_prediction[success] = predict(model, point[success], samples)
     success = success & (adversarial_prediction != labels)
-    point = torch.where(along(success, images), point, images)
+    point = torch.where(beside_pixels(success, images), point, images)
     norm = torch.where(
         success, image_norms(point.double() - images.double(), region.norm), float("inf")
     )
@@ -157,7 +157,7 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     base = (images * LEVELS).round()
 
     def point(factor: Tensor) -> Tensor:
-        furthest = (base + (along(factor, images) * change).round()).clamp(0, LEVELS)
+        furthest = (base + (beside_pixels(factor, images) * change).round()).clamp(0, LEVELS)
         return furthest / LEVELS
 
     low = torch.zeros(len(images), dtype=images.dtype, device=images.device)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from certcli.attack.judge import judge
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.perturbation import Region, along
+from certcli.evaluation.perturbation import Region, beside_pixels
 from certcli.system.errors import UsageError
 from certcli.system.products import fast_products
 from certcli.system.torch_modes import seed_all
@@ -65,7 +65,7 @@ class Successes:
 
     def harvest(self, adversarial: Tensor) -> Tensor:
         """Solved images' points, the attack's answer for the rest: (b, c, h, w) -> (b, c, h, w)."""
-        solved = along(self.solved, adversarial)
+        solved = beside_pixels(self.solved, adversarial)
         return torch.where(solved, self._kept, adversarial.to(self._kept.dtype))
 
 

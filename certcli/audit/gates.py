@@ -28,8 +28,8 @@ from certcli.evaluation.verdicts import (
     Demand,
     Look,
     Sample,
-    judged,
-    whole,
+    judge_all,
+    judge_sample,
 )
 from certcli.report.document import GateReport, GateResult, Share
 from certcli.system.errors import UsageError
@@ -155,7 +155,7 @@ def waits_for(
         proven: whether the share is one of proofs.
     """
     speaking = [gate for gate in gates if _speaks_of(gate, key, proven, image)]
-    return any(judged(sample, gate.demand).verdict == UNDECIDED for gate in speaking)
+    return any(judge_sample(sample, gate.demand).verdict == UNDECIDED for gate in speaking)
 
 
 def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> bool:
@@ -277,7 +277,11 @@ def _looks(
 def _look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Look:
     """Return the look that decides; the only one at a share whose images have no order."""
     sample = findings.samples.get(key)
-    return whole(share.hits, share.images, demand) if sample is None else judged(sample, demand)
+    return (
+        judge_all(share.hits, share.images, demand)
+        if sample is None
+        else judge_sample(sample, demand)
+    )
 
 
 def _stages(gate: FailOn) -> tuple[str, ...]:

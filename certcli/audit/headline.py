@@ -9,7 +9,7 @@ from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnit
 from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
-from certcli.report.published import nearest
+from certcli.report.published import nearest_published
 
 FAINT = 1.0
 """Grey levels of 255, root mean square over all pixel values: the smallest step of an 8-bit image. The answer speaks of the
@@ -171,5 +171,5 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
 
 def reference(findings: AuditFindings, size: Sequence[int]) -> str:
     """Return the figures of a published network; nothing where none sees such images."""
-    published = None if findings.stopped else nearest(size)
+    published = None if findings.stopped else nearest_published(size)
     return "" if published is None else f"For comparison, {published.sentence}"

@@ -14,7 +14,7 @@ from certcli.audit.findings import CLEAN, PATCHED, AuditFindings, Key
 from certcli.audit.schedule import Stage
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation.record_lines import describe
+from certcli.evaluation.record_lines import describe_images
 from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Threat
 from certcli.evaluation.verdicts import Sample
@@ -26,7 +26,7 @@ from certcli.system.processes import ALONE, Team
 
 
 def dataset_of(images: Images) -> Dataset:
-    return Dataset(**describe(images))
+    return Dataset(**describe_images(images))
 
 
 def first(images: Images, count: int) -> Images:

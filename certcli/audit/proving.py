@@ -10,7 +10,7 @@ from certcli.evaluation.radii import power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.network import NetworkBound, prove
+from certcli.lipschitz.network import NetworkBound, prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.report.document import Block, GlobalBound, Slope
@@ -163,7 +163,7 @@ class Proving(Stage):
 
     def judge(self, positions: list[int]) -> list[bool]:
         self.double = build.converted(self.model, torch.float64)
-        self.network = prove(self.double, self.classes)
+        self.network = prove_network(self.double, self.classes)
         return [True]
 
     def report(self, findings: AuditFindings) -> None:

@@ -14,7 +14,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import NetworkBound, prove
+from certcli.lipschitz.network import NetworkBound, prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
@@ -156,7 +156,7 @@ def lipschitz_certifier(
     model: PixelModel, classes: int, arithmetic: str | None = None
 ) -> LipschitzCertifier:
     """Prove the bound of a float64 network and certify by it. NoBoundError when none is finite."""
-    return LipschitzCertifier(model, prove(model, classes), arithmetic)
+    return LipschitzCertifier(model, prove_network(model, classes), arithmetic)
 
 
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> LipschitzCertifier:

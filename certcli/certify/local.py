@@ -61,6 +61,8 @@ NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
+_FIRST = 1e-2
+"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks."""
 _HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
@@ -103,8 +105,8 @@ class LocalCertifier(ProvingCertifier):
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
         self._norms: NormsNetwork | None = None
-        self._guess = 1e-2
-        self._known = False
+        self._guess = _FIRST
+        self._known = self._refused = False
         self._symbols_asked = symbols
         self.most_symbols = 0
         self._zonotope = self._enclosed() if self.effort != NORMS else None
@@ -115,22 +117,25 @@ class LocalCertifier(ProvingCertifier):
                 self.title += f" ({self._why})"
             return
         self.at_once = 1
-        symbols_kept = (
-            "errors in one ellipsoid a token"
-            if self.walked == TOKENS
-            else f"{self.symbols:,} box symbols from block to block"
-        )
-        self.title = f"an enclosure of each image's neighbourhood, {symbols_kept}"
-        if self.walked in (BACKWARD, BRANCH):
-            self.title += ", and back"
-        if self.walked == BRANCH:
-            self.title += f", split at signs of units for {self.seconds:g} s an image"
-        if self.norm == "l2" and self.network.numbers < math.prod(size):
-            self.title += f", {self.network.numbers} numbers for {math.prod(size)} pixels"
-        if self.symbols < self.most_symbols:
-            self.title += f" (not {self.most_symbols:,}: memory)"
+        self.title = f"an enclosure of each image's neighbourhood, {self._spoken_symbols}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
+
+    @property
+    def _spoken_symbols(self) -> str:
+        """Return what the errors of a walk become, and what beside it bounds margins."""
+        few = self.walked == TOKENS
+        count = f"{self.symbols:,} box symbols from block to block"
+        spoken = "errors in one ellipsoid a token" if few else count
+        if self.walked in (BACKWARD, BRANCH):
+            spoken += ", and back"
+        if self.walked == BRANCH:
+            spoken += f", split at signs of units for {self.seconds:g} s an image"
+        pixels = math.prod(self._size)
+        if self.norm == "l2" and self.network.numbers < pixels:
+            spoken += f", {self.network.numbers} numbers for {pixels} pixels"
+        fewer = self.symbols < self.most_symbols
+        return f"{spoken} (not {self.most_symbols:,}: memory)" if fewer else spoken
 
     def _enclosed(self) -> LocalNetwork | None:
         """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
@@ -263,15 +268,28 @@ class LocalCertifier(ProvingCertifier):
         if self.effort == BRANCH:
             branched = self.branched(image, int(label))
             return branched.radius, self.rung, branched.splits.to_json()
-        radius = self.radius(image, int(label))
-        if radius == 0 and self.effort == AUTO and not self.at:
-            try:
-                below = float(self.by_norms(image, label))
-            except NoBoundError:
-                below = 0.0
-            if below > 0:
-                return below, NORMS, {}
-        return radius, self.rung, {}
+        below = self._below(image, label, self.at[0] * (1 + BEYOND) if self.at else _FIRST)
+        radius = self.radius(image, int(label), below)
+        if radius == 0 and not self.at:
+            below = self._below(image, label, 0.0)
+        if radius > below or below == 0:
+            return radius, self.rung, {}
+        return radius if self.at else below, NORMS, {}
+
+    def _below(self, image: Tensor, label: Tensor, least: float) -> float:
+        """Return `auto`'s radius by norms, which take a fraction of a walk; 0: not even `least`."""
+        if self.effort != AUTO or self._refused:
+            return 0.0
+        tried = image.new_full((1,), least)
+        try:
+            if least and not bool(
+                (self._balls().margins(image, tried, label, norm=self.norm) > 0).all()
+            ):
+                return 0.0
+            return float(self.by_norms(image, label))
+        except (NoBoundError, NoRule):
+            self._refused = True
+            return 0.0
 
     def branched(self, image: Tensor, label: int) -> Branched:
         """Return the search of one image by branching, ended."""
@@ -346,26 +364,35 @@ class LocalCertifier(ProvingCertifier):
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
         radius = claim.radius * (1 - AGAIN)
-        if self._zonotope is not None:
-            branches = self.effort == BRANCH
-            further = replay(int(label), claim.splits) if branches else optimised
-            if self.proven(image, int(label), radius, further):
-                return True
-        return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
+        further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
 
-    def radius(self, image: Tensor, label: int) -> float:
-        """Return a pixel radius that proves every margin of `label`, from the last one on."""
+        def by_walk() -> bool:
+            walks = self._zonotope is not None
+            return walks and self.proven(image, int(label), radius, further)
+
+        def by_norms() -> bool:
+            return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
+
+        ways = (by_norms, by_walk) if claim.rung == NORMS else (by_walk, by_norms)
+        return any(way() for way in ways)
+
+    def radius(self, image: Tensor, label: int, below: float = 0.0) -> float:
+        """Return a pixel radius that proves every margin of `label`, from the last one on.
+
+        Args:
+            below: what is proven without a walk.
+        """
         if self.effort == BRANCH:
             return self.branched(image, label).radius
+        holds = lambda r: r <= below or self.proven(image, label, r)  # noqa: E731
         if self.at:
             # a certificate holds at what its radius exceeds
-            beyond = (radius * (1 + BEYOND) for radius in self.at)
-            proven_radii = list(itertools.takewhile(lambda r: self.proven(image, label, r), beyond))
-            return proven_radii[-1] if proven_radii else 0.0
-        radius = certified_radius(
-            lambda r: self.proven(image, label, r), self._guess, steps=self.steps, close=self._known
-        )
-        if radius:
+            proven_radii = itertools.takewhile(holds, (r * (1 + BEYOND) for r in self.at))
+            return max(proven_radii, default=0.0)
+        guess = max(self._guess, below * 2 ** (2.0**-self.steps))  # where a walk says something
+        close = self._known or guess > self._guess
+        radius = certified_radius(holds, guess, steps=self.steps, close=close)
+        if radius > below:
             self._guess = radius
             self._known = True
         return radius

@@ -22,7 +22,7 @@ from certcli.certify.local_options import Local
 from certcli.certify.proof_options import REAL
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
-from certcli.engine.replay import agree
+from certcli.engine.replay import logits_agree
 from certcli.engine.table import NoRule
 from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
@@ -127,7 +127,7 @@ def _require_alike_in_a_batch(model: torch.nn.Module, images: Tensor, logits: Te
         together = model(images)
     except Exception:  # a network of single images
         return
-    if not agree(together, logits):
+    if not logits_agree(together, logits):
         raise NoBoundError(
             f"no bounds: the logits of an image in a batch of {len(images)} are not those of the image alone",
             "one image at a time, if they depend on the batch",

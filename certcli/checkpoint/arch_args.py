@@ -46,7 +46,7 @@ def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
             Refused,
             f"architecture argument '{key}' is not taken from a file or the command line",
         )
-        checked[key] = _argument(key, value, [MOST_ENTRIES], 3)
+        checked[key] = _plain_argument(key, value, [MOST_ENTRIES], 3)
         pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
         if pair and (
             len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)
@@ -57,7 +57,7 @@ def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
+def _plain_argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
@@ -93,7 +93,7 @@ def _argument(key: str, value: Any, entries: list[int], depth: int) -> Any:
             Refused,
             f"architecture argument '{key}' has more than {MOST_ENTRIES:,} entries",
         )
-        return [_argument(key, item, entries, depth - 1) for item in value]
+        return [_plain_argument(key, item, entries, depth - 1) for item in value]
     raise Refused(
         f"architecture argument '{key}' is a {type(value).__name__}: only JSON scalars and lists pass"
     )

@@ -22,8 +22,8 @@ from certcli.checkpoint.schema import (
     Name,
     PerChannel,
     Side,
-    convert,
-    decode,
+    convert_json,
+    decode_json,
 )
 from certcli.system.errors import Refused, one_line, raise_if
 
@@ -106,7 +106,7 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     Args:
         decides: refuse a network that does not decide by its largest logit.
     """
-    raw = decode(text, Json)
+    raw = decode_json(text, Json)
     problem = other_problem(raw)
     if problem is not None and decides:
         raise Refused(problem)
@@ -121,7 +121,9 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
         if key in _PIXELS and value is not None and not (flat and key in _TOP)
     }
     labels = _labels(raw) if flat else (_labels(raw) or _labels(about))
-    config = convert({key: value for key, value in top.items() if key not in _LABELS}, ConfigFields)
+    config = convert_json(
+        {key: value for key, value in top.items() if key not in _LABELS}, ConfigFields
+    )
     arch_arguments(config.model_args)
     raise_if(
         config.pretrained_cfg.label_offset,
@@ -130,16 +132,16 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     )
     config.doubts = [
         *([] if problem is None else [problem + LOGITS_ALONE]),
-        *_unknown(raw, _TOP | (_PIXELS if flat else frozenset())),
-        *([] if flat else _unknown(about, _PIXELS | set(_LABELS) | {"architecture"})),
-        *_contradictions(config, about),
+        *_unknown_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
+        *([] if flat else _unknown_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
+        *_architecture_contradictions(config, about),
     ]
     if labels is not None:
         _take_labels(config, labels)
     return config
 
 
-def _unknown(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+def _unknown_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
     known_fields = {*used, *_HARMLESS}
     strange = sorted(
@@ -164,7 +166,7 @@ def other_problem(fields: Mapping[str, Any]) -> str | None:
     )
 
 
-def _contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
+def _architecture_contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
     """Return a sentence a field that is stated twice, differently; timm takes the outer one."""
     inner = about.get("architecture")
     doubts = []
@@ -181,7 +183,7 @@ def _labels(fields: Mapping[str, Any]) -> Any:
 
 def _take_labels(config: ConfigFields, labels: Any) -> None:
     """Set the names of the classes, or doubt what is stated of them."""
-    names = names_of(labels)
+    names = class_names_in(labels)
     class_counts = (config.num_classes, config.pretrained_cfg.num_classes)
     classes = next((count for count in class_counts if count is not None), None)
     if names is None or (classes is not None and len(names) != classes):
@@ -190,7 +192,7 @@ def _take_labels(config: ConfigFields, labels: Any) -> None:
         config.class_names = plain_names(names)
 
 
-def names_of(labels: Any) -> tuple[str, ...] | None:
+def class_names_in(labels: Any) -> tuple[str, ...] | None:
     """Return names by number: of a list, {name: number} or {number: name}; else None."""
     if isinstance(labels, list):
         names = labels

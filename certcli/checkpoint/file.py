@@ -97,7 +97,7 @@ class Checkpoint:
 
     def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
         """Write atomically one file, or an index and files of at most `shard_bytes`."""
-        require_numbers(self.tensors, path.name)
+        require_weights(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # refuses to write a record that cannot be read back
         if shards.is_index(path):
@@ -135,14 +135,14 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     if shards.is_index(path):
         return _read_shards(path), shards.metadata_of(path)
     tensors, metadata = _read_one(path)
-    require_numbers(tensors, path.name)
+    require_weights(tensors, path.name)
     return tensors, metadata
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """Read tensors of all files of the index; CheckpointError where they disagree."""
     tensors: dict[str, Tensor] = {}
-    for path, names in shards.named(index).items():
+    for path, names in shards.shards_of_index(index).items():
         raise_if(
             not path.is_file(),
             CheckpointError,
@@ -150,7 +150,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
             "fetch it again, whole",
         )
         part, _ = _read_one(path)
-        require_numbers(part, path.name)
+        require_weights(part, path.name)
         wrong = names ^ part.keys()
         if wrong:
             name = one_line(min(wrong))[:80]
@@ -176,7 +176,7 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, metadata
 
 
-def require_numbers(tensors: Mapping[str, Tensor], where: str) -> None:
+def require_weights(tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise CheckpointError: a type weights do not have, NaN, infinity, or no plain name."""
     for name in sorted(tensors):
         tensor = tensors[name]

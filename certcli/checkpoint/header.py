@@ -18,7 +18,7 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint.schema import decode_json
 from certcli.system import watched
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.files import atomic_file
@@ -180,7 +180,7 @@ def read_header(file: BinaryIO) -> tuple[dict[str, _TensorFields], dict[str, str
         len(start) < 8 or length > size - 8, Refused, f"it ends before its header: {size:,} bytes"
     )
     raise_if(length > LONGEST_HEADER, Refused, f"its header has {length:,} bytes")
-    fields, metadata = _decoded(file.read(length))
+    fields, metadata = _decoded_header(file.read(length))
     return fields, metadata, size - 8 - length
 
 
@@ -215,10 +215,10 @@ def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
     raise_if(place != size, Refused, f"its tensors have {place:,} bytes, and it holds {size:,}")
 
 
-def _decoded(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
+def _decoded_header(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
     """Return the header's tensors and metadata."""
     try:  # a key that occurs twice is refused: readers differ on which of the two counts
-        entries: dict[str, Any] = decode(text, dict[str, msgspec.Raw])
+        entries: dict[str, Any] = decode_json(text, dict[str, msgspec.Raw])
     except Refused as failure:
         raise Refused(f"its header cannot be read: {one_line(failure)}") from failure
     raise_if(len(entries) > MOST_TENSORS, Refused, f"it has {len(entries):,} tensors")

@@ -28,7 +28,7 @@ _SMALL = 2**16
 def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
     """Return copies of the tensors, each in its dtype."""
     total = sum(value.numel() * dtypes[name].itemsize for name, value in tensors.items())
-    copy = _in_memory if total <= min(IN_MEMORY, free_bytes() / 4) else _mapped
+    copy = _copied_in_memory if total <= min(IN_MEMORY, free_bytes() / 4) else _mapped_copy
     return {name: copy(value, dtypes[name]) for name, value in tensors.items()}
 
 
@@ -42,17 +42,17 @@ class Spool:
     def keep(self, value: Tensor) -> Tensor:
         """Return the tensor, or a mapped copy of it."""
         self.held += value.nbytes
-        return value if self.held <= SPARED else _mapped(value, value.dtype)
+        return value if self.held <= SPARED else _mapped_copy(value, value.dtype)
 
 
-def _in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _copied_in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _mapped(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _mapped_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
     size = value.numel() * dtype.itemsize
     if size <= _SMALL or value.device.type != "cpu":
-        return _in_memory(value, dtype)
+        return _copied_in_memory(value, dtype)
     try:
         with tempfile.NamedTemporaryFile(prefix="certvit-") as file:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -62,5 +62,5 @@ def _mapped(value: Tensor, dtype: torch.dtype) -> Tensor:
         AttributeError,
         RuntimeError,
     ):  # no room, no such call on this system, no such mapping
-        return _in_memory(value, dtype)
+        return _copied_in_memory(value, dtype)
     return flat.view(value.shape).copy_(value)

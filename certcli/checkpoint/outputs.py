@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from certcli.checkpoint.header import read_header
-from certcli.checkpoint.schema import Json, decode
+from certcli.checkpoint.schema import Json, decode_json
 from certcli.checkpoint.shards import (
     ENDING,
     INDEX,
@@ -19,8 +19,8 @@ from certcli.checkpoint.shards import (
     belonging,
     is_index,
     metadata_of,
-    named,
     part_names,
+    shards_of_index,
 )
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.system.errors import CheckpointError, Refused, UsageError, raise_if
@@ -65,7 +65,7 @@ class Outputs:
                 self._read.append(OptionPath(option, candidate))
                 with contextlib.suppress(CheckpointError):  # reading it will raise the error
                     self._read += (
-                        [OptionPath(option, part) for part in named(candidate)]
+                        [OptionPath(option, part) for part in shards_of_index(candidate)]
                         if is_index(candidate)
                         else []
                     )
@@ -111,13 +111,13 @@ class Outputs:
             old = [*belonging(output.path), *orphans(output.path)] if is_index(output.path) else []
             for source in self._read:
                 raise_if(
-                    same_file(output.path, source.path),
+                    is_same_file(output.path, source.path),
                     UsageError,
                     f"the output {output.path} ({output.option}) is the input {source.path} ({source.option})",
                     f"an input file is never modified; choose another {output.option}",
                 )
                 raise_if(
-                    any(same_file(part, source.path) for part in old),
+                    any(is_same_file(part, source.path) for part in old),
                     UsageError,
                     f"the input {source.path} ({source.option}) belongs to {output.path}, "
                     "which would be replaced",
@@ -133,7 +133,7 @@ class Outputs:
                 )
             for other, _ in self._written[:position]:
                 raise_if(
-                    same_file(output.path, other.path),
+                    is_same_file(output.path, other.path),
                     UsageError,
                     f"{other.option} and {output.option} would both write {output.path}",
                     "give each its own file",
@@ -146,7 +146,7 @@ class Outputs:
                 raise UsageError(message, f"{drawn.option} {drawn.path.with_suffix('.png')}")
 
 
-def same_file(one: Path, other: Path) -> bool:
+def is_same_file(one: Path, other: Path) -> bool:
     with contextlib.suppress(OSError):
         if one.samefile(other):
             return True
@@ -156,7 +156,7 @@ def same_file(one: Path, other: Path) -> bool:
 def _require_home(index: OptionPath) -> None:
     """Raise UsageError where an index is a link: its files would not lie beside it."""
     raise_if(
-        is_stream(index.path) or not same_file(index.path.resolve().parent, index.path.parent),
+        is_stream(index.path) or not is_same_file(index.path.resolve().parent, index.path.parent),
         UsageError,
         f"{index.option} {index.path} is a link out of its folder or no file, and the files of an index lie beside it",
         f"{index.option} {index.path.resolve()}",
@@ -182,7 +182,9 @@ def orphans(index: Path) -> list[Path]:
     if not files or not sweep(index.parent, re.escape(index.name)):
         return []
     try:
-        referenced = [part for other in index.parent.glob(f"*{ENDING}") for part in named(other)]
+        referenced = [
+            part for other in index.parent.glob(f"*{ENDING}") for part in shards_of_index(other)
+        ]
     except CheckpointError:
         return []  # an unreadable index may name them
     return [path for path in files if path not in referenced]
@@ -197,7 +199,7 @@ def last_command(path: Path) -> str | None:
 def last_step(path: Path) -> tuple[str, str] | None:
     """Return that command, and the digest of the network that it began with."""
     try:
-        step = decode(read_metadata(path)["certvit"], Json)["lineage"][-1]
+        step = decode_json(read_metadata(path)["certvit"], Json)["lineage"][-1]
         return str(step["command"]), str(step["parent"])
     except (KeyError, TypeError, IndexError, Refused):
         return None
@@ -239,7 +241,7 @@ def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
 
 def is_state_of(path: Path, key: str, identity: str) -> bool:
     try:
-        return bool(decode(read_metadata(path)[key], Json)["identity"] == identity)
+        return bool(decode_json(read_metadata(path)[key], Json)["identity"] == identity)
     except (KeyError, Refused):
         return False
 

@@ -27,9 +27,9 @@ from certcli.checkpoint.schema import (
     Seed,
     Side,
     Text,
-    decode,
-    require_bounded,
-    require_pixels,
+    decode_json,
+    require_bounded_json,
+    require_pixel_statistics,
     surgery_arguments,
 )
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
@@ -177,7 +177,7 @@ class Record:
             has.
         """
         try:
-            return _decode(text)
+            return _decode_record(text)
         except Refused as refusal:
             raise CheckpointError(
                 f"the checkpoint's certvit record cannot be read: {refusal}",
@@ -194,16 +194,16 @@ class Record:
         return replace(self, evidence=(*older, entry))
 
 
-def _decode(text: str) -> Record:
+def _decode_record(text: str) -> Record:
     raise_if(
         len(text) > LONGEST_RECORD,
         Refused,
         f"{len(text):,} characters; a record has at most {LONGEST_RECORD:,}",
     )
-    schema = decode(text, Versioned).schema
+    schema = decode_json(text, Versioned).schema
     raise_if(schema != SCHEMA, Refused, f"schema {schema}; this certvit reads schema {SCHEMA}")
-    record = decode(text, Record)
-    raw = decode(text, Json)
+    record = decode_json(text, Record)
+    raw = decode_json(text, Json)
     del raw["schema"]
     _require_fields(raw, record)
     _require_fields(_LATER | raw["input"], record.input)
@@ -211,18 +211,18 @@ def _decode(text: str) -> Record:
         for entry, item in zip(raw[name], getattr(record, name), strict=True):
             _require_fields(entry, item)
     arch_arguments(record.arch_args)
-    require_pixels(record.input.size, record.input.mean, record.input.std)
+    require_pixel_statistics(record.input.size, record.input.mean, record.input.std)
     if record.input.resized is not None:
         shown = (record.input.size[0], *record.input.resized)
-        require_pixels(shown, record.input.mean, record.input.std)
+        require_pixel_statistics(shown, record.input.mean, record.input.std)
     raise_if(record.classes == 1, Refused, "classes: 1, and one class leaves nothing to decide")
     for item in record.surgery:
         surgery_arguments(item.path, item.kind, item.args)
     for step in record.lineage:
-        require_bounded(step.parameters)
+        require_bounded_json(step.parameters)
     for entry in record.evidence:
-        require_bounded(entry.parameters)
-        require_bounded(entry.result)
+        require_bounded_json(entry.parameters)
+        require_bounded_json(entry.result)
     raise_if(
         any(len(part) > LONGEST_TEXT for pair in record.foreign.items() for part in pair),
         Refused,

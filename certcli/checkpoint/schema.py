@@ -262,7 +262,7 @@ class ReportFields(Struct):
     around: AroundFields | UnsetType = UNSET
 
 
-def decode(text: str | bytes, kind: type[T]) -> T:
+def decode_json(text: str | bytes, kind: type[T]) -> T:
     """Decode JSON as the structure `kind`, or raise Refused."""
     try:
         value = msgspec.json.decode(text, type=kind)
@@ -295,7 +295,7 @@ def is_name(text: str) -> bool:
     return len(text) <= 128 and re.match(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*\Z", text) is not None
 
 
-def convert(value: Any, kind: type[T]) -> T:
+def convert_json(value: Any, kind: type[T]) -> T:
     """Convert decoded JSON to the structure `kind`, or raise Refused."""
     try:
         return msgspec.convert(value, kind)
@@ -316,12 +316,14 @@ def surgery_arguments(path: str, kind: str, args: Mapping[str, Any]) -> None:
     raise_if(kind not in SURGERY, Refused, f"unknown replacement '{one_line(kind)[:80]}'")
     raise_if((path == "") != (kind == "flat-head"), Refused, f"surgery '{kind}' at '{path}'")
     try:
-        convert(args, SURGERY[kind])
+        convert_json(args, SURGERY[kind])
     except Refused as refusal:
         raise Refused(f"surgery '{kind}' at '{path}': {refusal}") from refusal
 
 
-def require_pixels(size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]) -> None:
+def require_pixel_statistics(
+    size: tuple[int, int, int], mean: Sequence[float], std: Sequence[float]
+) -> None:
     """Raise Refused unless (x - mean) / std, a pair a channel, normalises [0, 1] images."""
     raise_if(
         math.prod(size) > LARGEST_IMAGE,
@@ -352,7 +354,7 @@ def require_statistics(mean: Sequence[float], std: Sequence[float]) -> None:
             )
 
 
-def require_bounded(value: Any) -> None:
+def require_bounded_json(value: Any) -> None:
     """Raise Refused when free JSON is deeper, or holds longer texts, than anything certvit
     writes."""
     layer: list[Any] = [value]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode
+from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode_json
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import is_absent, read_bounded
 
@@ -27,28 +27,28 @@ def is_index(path: Path) -> bool:
     return path.name.endswith(ENDING)
 
 
-def stem(path: Path) -> str:
+def stem_of_checkpoint(path: Path) -> str:
     """Return the name of a checkpoint's file, or of its index, without the ending."""
     return path.name.removesuffix(ENDING).removesuffix(".safetensors")
 
 
-def named(index: Path) -> dict[Path, frozenset[str]]:
+def shards_of_index(index: Path) -> dict[Path, frozenset[str]]:
     """Return the index's files, beside it, and their tensors; CheckpointError: broken."""
     names_of: dict[Path, set[str]] = {}
-    for tensor, file in _fields(index).weight_map.items():
+    for tensor, file in _index_fields(index).weight_map.items():
         names_of.setdefault(index.parent / file, set()).add(tensor)
     return {path: frozenset(names) for path, names in names_of.items()}
 
 
 def metadata_of(index: Path) -> dict[str, str]:
     """Return the texts in the index's metadata."""
-    about = _fields(index).metadata or {}
+    about = _index_fields(index).metadata or {}
     return {key: value for key, value in about.items() if isinstance(value, str)}
 
 
-def _fields(index: Path) -> IndexFields:
+def _index_fields(index: Path) -> IndexFields:
     try:
-        fields = decode(read_bounded(index, LARGEST_INDEX), IndexFields)
+        fields = decode_json(read_bounded(index, LARGEST_INDEX), IndexFields)
         if (count := len(set(fields.weight_map.values()))) > MOST_FILES:
             raise Refused(f"{count:,} files; a checkpoint has at most {MOST_FILES:,}")
         return fields
@@ -80,7 +80,7 @@ def free_names(index: Path, count: int) -> list[Path]:
     """
     version = 1
     while True:
-        prefix = stem(index) + (f"-{version}" if version > 1 else "")
+        prefix = stem_of_checkpoint(index) + (f"-{version}" if version > 1 else "")
         names = [
             index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors"
             for number in range(1, count + 1)
@@ -92,14 +92,16 @@ def free_names(index: Path, count: int) -> list[Path]:
 
 def part_names(index: Path) -> str:
     """Return a regular expression for the names of an index's files."""
-    return re.escape(stem(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
+    return re.escape(stem_of_checkpoint(index)) + r"(-\d+)?-\d{5}-of-\d{5}\.safetensors"
 
 
 def belonging(index: Path) -> list[Path]:
     """Return files to delete with this index: named there, of its name, in no other index."""
     with contextlib.suppress(CheckpointError):
         ours = re.compile(part_names(index))
-        files = [path for path in named(index) if ours.fullmatch(path.name) and path.is_file()]
+        files = [
+            path for path in shards_of_index(index) if ours.fullmatch(path.name) and path.is_file()
+        ]
         return [path for path in files if not _elsewhere(path, index)]
     return []
 
@@ -108,6 +110,6 @@ def _elsewhere(path: Path, index: Path) -> bool:
     """Whether another index of the folder names this file."""
     for other in index.parent.glob(f"*{ENDING}"):
         with contextlib.suppress(CheckpointError):
-            if not other.samefile(index) and path in named(other):
+            if not other.samefile(index) and path in shards_of_index(other):
                 return True
     return False

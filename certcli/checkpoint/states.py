@@ -14,7 +14,7 @@ from torch import Tensor
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import require_state_of
-from certcli.checkpoint.schema import Json, decode
+from certcli.checkpoint.schema import Json, decode_json
 from certcli.system.errors import CheckpointError, Refused, raise_if
 
 _UNKNOWN = "?" * 64
@@ -49,7 +49,7 @@ def write_state(
             yield tensor
 
     text = _canonical({**about, "digest": _UNKNOWN})
-    ending = (_UNKNOWN, lambda: _digest(digests, about))
+    ending = (_UNKNOWN, lambda: _state_digest(digests, about))
     write_one_by_one(path, likes, digested(), {key: text}, ending)
 
 
@@ -67,7 +67,7 @@ def read_state(
     """
     tensors, metadata = read_tensors(path)
     try:
-        about = decode(metadata.get(key, ""), fields)
+        about = decode_json(metadata.get(key, ""), fields)
     except Refused as refusal:
         raise CheckpointError(
             f"{path} is not the state of {what} ({refusal})", "drop --resume"
@@ -75,7 +75,7 @@ def read_state(
     require_state_of(path, identity, about.identity)
     digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
     raise_if(
-        about.digest != _digest(digests, decode(metadata[key], Json)),
+        about.digest != _state_digest(digests, decode_json(metadata[key], Json)),
         CheckpointError,
         f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
         "drop --resume",
@@ -87,7 +87,7 @@ def _canonical(about: Mapping[str, Any]) -> str:
     return json.dumps(about, sort_keys=True, separators=(",", ":"))
 
 
-def _digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
+def _state_digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
     """Return the sha256 of all tensors and of everything that stands beside them, but for
     itself."""
     rest = {name: value for name, value in about.items() if name != "digest"}

@@ -108,7 +108,7 @@ def load_plain(path: Path) -> Any:
         with read_whole(path) as place, torch.serialization.safe_globals(_SAFE):
             source = place or path
             with open_regular(source) as file:
-                is_archive = _require_plain(file, path)
+                is_archive = _require_plain_file(file, path)
             mapped = is_archive and place is not None
             return torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
     except CheckpointError:
@@ -125,7 +125,7 @@ def load_plain(path: Path) -> Any:
         ) from failure
 
 
-def _require_plain(file: IO[bytes], path: Path) -> bool:
+def _require_plain_file(file: IO[bytes], path: Path) -> bool:
     """Raise Refused or CheckpointError before torch reads it; return whether an archive."""
     start = file.read(len(_OLD_MAGIC))
     if start.startswith(MAGIC):
@@ -159,12 +159,12 @@ def _require_archive(file: IO[bytes]) -> None:
         Refused,
         f"it holds {len(pickles)} records data.pkl, a file of torch.save one",
     )
-    with _opened(file, pickles[0]) as content:
+    with _opened_record(file, pickles[0]) as content:
         _require_names(content)
 
 
 @contextmanager
-def _opened(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
+def _opened_record(file: IO[bytes], record: ZipRecord) -> Iterator[IO[bytes]]:
     raise_if(
         record.size > LARGEST_PICKLE,
         Refused,
@@ -197,7 +197,7 @@ def _require_names(content: IO[bytes]) -> None:
             calls += 1
         elif isinstance(argument, str):
             longest = max(longest, len(argument))
-    strange = sorted(name for name in names if not _is_plain(name))
+    strange = sorted(name for name in names if not _is_plain_name(name))
     raise_if(strange, Refused, f"it holds {one_line(', '.join(strange))[:160]}, not tensors alone")
     raise_if(
         _ENCODE in names and calls * longest > MOST_COPIED,
@@ -214,7 +214,7 @@ def _current_name(argument: str) -> str:
     return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
-def _is_plain(name: str) -> bool:
+def _is_plain_name(name: str) -> bool:
     module, _, last = name.rpartition(".")
     if module not in ("torch", "torch.storage", "torch.cuda"):
         return name in _NAMES

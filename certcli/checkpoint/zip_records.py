@@ -57,11 +57,11 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
     end = 0
     for entry in sorted(entries, key=lambda each: each.header):
         if entry.header < end:
-            raise Refused(f"the record {_shown(entry.name)} overlaps the one before it")
+            raise Refused(f"the record {_shown_name(entry.name)} overlaps the one before it")
         record = _record(file, entry)
         end = record.start + record.size
         if end > start:
-            raise Refused(f"the record {_shown(entry.name)} reaches past the end of its place")
+            raise Refused(f"the record {_shown_name(entry.name)} reaches past the end of its place")
         records.append(record)
     names = [record.name.lower() for record in records]  # torch looks names up without their case
     raise_if(len(set(names)) < len(names), Refused, "two of its records have one name")
@@ -71,9 +71,9 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
 def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
     """Return where the directory begins, and its entries."""
     size = file.seek(0, 2)
-    count, length, start = _end(file, size)
+    count, length, start = _directory_end(file, size)
     raise_if(length > LARGEST_DIRECTORY, Refused, f"its directory has {length:,} bytes")
-    text = _read(file, start, length)
+    text = _read_exactly(file, start, length)
     entries = []
     place = 0
     for _ in range(count):
@@ -83,12 +83,12 @@ def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
     return start, entries
 
 
-def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
+def _directory_end(file: IO[bytes], size: int) -> tuple[int, int, int]:
     """Return count, length and start of the directory, which ends at the closing part."""
     place = size - _END.size
     raise_if(place < 0, Refused, "it is cut off")
     magic, disk, first, here, count, length, start, comment = _END.unpack(
-        _read(file, place, _END.size)
+        _read_exactly(file, place, _END.size)
     )
     raise_if(
         magic != b"PK\x05\x06" or comment,
@@ -97,7 +97,9 @@ def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
     )
     closing = place
     if place >= _LOCATOR_64.size:
-        locator = _LOCATOR_64.unpack(_read(file, place - _LOCATOR_64.size, _LOCATOR_64.size))
+        locator = _LOCATOR_64.unpack(
+            _read_exactly(file, place - _LOCATOR_64.size, _LOCATOR_64.size)
+        )
         if locator[0] == b"PK\x06\x07":
             closing = place - _LOCATOR_64.size - _END_64.size
             raise_if(
@@ -105,7 +107,7 @@ def _end(file: IO[bytes], size: int) -> tuple[int, int, int]:
                 Refused,
                 "its directory lies elsewhere than it states",
             )
-            end = _END_64.unpack(_read(file, closing, _END_64.size))
+            end = _END_64.unpack(_read_exactly(file, closing, _END_64.size))
             raise_if(
                 end[0] != b"PK\x06\x06", Refused, "its directory lies elsewhere than it states"
             )
@@ -138,7 +140,7 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     extra = text[after + name_length : after + name_length + extra_length]
     size, packed, header = _wide(extra, size, packed, header)
     if flags & _ENCRYPTED:
-        raise Refused(f"the record {_shown(name)} is encrypted")
+        raise Refused(f"the record {_shown_name(name)} is encrypted")
     if method != 0 or packed != size:
         raise_if(
             b"/code/__torch__" in name,
@@ -146,7 +148,7 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
             f"{PROGRAM} of TorchScript, and reading it runs code",
         )
         raise Refused(
-            f"the record {_shown(name)} is compressed: torch.save stores all records as they are"
+            f"the record {_shown_name(name)} is compressed: torch.save stores all records as they are"
         )
     return _Entry(name, header, size), after + name_length + extra_length + comment_length
 
@@ -169,21 +171,21 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
 
 def _record(file: IO[bytes], entry: _Entry) -> ZipRecord:
     """Return the record; Refused where its own header says otherwise than the directory."""
-    fields = _LOCAL.unpack(_read(file, entry.header, _LOCAL.size))
+    fields = _LOCAL.unpack(_read_exactly(file, entry.header, _LOCAL.size))
     magic, flags, method, name_length, extra_length = (fields[index] for index in (0, 2, 3, 9, 10))
-    name = _read(file, entry.header + _LOCAL.size, name_length)
+    name = _read_exactly(file, entry.header + _LOCAL.size, name_length)
     if magic != MAGIC or name != entry.name or method != 0 or flags & _ENCRYPTED:
-        raise Refused(f"the record {_shown(entry.name)} is not what the directory says")
+        raise Refused(f"the record {_shown_name(entry.name)} is not what the directory says")
     start = entry.header + _LOCAL.size + name_length + extra_length
     return ZipRecord(name.decode(errors="replace"), start, entry.size)
 
 
-def _read(file: IO[bytes], place: int, length: int) -> bytes:
+def _read_exactly(file: IO[bytes], place: int, length: int) -> bytes:
     file.seek(place)
     text = file.read(length)
     raise_if(len(text) < length, Refused, "it is cut off")
     return text
 
 
-def _shown(name: bytes) -> str:
+def _shown_name(name: bytes) -> str:
     return f"'{one_line(name.decode(errors='replace'))[:80]}'"

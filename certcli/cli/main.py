@@ -22,7 +22,7 @@ from certcli import __version__
 from certcli.cli.shared import output, settings, streams
 from certcli.cli.shared.command import EVERYTHING
 from certcli.system import memory, watched
-from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain
+from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain_text
 from certcli.system.processes import ALONE, Ended, Team, require_one, team
 
 NARROWEST = 60
@@ -85,7 +85,9 @@ class _Command(_Untyped, TyperCommand):
         every = self.params
         epilog = self.epilog
         if not ctx.meta.get(EVERYTHING):
-            self.params = [_shown(parameter, command.often, named) for parameter in every]
+            self.params = [
+                _visible_parameter(parameter, command.often, named) for parameter in every
+            ]
             self.epilog = None if named else epilog
         try:
             super().format_help(ctx, formatter)
@@ -94,7 +96,7 @@ class _Command(_Untyped, TyperCommand):
             self.epilog = epilog
 
 
-def _shown(parameter: Any, often: Collection[str], named: Collection[str]) -> Any:
+def _visible_parameter(parameter: Any, often: Collection[str], named: Collection[str]) -> Any:
     """Return the parameter, hidden unless it is of the first week or of a named panel."""
     if parameter.param_type_name == "argument":
         return parameter
@@ -174,7 +176,7 @@ class Commands(Mapping[str, Callable[..., None]]):
 COMMANDS = Commands()
 
 
-def _unwrapped(function: Callable[..., None]) -> str:
+def _one_line_a_paragraph(function: Callable[..., None]) -> str:
     """Return the docstring with a line a paragraph: a terminal wraps it by its own width."""
     paragraphs = (getdoc(function) or "").split("\n\n")
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -199,22 +201,30 @@ def program(words: Sequence[str] = ()) -> typer.Typer:
     for name in words[:1] if words and words[0] in NAMES else NAMES:
         command = COMMANDS[name]
         app.command(
-            name, cls=_Command, epilog=getattr(command, "epilog", None), help=_unwrapped(command)
+            name,
+            cls=_Command,
+            epilog=getattr(command, "epilog", None),
+            help=_one_line_a_paragraph(command),
         )(_interruptible(name, command))
-    app.callback(help=_unwrapped(about))(about)
+    app.callback(help=_one_line_a_paragraph(describe_program))(describe_program)
     return app
 
 
-def _version(asked: bool) -> None:
+def _print_version(asked: bool) -> None:
     if asked:
         typer.echo(f"certvit {__version__}")
         raise typer.Exit
 
 
-def about(
+def describe_program(
     context: typer.Context,
     version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, metavar="", help="Show the version."
+        False,
+        "--version",
+        callback=_print_version,
+        is_eager=True,
+        metavar="",
+        help="Show the version.",
     ),
 ) -> None:
     """Prove how robust a vision transformer is, and make it more robust.
@@ -223,7 +233,7 @@ def about(
     within minutes. lipschitz, certify and attack run its parts one by one. init, adapt, constrain
     and finetune make networks that can be proven. Radii are l2 in pixel units, images in [0, 1].
     """
-    settings.take(context)
+    settings.take_settings(context)
 
 
 def run(started: float | None = None) -> None:
@@ -232,7 +242,7 @@ def run(started: float | None = None) -> None:
     Args:
         started: the begin of the process, on the clock of `time.perf_counter`.
     """
-    output.Sink.invocation = output.Invocation(started=started, silent=not _others().leads)
+    output.Sink.invocation = output.Invocation(started=started, silent=not _team_or_alone().leads)
     if sys.__stderr__ is not None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # a stream without a file
             # a mapped file that is cut ends the process: not without a word
@@ -240,9 +250,9 @@ def run(started: float | None = None) -> None:
     with (
         _usable_surroundings(),
         streams.guarded() as out,
-        streams.Interrupts(terminated=_others().several) as interrupts,
+        streams.Interrupts(terminated=_team_or_alone().several) as interrupts,
     ):
-        code = _run(interrupts)
+        code = _run_program(interrupts)
         out.flush()
         if out.failure and code == 0:
             code = _report(
@@ -268,7 +278,7 @@ def _usable_surroundings() -> Iterator[None]:
         yield
 
 
-def _run(interrupts: streams.Interrupts) -> int:
+def _run_program(interrupts: streams.Interrupts) -> int:
     try:
         os.getcwd()
     except OSError:  # torch would end the process with a line of its own
@@ -282,7 +292,7 @@ def _run(interrupts: streams.Interrupts) -> int:
     except KeyboardInterrupt:
         return _report("interrupted", "", Interrupted.code)
     except Ended as end:
-        return _others().fail(end.code) or end.code
+        return _team_or_alone().fail(end.code) or end.code
     except Exception as failure:
         if os.environ.get("CERTVIT_DEBUG") and not isinstance(failure, CertvitError):
             raise
@@ -303,7 +313,9 @@ def _run(interrupts: streams.Interrupts) -> int:
                 UsageError.code if failure.errno == errno.ENAMETOOLONG else 1,
             )
         reason = (str(failure).splitlines() or [""])[0][:300]
-        if type(failure).__name__ == "DistBackendError" or ("gloo" in reason and _others().several):
+        if type(failure).__name__ == "DistBackendError" or (
+            "gloo" in reason and _team_or_alone().several
+        ):
             hint = "killed, perhaps for want of memory? torchrun's report says which; --resume continues with saved results"
             return _report("another process ended without a word", hint, 1)
         hint = "run again with CERTVIT_DEBUG=1 for a traceback"
@@ -320,7 +332,7 @@ def _usage(failure: Any) -> int:
     return _report(message[:1].lower() + message[1:], f"{words} --help", UsageError.code)
 
 
-def _others() -> Team:
+def _team_or_alone() -> Team:
     """Return the team; this process alone in an invalid environment, which commands report."""
     try:
         return team()
@@ -330,15 +342,15 @@ def _others() -> Team:
 
 def _report(message: str, hint: str, code: int) -> int:
     """Print the one line, unless another process has printed its own; return the exit code."""
-    ended = _others().fail(code)
+    ended = _team_or_alone().fail(code)
     if ended is not None:
         return ended
     if "--json" in sys.argv and not output.Sink.invocation.concluded:
         sys.stdout.write(output.as_line({"error": message, "hint": hint, "code": code}))
-    lines = [f"certvit: {plain(message)}", *([f"  hint: {plain(hint)}"] if hint else [])]
+    lines = [f"certvit: {plain_text(message)}", *([f"  hint: {plain_text(hint)}"] if hint else [])]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
-    _others().said()
+    _team_or_alone().said()
     return code
 
 

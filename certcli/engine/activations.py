@@ -30,16 +30,16 @@ from certcli.engine.curves import (
     Limit,
     Line,
     Scalar,
-    curve,
+    enter_curve,
     smooth,
-    unknown,
+    unknown_derivative,
 )
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU
 from certcli.system.errors import raise_if
 
 
-def up(number: float, roundings: int) -> float:
+def up_by_roundings(number: float, roundings: int) -> float:
     """Return what is no smaller than a number > 0 after so many roundings."""
     return number * (1 + (roundings + 1) * 2.0**-52)
 
@@ -53,81 +53,81 @@ def _is_moderate(number: float) -> bool:
     return 2.0**-60 < number < 2.0**60
 
 
-def named(
+def name_curve(
     known: Curve,
     *modules: type[nn.Module],
     functions: tuple[Any, ...] = (),
     methods: tuple[str, ...] = (),
 ) -> None:
     """Enter the names of a curve without options."""
-    relaxed = known.second is not unknown or known.line is not None
-    curve(*modules, functions=functions, methods=methods, relaxed=relaxed)(lambda: known)
+    relaxed = known.second is not unknown_derivative or known.line is not None
+    enter_curve(*modules, functions=functions, methods=methods, relaxed=relaxed)(lambda: known)
 
 
-named(GELU, timm_layers.GELU)
-named(GELU_TANH, timm_layers.GELUTanh)
-named(SILU, nn.SiLU, timm_activations.Swish, functions=(F.silu,))
-named(MISH, nn.Mish, timm_activations.Mish, functions=(F.mish,))
-named(HARD_SWISH, nn.Hardswish, timm_activations.HardSwish, functions=(F.hardswish,))
-named(HARD_SIGMOID, nn.Hardsigmoid, timm_activations.HardSigmoid, functions=(F.hardsigmoid,))
-named(
+name_curve(GELU, timm_layers.GELU)
+name_curve(GELU_TANH, timm_layers.GELUTanh)
+name_curve(SILU, nn.SiLU, timm_activations.Swish, functions=(F.silu,))
+name_curve(MISH, nn.Mish, timm_activations.Mish, functions=(F.mish,))
+name_curve(HARD_SWISH, nn.Hardswish, timm_activations.HardSwish, functions=(F.hardswish,))
+name_curve(HARD_SIGMOID, nn.Hardsigmoid, timm_activations.HardSigmoid, functions=(F.hardsigmoid,))
+name_curve(
     SIGMOID,
     nn.Sigmoid,
     timm_activations.Sigmoid,
     functions=(torch.sigmoid,),
     methods=("sigmoid", "sigmoid_"),
 )
-named(TANH, nn.Tanh, timm_activations.Tanh, functions=(torch.tanh,), methods=("tanh", "tanh_"))
-named(ERF, functions=(torch.erf,), methods=("erf", "erf_"))
-named(SELU, nn.SELU, functions=(F.selu, torch.selu, F.selu_, torch.selu_))
-named(
+name_curve(TANH, nn.Tanh, timm_activations.Tanh, functions=(torch.tanh,), methods=("tanh", "tanh_"))
+name_curve(ERF, functions=(torch.erf,), methods=("erf", "erf_"))
+name_curve(SELU, nn.SELU, functions=(F.selu, torch.selu, F.selu_, torch.selu_))
+name_curve(
     Curve("ReLU", torch.relu, slope=1.0, line=Line(0.0, 0.0, ((0.0, 1.0),))),
     nn.ReLU,
     functions=(F.relu, F.relu_, torch.relu, torch.relu_),
     methods=("relu", "relu_"),
 )
-named(
+name_curve(
     Curve("ReLU6", F.relu6, slope=1.0, limit=6.0, line=Line(0.0, 0.0, ((0.0, 1.0), (6.0, -1.0)))),
     nn.ReLU6,
     functions=(F.relu6,),
 )
-named(
+name_curve(
     Curve("abs", torch.abs, slope=1.0, line=Line(-1.0, 0.0, ((0.0, 2.0),))),
     functions=(torch.abs,),
     methods=("abs", "abs_"),
 )
-named(
+name_curve(
     Curve("hard mish", lambda x: x / 2 * (x + 2).clamp(0, 2), slope=1.0, rounded=(8, 0)),
     timm_activations.HardMish,
 )
-named(
+name_curve(
     smooth("tanhshrink", F.tanhshrink, third=2.0, slope=1.0, bend=0.7698004, rounded=(4, 0)),
     nn.Tanhshrink,
     functions=(F.tanhshrink,),
 )
-named(
+name_curve(
     Curve("softsign", F.softsign, slope=1.0, limit=1.0, rounded=(4, 0)),
     nn.Softsign,
     functions=(F.softsign,),
 )
-named(
+name_curve(
     smooth("atan", torch.atan, third=2.0, slope=1.0, bend=0.6496, rounded=(4, 0)),
     functions=(torch.atan,),
     methods=("atan",),
 )
-named(
+name_curve(
     smooth("sin", torch.sin, third=1.0, slope=1.0, bend=1.0, limit=1.0, rounded=(4, 0)),
     functions=(torch.sin,),
     methods=("sin",),
 )
-named(
+name_curve(
     smooth(
         "cos", torch.cos, third=1.0, slope=1.0, bend=1.0, growth=math.inf, limit=1.0, rounded=(0, 4)
     ),
     functions=(torch.cos,),
     methods=("cos",),
 )
-named(
+name_curve(
     smooth(
         "log sigmoid",
         F.logsigmoid,
@@ -135,7 +135,7 @@ named(
         slope=1.0,
         bend=SIGMOID.slope,
         why="slope of log sigmoid at most 1",
-        offset=up(math.log(2.0), 2),
+        offset=up_by_roundings(math.log(2.0), 2),
         rounded=(4, 8),  # a sum of two numbers of one sign, |log(1 + e^-|x|)| <= 1
     ),
     nn.LogSigmoid,
@@ -143,13 +143,13 @@ named(
 )
 
 
-@curve(nn.GELU, functions=(F.gelu,))
-def gelu(approximate: str = "none") -> Curve:
+@enter_curve(nn.GELU, functions=(F.gelu,))
+def gelu_curve(approximate: str = "none") -> Curve:
     _need(approximate in ("none", "tanh"), f"GELU approximation {approximate}")
     return GELU if approximate == "none" else GELU_TANH
 
 
-@curve(timm_activations.QuickGELU)
+@enter_curve(timm_activations.QuickGELU)
 def quick_gelu() -> Curve:
     """x sigmoid(a x) has the slopes of x sigmoid(x)."""
     a = 1.702
@@ -164,8 +164,8 @@ def quick_gelu() -> Curve:
     )
 
 
-@curve(methods=("square", "pow"), functions=(torch.square, torch.pow, operator.pow))
-def power(exponent: float = 2) -> Curve:
+@enter_curve(methods=("square", "pow"), functions=(torch.square, torch.pow, operator.pow))
+def power_curve(exponent: float = 2) -> Curve:
     _need(exponent in (1, 2), f"the power {exponent}")
     return (
         SQUARE
@@ -174,13 +174,13 @@ def power(exponent: float = 2) -> Curve:
     )
 
 
-@curve(nn.Hardtanh, functions=(F.hardtanh, F.hardtanh_))
+@enter_curve(nn.Hardtanh, functions=(F.hardtanh, F.hardtanh_))
 def hard_tanh(min_val: float = -1.0, max_val: float = 1.0) -> Curve:
-    return clamped(min_val, max_val)
+    return clamped_curve(min_val, max_val)
 
 
-@curve(methods=("clamp", "clamp_", "clip", "clip_"), functions=(torch.clamp, torch.clip))
-def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
+@enter_curve(methods=("clamp", "clamp_", "clip", "clip_"), functions=(torch.clamp, torch.clip))
+def clamped_curve(min: Limit | None = None, max: Limit | None = None) -> Curve:
     """t -> min(max(t, low), high): at most |t| if 0 lies between the limits, else |t| or a
     limit."""
     low, high = (
@@ -211,19 +211,19 @@ def clamped(min: Limit | None = None, max: Limit | None = None) -> Curve:
     )
 
 
-@curve(methods=("clamp_min", "clamp_min_"), functions=(torch.clamp_min,))
+@enter_curve(methods=("clamp_min", "clamp_min_"), functions=(torch.clamp_min,))
 def clamped_below(min: Limit) -> Curve:
-    return clamped(min, None)
+    return clamped_curve(min, None)
 
 
-@curve(methods=("clamp_max", "clamp_max_"), functions=(torch.clamp_max,))
+@enter_curve(methods=("clamp_max", "clamp_max_"), functions=(torch.clamp_max,))
 def clamped_above(max: Limit) -> Curve:
-    return clamped(None, max)
+    return clamped_curve(None, max)
 
 
-@curve(ClippedReLU)
-def clipped_relu(threshold: Tensor) -> Curve:
-    return clamped(0.0, threshold.clamp_min(0.0))
+@enter_curve(ClippedReLU)
+def clipped_relu_curve(threshold: Tensor) -> Curve:
+    return clamped_curve(0.0, threshold.clamp_min(0.0))
 
 
 def _leaky(name: str, slope: float, value: Scalar, why: str) -> Curve:
@@ -232,23 +232,27 @@ def _leaky(name: str, slope: float, value: Scalar, why: str) -> Curve:
     return Curve(name, value, slope=largest, why=why, growth=largest, line=line)
 
 
-@curve(nn.LeakyReLU, functions=(F.leaky_relu, F.leaky_relu_))
-def leaky_relu(negative_slope: float = 0.01) -> Curve:
+@enter_curve(nn.LeakyReLU, functions=(F.leaky_relu, F.leaky_relu_))
+def leaky_relu_curve(negative_slope: float = 0.01) -> Curve:
     slope = float(negative_slope)
     return _leaky("leaky ReLU", slope, lambda x: F.leaky_relu(x, slope), "leaky ReLU")
 
 
-@curve(nn.RReLU, functions=(F.rrelu, torch.rrelu))
-def random_relu(lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Curve:
+@enter_curve(nn.RReLU, functions=(F.rrelu, torch.rrelu))
+def random_relu_curve(lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False) -> Curve:
     """Leaky with the mean of two slopes; random in training mode, which is refused."""
     _need(not training, "a random slope (training mode)")
     mean = (lower + upper) / 2
     known = _leaky("RReLU", mean, lambda x: F.leaky_relu(x, mean), "the mean of two slopes")
-    return replace(known, slope=max(1.0, up(abs(mean), 2)), growth=max(1.0, up(abs(mean), 2)))
+    return replace(
+        known,
+        slope=max(1.0, up_by_roundings(abs(mean), 2)),
+        growth=max(1.0, up_by_roundings(abs(mean), 2)),
+    )
 
 
-@curve(nn.PReLU, timm_activations.PReLU, functions=(F.prelu, torch.prelu), methods=("prelu",))
-def parametric_relu(weight: Tensor) -> Curve:
+@enter_curve(nn.PReLU, timm_activations.PReLU, functions=(F.prelu, torch.prelu), methods=("prelu",))
+def parametric_relu_curve(weight: Tensor) -> Curve:
     weights = weight.detach().double()
     slope = float(weights.abs().max())
     why = "PReLU: the largest of 1 and |weight|"
@@ -260,8 +264,8 @@ def parametric_relu(weight: Tensor) -> Curve:
     )
 
 
-@curve(nn.ELU, functions=(F.elu, F.elu_), relaxed=False)
-def elu(alpha: float = 1.0) -> Curve:
+@enter_curve(nn.ELU, functions=(F.elu, F.elu_), relaxed=False)
+def elu_curve(alpha: float = 1.0) -> Curve:
     """Computed, e^x may be taken less 1."""
     slope = max(1.0, abs(float(alpha)))
     rounded = (4 * slope, 4 * slope)
@@ -270,8 +274,8 @@ def elu(alpha: float = 1.0) -> Curve:
     )
 
 
-@curve(nn.CELU, functions=(F.celu, torch.celu), relaxed=False)
-def celu(alpha: float = 1.0) -> Curve:
+@enter_curve(nn.CELU, functions=(F.celu, torch.celu), relaxed=False)
+def celu_curve(alpha: float = 1.0) -> Curve:
     """x / alpha, computed, is a few units off, which moves e^z by |z| e^z < 1/2 of them."""
     _need(0 < alpha < math.inf, "CELU with alpha that is not positive and finite")
     rounded = (4, 8 * float(alpha)) if _is_moderate(alpha) else None
@@ -284,7 +288,7 @@ def celu(alpha: float = 1.0) -> Curve:
     )
 
 
-@curve(nn.Softshrink, functions=(F.softshrink,))
+@enter_curve(nn.Softshrink, functions=(F.softshrink,))
 def soft_shrink(lambd: float = 0.5) -> Curve:
     _need(lambd >= 0, "softshrink with a negative threshold")
     line = Line(1.0, lambd, ((-lambd, -1.0), (lambd, 1.0)))
@@ -293,8 +297,8 @@ def soft_shrink(lambd: float = 0.5) -> Curve:
     )
 
 
-@curve(nn.Softplus, functions=(F.softplus,))
-def softplus(
+@enter_curve(nn.Softplus, functions=(F.softplus,))
+def softplus_curve(
     beta: float = 1.0, threshold: float = 20.0, *, dtype: torch.dtype | None = None
 ) -> Curve:
     """log(1 + exp(beta t)) / beta; for beta t > T torch returns t, a jump of log(1 + exp(-T)) / beta.
@@ -309,11 +313,11 @@ def softplus(
     return smooth(
         "softplus",
         lambda x: F.softplus(x, beta, 40.0),
-        third=up(SIGMOID.bend * beta * beta, 4),
+        third=up_by_roundings(SIGMOID.bend * beta * beta, 4),
         slope=1.0,
-        bend=up(SIGMOID.slope * beta, 2),
+        bend=up_by_roundings(SIGMOID.slope * beta, 2),
         why="slope of softplus at most 1",
-        offset=up(math.log(2.0) / beta, 2),
+        offset=up_by_roundings(math.log(2.0) / beta, 2),
         # beta t is a few units off, of slope 1; so is the jump
         rounded=(8, 8 / float(beta)) if _is_moderate(beta) else None,
     )

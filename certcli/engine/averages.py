@@ -37,6 +37,11 @@ class Separable:
         return x
 
     @property
+    def transposed(self) -> "Separable":
+        """Return the transpose."""
+        return Separable(tuple(matrix.T for matrix in self.matrices), self.why, averages=False)
+
+    @property
     def terms(self) -> int:
         """Return the longest sum, with room for the rounding of entries."""
         return math.prod(int((m != 0).sum(1).max()) for m in self.matrices) + 64
@@ -92,7 +97,7 @@ def adaptive_windows(size: int, count: int) -> list[range]:
     return [range(i * size // count, -(-(i + 1) * size // count)) for i in range(count)]
 
 
-def interpolation(
+def interpolation_matrices(
     shape: Shape,
     size: Any = None,
     scale_factor: Any = None,
@@ -180,7 +185,9 @@ def register_interpolation(
 
     def resized(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
         dtype = getattr(ctx, "dtype", None) or torch.float64
-        return _of_one_tensor(values, transfer, interpolation, dtype=dtype)(ctx, x, *args, **named)
+        return _of_one_tensor(values, transfer, interpolation_matrices, dtype=dtype)(
+            ctx, x, *args, **named
+        )
 
     table.function(F.interpolate)(resized)
     table.module(nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d)(

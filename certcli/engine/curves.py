@@ -21,7 +21,7 @@ Scalar = Callable[[Tensor], Tensor]
 Limit = Tensor | float
 
 
-def unknown(x: Tensor) -> Tensor:
+def unknown_derivative(x: Tensor) -> Tensor:
     """The derivative of a curve that has none, or jumps."""
     raise NoRule("a curve whose second derivative jumps")
 
@@ -54,8 +54,8 @@ class Curve:
 
     name: str
     value: Scalar
-    first: Scalar = unknown
-    second: Scalar = unknown
+    first: Scalar = unknown_derivative
+    second: Scalar = unknown_derivative
     third: float = math.inf
     relative: bool = False
     slope: float = math.inf
@@ -69,7 +69,7 @@ class Curve:
     cubes: bool = False
 
 
-def _derivative(f: Scalar) -> Scalar:
+def _autograd_derivative(f: Scalar) -> Scalar:
     def derivative(x: Tensor) -> Tensor:
         with torch.enable_grad():
             start = x if x.requires_grad else x.detach().requires_grad_()
@@ -81,8 +81,8 @@ def _derivative(f: Scalar) -> Scalar:
 
 def smooth(name: str, value: Scalar, **facts: Any) -> Curve:
     """Return a curve whose derivatives are found by differentiation."""
-    first = _derivative(value)
-    return Curve(name, value, first, _derivative(first), **facts)
+    first = _autograd_derivative(value)
+    return Curve(name, value, first, _autograd_derivative(first), **facts)
 
 
 def _density(x: Tensor) -> Tensor:
@@ -262,7 +262,7 @@ class Named:
 NAMED: list[Named] = []
 
 
-def curve(
+def enter_curve(
     *modules: type[nn.Module],
     functions: tuple[Any, ...] = (),
     methods: tuple[str, ...] = (),

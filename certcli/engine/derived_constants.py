@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.engine.tracer import tensors_of
+from certcli.engine.tracer import tensors_in
 from certcli.system.torch_modes import OperationMode
 
 MOVING = frozenset(
@@ -56,14 +56,14 @@ class Moved(OperationMode):
                 for a in func._schema.arguments
                 if a.alias_info is not None and a.alias_info.is_write
             ]
-            for place in map(place_of, tensors_of([arguments.get(label) for label in written])):
+            for place in map(place_of, tensors_in([arguments.get(label) for label in written])):
                 self.storages.discard(place)
                 # which keeps what is known of the error
                 if name != "relu_" or self._is_read(place):
                     self.computed.pop(place, None)
             return result
-        operands = tensors_of((args, kwargs))
-        results = tensors_of(result)
+        operands = tensors_in((args, kwargs))
+        results = tensors_in(result)
         places = {place_of(x) for x in operands}
         counted = not any(
             x.is_floating_point() for x in (*operands, *results)
@@ -84,7 +84,7 @@ class Moved(OperationMode):
         return any(
             place_of(x) == place
             for step in self.computed.values()
-            for x in tensors_of((step.args, step.kwargs))
+            for x in tensors_in((step.args, step.kwargs))
         )
 
 

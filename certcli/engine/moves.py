@@ -43,7 +43,7 @@ class Move:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the tensor, or several, with 0 where `filled` stands."""
-        args, named = _plain((self.args, self.named), x.device)
+        args, named = _with_tensors((self.args, self.named), x.device)
         return self.function(x, *args, **named)
 
     def places(self, shape: Shape) -> list[Tensor]:
@@ -55,7 +55,7 @@ class Move:
 
     def stays(self, shape: Shape) -> bool:
         """Tell whether every result is x itself."""
-        return not self.filled and _stays(self, shape)
+        return not self.filled and _stays_put(self, shape)
 
     def several(self, shape: Shape) -> bool:
         """Tell whether the results are a list."""
@@ -68,7 +68,7 @@ def _several(move: Move, shape: Shape) -> bool:
 
 
 @functools.lru_cache(maxsize=512)
-def _stays(move: Move, shape: Shape) -> bool:
+def _stays_put(move: Move, shape: Shape) -> bool:
     return all(
         tuple(part.shape) == shape and torch.equal(part.flatten(), torch.arange(part.numel()))
         for part in move.places(shape)
@@ -86,14 +86,14 @@ def constants_in(x: Any) -> list[Tensor]:
     return [x.tensor] if isinstance(x, Constant) else []
 
 
-def _plain(x: Any, device: torch.device) -> Any:
+def _with_tensors(x: Any, device: torch.device) -> Any:
     """Return arguments with tensors in place of constants."""
     if isinstance(x, Constant):
         return x.tensor.to(device)
     if isinstance(x, dict):
-        return {name: _plain(part, device) for name, part in x.items()}
+        return {name: _with_tensors(part, device) for name, part in x.items()}
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)(_plain(part, device) for part in x)
+        return type(x)(_with_tensors(part, device) for part in x)
     return x
 
 
@@ -101,7 +101,9 @@ Describe = Callable[..., Move]
 _LIST: list[tuple[Describe, tuple[Any, ...], tuple[str, ...]]] = []
 
 
-def _move(*functions: Any, methods: tuple[str, ...] = ()) -> Callable[[Describe], Describe]:
+def _register_move(
+    *functions: Any, methods: tuple[str, ...] = ()
+) -> Callable[[Describe], Describe]:
     def register(describe: Describe) -> Describe:
         _LIST.append((describe, functions, methods))
         return describe
@@ -109,25 +111,27 @@ def _move(*functions: Any, methods: tuple[str, ...] = ()) -> Callable[[Describe]
     return register
 
 
-def _named(function: Any, *functions: Any, methods: tuple[str, ...] = ()) -> None:
+def _name_move(function: Any, *functions: Any, methods: tuple[str, ...] = ()) -> None:
     """Add an operation that runs `function` with the arguments that it is called with."""
-    _move(*functions, methods=methods)(lambda x, *args, **named: Move(function, args, named))
+    _register_move(*functions, methods=methods)(
+        lambda x, *args, **named: Move(function, args, named)
+    )
 
 
 # columns are not laid out as the traced tensor was: a view of it may need a copy
-_named(Tensor.reshape, torch.reshape, methods=("reshape", "view"))
+_name_move(Tensor.reshape, torch.reshape, methods=("reshape", "view"))
 for _name in (
     "flatten", "squeeze", "unsqueeze", "permute", "transpose", "movedim", "swapaxes", "unbind",
     "chunk", "split", "tensor_split", "split_with_sizes", "narrow", "select", "roll", "flip", "repeat_interleave", "tile",
     "broadcast_to", "index_select", "clone",
 ):  # fmt: skip
     # a method takes what its function takes, and more
-    _named(getattr(Tensor, _name), getattr(torch, _name), methods=(_name,))
+    _name_move(getattr(Tensor, _name), getattr(torch, _name), methods=(_name,))
 # names of the same kernels, which run on columns only under the first
-_named(Tensor.movedim, torch.moveaxis, methods=("moveaxis",))
-_named(Tensor.transpose, torch.swapdims, methods=("swapdims",))
+_name_move(Tensor.movedim, torch.moveaxis, methods=("moveaxis",))
+_name_move(Tensor.transpose, torch.swapdims, methods=("swapdims",))
 for _name in ("contiguous", "detach", "unflatten", "t", "expand", "repeat", "unfold"):
-    _named(getattr(Tensor, _name), methods=(_name,))
+    _name_move(getattr(Tensor, _name), methods=(_name,))
 for _function in (
     F.unfold,
     F.pixel_shuffle,
@@ -135,25 +139,25 @@ for _function in (
     F.channel_shuffle,
     operator.getitem,
 ):
-    _named(_function, _function)
+    _name_move(_function, _function)
 
 
-@_move(methods=("view_as", "reshape_as"))
+@_register_move(methods=("view_as", "reshape_as"))
 def _shaped_like(x: Any, other: Any) -> Move:
-    return Move(Tensor.reshape, (_shape(other),))
+    return Move(Tensor.reshape, (_shape_of_other(other),))
 
 
-@_move(methods=("expand_as",))
+@_register_move(methods=("expand_as",))
 def _repeated_like(x: Any, other: Any) -> Move:
-    return Move(Tensor.expand, (_shape(other),))
+    return Move(Tensor.expand, (_shape_of_other(other),))
 
 
-def _shape(x: Any) -> Shape:
+def _shape_of_other(x: Any) -> Shape:
     return tuple(x.tensor.shape if isinstance(x, Constant) else x.shape)
 
 
-@_move(getattr)
-def _attribute(x: Any, name: str) -> Move:
+@_register_move(getattr)
+def _transposed_attribute(x: Any, name: str) -> Move:
     """x.T and x.mT."""
     raise_if(
         name != "mT" and (name != "T" or len(x.shape) != 2),
@@ -163,8 +167,8 @@ def _attribute(x: Any, name: str) -> Move:
     return Move(torch.transpose, (-2, -1))
 
 
-@_move(F.pad)
-def _padded(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Move:
+@_register_move(F.pad)
+def _padding_move(x: Any, pad: Any, mode: str = "constant", value: Any = None) -> Move:
     """Constants around a tensor (or a crop, for negative numbers), or entries of it."""
     if value is not None and not (isinstance(value, (int, float)) and math.isfinite(value)):
         raise NoRule(f"padding with {value}")
@@ -193,12 +197,12 @@ def register_moves(
         transfer: (context, value, move) -> value(s).
     """
     for describe, functions, methods in _LIST:
-        rule = _rule(describe, values, transfer)
+        rule = _move_rule(describe, values, transfer)
         table.function(*functions)(rule)
         table.method(*methods)(rule)
 
 
-def _rule(describe: Describe, values: Any, transfer: Any) -> Any:
+def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
     def depends(x: Any) -> bool:
         parts = [x.start, x.stop, x.step] if isinstance(x, slice) else x
         several = isinstance(parts, (list, tuple))

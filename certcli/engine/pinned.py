@@ -35,7 +35,7 @@ _BEFORE_FORWARD = ("__init__", "__setstate__")
 compiled."""
 
 
-def _library() -> dict[str, Names]:
+def _library_functions() -> dict[str, Names]:
     """Return torch's functions and methods, unbound, by the name of their owner."""
     of_torch = {name: value for name, value in vars(torch).items() if name in _TORCH}
     of_tensors = {
@@ -57,13 +57,13 @@ def _is_foreign(function: Any) -> bool:
     return top not in ("torch", "typing_extensions") and top not in sys.stdlib_module_names
 
 
-_PINNED = _library()
+_PINNED = _library_functions()
 _CLASSES: dict[type, list[Names]] = {}
 
 
-def patched() -> str | None:
+def patched_function() -> str | None:
     """Return the name of the first function of torch that was replaced, or None."""
-    now = _library()
+    now = _library_functions()
     for owner, names in _PINNED.items():
         for name, pinned in names.items():
             if now[owner].get(name) != pinned or _is_foreign(pinned[0]):

@@ -34,8 +34,8 @@ from torch.overrides import BaseTorchFunctionMode
 from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, result_of, trace_model
-from certcli.engine.tracer import Untraceable, reason_of
-from certcli.engine.watched_run import Operation, first_difference, followed
+from certcli.engine.tracer import Untraceable, failure_reason
+from certcli.engine.watched_run import Operation, first_other_step, watch_run
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
@@ -55,9 +55,9 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
     two images, and reading the state twice.
     """
     with torch.no_grad(), _random_states_saved():
-        images = _images(model, size)
+        images = _noise_and_saturated(model, size)
         refuse_hooks(model)  # before anything runs: training mode would change statistics
-        first, _ = _run(model, images[0], watch=False)
+        first, _ = _run_one_image(model, images[0], watch=False)
         before = state_of(model)
         traced = trace_model(model, images[0], *tables)
         yield traced
@@ -74,22 +74,22 @@ def _require_same_logits(
     traced: Trace, model: nn.Module, images: list[Tensor], first: Tensor
 ) -> None:
     """Graph and model run the same operations to the same logits, of images alone and in batch."""
-    logits, operations = _run(model, images[1])
+    logits, operations = _run_one_image(model, images[1])
     for result in (logits, traced.result):
-        _require_finite(model, result)
+        _require_finite_logits(model, result)
     if logits.shape != traced.result.shape:
         raise Untraceable(
             f"the shape of the logits depends on the image: {_apart(logits, traced.result)}"
         )
     alone = torch.cat([traced.result, logits])
     as_it_ran = replace(traced, graph=traced.ran)
-    replay, steps = _run(lambda x: result_of(as_it_ran, x), images[1])
-    if traced.ran is not traced.graph and not agree(
+    replay, steps = _run_one_image(lambda x: result_of(as_it_ran, x), images[1])
+    if traced.ran is not traced.graph and not logits_agree(
         result_of(traced, images[1]), replay, lambda _: movement(alone)
     ):
         raise Untraceable("the network with its operations written out is another one")
     if operations != steps:
-        difference = first_difference(operations, steps)
+        difference = first_other_step(operations, steps)
         raise Untraceable(f"the network runs another graph than its trace: {difference}")
     last_places = SAME_SHAPE * torch.finfo(logits.dtype).eps * movement(alone)
     for ran, of_graph in ((logits, replay), (first, traced.result)):
@@ -100,7 +100,7 @@ def _require_same_logits(
     _require_same_in_a_batch(model, images, alone)
 
 
-def _require_finite(model: nn.Module, logits: Tensor) -> None:
+def _require_finite_logits(model: nn.Module, logits: Tensor) -> None:
     if not torch.isfinite(logits).all():
         tensors = [*model.named_parameters(), *model.named_buffers()]
         wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
@@ -110,7 +110,7 @@ def _require_finite(model: nn.Module, logits: Tensor) -> None:
         raise Untraceable(f"the logits of a random image are not finite{cause}")
 
 
-def _images(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
+def _noise_and_saturated(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
     """Noise, and a saturated image; the first two of a fixed generator."""
     example = example_of(model, size)
     generator = torch.Generator().manual_seed(20)
@@ -124,20 +124,20 @@ def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Ten
     return torch.rand(example.shape, generator=generator, dtype=torch.float64).to(example)
 
 
-def _run(
+def _run_one_image(
     function: Callable[[Tensor], Any], image: Tensor, watch: bool = True
 ) -> tuple[Tensor, list[Operation]]:
     """Return the logits of one image, and the operations where they are watched."""
     try:
         with BaseTorchFunctionMode():  # as in a watched run
             result, operations = (
-                followed(function, image) if watch else (function(image.clone()), [])
+                watch_run(function, image) if watch else (function(image.clone()), [])
             )
     except Untraceable:
         raise
     except Exception as failure:
         raise Untraceable(
-            f"the network does not run on one image ({reason_of(failure)})"
+            f"the network does not run on one image ({failure_reason(failure)})"
         ) from failure
     if not isinstance(result, Tensor):
         raise Untraceable("the network returns something other than one tensor of logits")
@@ -163,7 +163,7 @@ def _require_same_in_a_batch(model: nn.Module, images: list[Tensor], alone: Tens
         return
     if not isinstance(together, Tensor) or together.shape != alone.shape or len(alone) != 2:
         return
-    if not agree(together, alone) and not _agrees_in_float64(model, images, together, alone):
+    if not logits_agree(together, alone) and not _agrees_in_float64(model, images, together, alone):
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
 
 
@@ -182,10 +182,12 @@ def _agrees_in_float64(
     wide = copy.deepcopy(model).double()
     with torch.no_grad():
         singles = torch.cat([wide(image.double()) for image in images])
-        return agree(wide(torch.cat(images).double()), singles)
+        return logits_agree(wide(torch.cat(images).double()), singles)
 
 
-def agree(together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None) -> bool:
+def logits_agree(
+    together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None
+) -> bool:
     """Tell whether a batch's logits (n, k) are those of each image alone, up to kernels' rounding.
 
     sqrt(eps) of how far logits move from image to image (`movement` where no other measure is

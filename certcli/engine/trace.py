@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from certcli.engine.derived_constants import Moved
-from certcli.engine.pinned import patched
+from certcli.engine.pinned import patched_function
 from certcli.engine.table import RuleTable
-from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, reason_of
-from certcli.engine.written_out import written_out
+from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, failure_reason
+from certcli.engine.written_out import write_out_graph
 from certcli.models.build import own_name
 from certcli.models.foreign_tensors import foreign_tensor
 from certcli.system.errors import raise_if
@@ -115,7 +115,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     except Exception as failure:
         if tracer.state.refused is not None:
             raise tracer.state.refused from failure
-        raise Untraceable(f"the network cannot be traced ({reason_of(failure)})") from failure
+        raise Untraceable(f"the network cannot be traced ({failure_reason(failure)})") from failure
     if tracer.state.refused is not None:  # the network caught it and went another way
         raise tracer.state.refused
     if not torch.equal(random_state, torch.get_rng_state()):
@@ -131,7 +131,7 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     if not isinstance(output, fx.Node) or not isinstance(output.meta.get("shape"), tuple):
         raise Untraceable("the network returns something other than one tensor of logits")
     with torch.no_grad(), operations_mode:
-        written, places = written_out(graph, tracer.state.constants)
+        written, places = write_out_graph(graph, tracer.state.constants)
     scopes = [
         replace(
             scope,
@@ -196,7 +196,7 @@ def _nothing_wrapped() -> Iterator[None]:
 
 def refuse_patched_library() -> None:
     """Raise Untraceable if a torch function was replaced: modules would run it unseen."""
-    name = patched()
+    name = patched_function()
     if name is not None:
         raise Untraceable(f"{name} was replaced: it is not torch's own")
 

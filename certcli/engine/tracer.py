@@ -99,16 +99,16 @@ class Proxy(fx.Proxy):
         raise self.tracer.refusal("the network branches on the value of a tensor")
 
 
-def tensors_of(value: Any) -> list[Tensor]:
+def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value; proxies are none."""
     if type(value) in _PLAIN:
         return []
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_of(item)]
+        return [tensor for item in value for tensor in tensors_in(item)]
     if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_of(item)]
+        return [tensor for item in value.values() for tensor in tensors_in(item)]
     return []
 
 
@@ -204,7 +204,7 @@ class Tracer(fx.Tracer):
             raise
         except Exception as failure:
             raise Untraceable(
-                f"{name or 'the network'} ({type(m).__name__}): {reason_of(failure)}"
+                f"{name or 'the network'} ({type(m).__name__}): {failure_reason(failure)}"
             ) from failure
         self.state.stack.pop()
         leave = result.node if isinstance(result, Proxy) else None
@@ -236,16 +236,18 @@ class Tracer(fx.Tracer):
             value = self._execute(kind, target, args, kwargs)
             if value is None and target is operator.getitem:
                 return None  # one of several results, left out: attention weights that nobody needs
-            if not tensors_of(value):
+            if not tensors_in(value):
                 if kind == "call_method" and target in _STATIC_METHODS:
                     return value
                 if kind == "call_function" and target in (getattr, torch._assert, len):
                     return value
                 # an assignment into a part of a tensor: the graph would not show it
                 if value is None:
-                    raise self.refusal(f"{self._where()}: {_name(target)} writes into a tensor")
+                    raise self.refusal(
+                        f"{self._where()}: {_target_name(target)} writes into a tensor"
+                    )
                 raise self.refusal(
-                    f"{self._where()}: {_name(target)} reads a tensor's value back into Python"
+                    f"{self._where()}: {_target_name(target)} reads a tensor's value back into Python"
                 )
             if (
                 kind != "call_module"
@@ -258,8 +260,8 @@ class Tracer(fx.Tracer):
         self.state.recording = False
         assert isinstance(proxy, Proxy)
         proxy.value = value
-        proxy.versions = tuple(tensor._version for tensor in tensors_of(value))
-        proxy.node.meta["shape"] = _shape(value)
+        proxy.versions = tuple(tensor._version for tensor in tensors_in(value))
+        proxy.node.meta["shape"] = _shape_of_value(value)
         proxy.node.meta["dtype"] = value.dtype if isinstance(value, Tensor) else None
         within = self.state.stack[-1] if self.state.stack else ""
         proxy.node.meta["path"] = own_name(self.root, target) if kind == "call_module" else within
@@ -278,7 +280,7 @@ class Tracer(fx.Tracer):
     def _execute(
         self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        fixed = [(tensor, tensor._version) for tensor in tensors_of((args, kwargs))]
+        fixed = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
         args = self._concrete(args)
         kwargs = self._concrete(kwargs)
         if kind == "call_module":
@@ -291,13 +293,13 @@ class Tracer(fx.Tracer):
         if any(tensor._version != version for tensor, version in fixed):
             # its name in the graph would still mean a constant
             raise self.refusal(
-                f"{self._where()}: {_name(target)} writes into a tensor what depends on the image"
+                f"{self._where()}: {_target_name(target)} writes into a tensor what depends on the image"
             )
         return value
 
     def _concrete(self, value: Any) -> Any:
         if type(value) is Proxy:
-            if value.versions != tuple(tensor._version for tensor in tensors_of(value.value)):
+            if value.versions != tuple(tensor._version for tensor in tensors_in(value.value)):
                 raise self.refusal(
                     f"{self._where()}: uses a tensor after it was overwritten in place"
                 )
@@ -319,17 +321,17 @@ class Tracer(fx.Tracer):
         return self.state.stack[-1] if self.state.stack and self.state.stack[-1] else "the network"
 
 
-def _shape(value: Any) -> Any:
+def _shape_of_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, (tuple, list)):
-        return [_shape(item) for item in value]
+        return [_shape_of_value(item) for item in value]
     return None
 
 
-def _name(target: Any) -> str:
+def _target_name(target: Any) -> str:
     return target if isinstance(target, str) else getattr(target, "__name__", str(target))
 
 
-def reason_of(failure: Exception) -> str:
+def failure_reason(failure: Exception) -> str:
     return f"{type(failure).__name__}: {(str(failure).splitlines() or [''])[0][:160]}"

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from certcli.engine.tracer import Untraceable, tensors_of
+from certcli.engine.tracer import Untraceable, tensors_in
 from certcli.system.torch_modes import OperationMode
 
 _FROM_SHAPE = frozenset(
@@ -64,9 +64,9 @@ class _Follow(OperationMode):
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not any(x in self.known for x in tensors_of((args, kwargs))):
+        if name in _FROM_SHAPE or not any(x in self.known for x in tensors_in((args, kwargs))):
             return result
-        tensors = tensors_of(result)
+        tensors = tensors_in(result)
         if not tensors and result is not None:
             self.reads = Untraceable(
                 f"the network reads a tensor's value back into Python ({name})"
@@ -81,7 +81,7 @@ class _Follow(OperationMode):
         return result
 
 
-def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
+def watch_run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, list[Operation]]:
     """Return function(image) and its operations. Untraceable where one reads a number."""
     image = image.clone()
     follow = _Follow(image)
@@ -92,7 +92,7 @@ def followed(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, lis
     return result, follow.operations
 
 
-def first_difference(ran: list[Operation], traced: list[Operation]) -> str:
+def first_other_step(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
     for number, (one, other) in enumerate(zip(ran, traced)):
         if one != other:
@@ -133,23 +133,23 @@ def rows_are_apart(function: Callable[[Tensor], Tensor], batch: Tensor) -> bool:
     other is not: sets of equal size, none within another. log2(n) runs and a few.
     """
     try:
-        result, operations = followed(function, batch)
+        result, operations = watch_run(function, batch)
     except Untraceable:
         return False
     names = {step.name for step in operations}
     precise = all(step.dtype is not None and step.dtype.is_floating_point for step in operations)
-    if not (precise and names <= FAITHFUL and _is_finite(result).all()):
+    if not (precise and names <= FAITHFUL and _finite_rows(result).all()):
         return False
     members = _codes(len(batch)).to(batch.device)
     for poisoned in members.unbind(1):
         spoiled = batch.clone()
         spoiled[poisoned] = torch.nan
-        if not torch.equal(_is_finite(function(spoiled)), ~poisoned):
+        if not torch.equal(_finite_rows(function(spoiled)), ~poisoned):
             return False
     return True
 
 
-def _is_finite(result: Tensor) -> Tensor:
+def _finite_rows(result: Tensor) -> Tensor:
     return torch.isfinite(result).flatten(1).all(1)
 
 

@@ -60,7 +60,9 @@ class _Writer:
         return x if self.shape(x) == tuple(shape) else self("reshape", x, tuple(shape))
 
 
-def written_out(graph: fx.Graph, constants: Constants) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+def write_out_graph(
+    graph: fx.Graph, constants: Constants
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """Return the graph with such operations written out, and the node of each of its nodes."""
     if not any(node.target in _WRITTEN for node in graph.nodes):
         return graph, {node: node for node in graph.nodes}
@@ -105,7 +107,7 @@ def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
         return None
     *inputs, out = terms
     summed = [
-        _summed(write, x, labels, {*out, *"".join(inputs[:place] + inputs[place + 1 :])})
+        _summed_labels(write, x, labels, {*out, *"".join(inputs[:place] + inputs[place + 1 :])})
         for place, (x, labels) in enumerate(zip(parts, inputs, strict=True))
     ]
     if len(summed) == 1:
@@ -113,10 +115,10 @@ def _einsum(write: _Writer, equation: Any, *operands: Any) -> fx.Node | None:
         return write.arranged(
             x, labels, out, [write.shape(x)[labels.index(label)] for label in out]
         )
-    return _of_two(write, summed, out)
+    return _product_of_two(write, summed, out)
 
 
-def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.Node:
+def _product_of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.Node:
     """Return the product of two tensors, summed over the labels that only they have."""
     if write.constant(factors[0][0]):
         factors = factors[::-1]
@@ -161,7 +163,9 @@ def _of_two(write: _Writer, factors: list[tuple[fx.Node, str]], out: str) -> fx.
     return write.arranged(unfolded, order + of_columns, out, shape(out))
 
 
-def _summed(write: _Writer, x: fx.Node, labels: str, others: set[str]) -> tuple[fx.Node, str]:
+def _summed_labels(
+    write: _Writer, x: fx.Node, labels: str, others: set[str]
+) -> tuple[fx.Node, str]:
     """Return x summed over the labels that nothing else has, and those that are left."""
     axes = [axis for axis, label in enumerate(labels) if label not in others]
     labels_of_rest = "".join(label for label in labels if label in others)

@@ -38,7 +38,7 @@ class Claim:
         return f"{self.entry}, {self.statement}" if self.entry else self.statement
 
 
-def verdict(claims: Sequence[Claim]) -> list[str]:
+def unverified_reasons(claims: Sequence[Claim]) -> list[str]:
     """Return why a file is not verified, a line a reason. Empty: all that was asked for is."""
     counted = [claim for claim in claims if claim.asked or claim.status == "refuted"]
     reasons = [
@@ -55,10 +55,12 @@ def verdict(claims: Sequence[Claim]) -> list[str]:
 
 def statuses(claims: Sequence[Claim], entries: int) -> list[Status]:
     """Return the status of each entry of evidence as a whole."""
-    return [_joined([claim for claim in claims if claim.number == row]) for row in range(entries)]
+    return [
+        _joined_status([claim for claim in claims if claim.number == row]) for row in range(entries)
+    ]
 
 
-def _joined(claims: Sequence[Claim]) -> Status:
+def _joined_status(claims: Sequence[Claim]) -> Status:
     """Return refuted where one claim is, and verified or stale where all but measured ones are."""
     if any(claim.status == "refuted" for claim in claims):
         return "refuted"

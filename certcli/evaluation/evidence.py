@@ -50,10 +50,10 @@ def decode_evidence(entry: record.Evidence) -> Decoded:
     parameters, result = COMMANDS[entry.command]
     evidence = Decoded(
         entry.command,
-        schema.convert(entry.parameters, parameters),
-        schema.convert(entry.result, result),
+        schema.convert_json(entry.parameters, parameters),
+        schema.convert_json(entry.result, result),
     )
-    for wrong in _contradictions(evidence):
+    for wrong in _evidence_contradictions(evidence):
         raise Refused(wrong)
     return evidence
 
@@ -75,8 +75,8 @@ def method_of(run: Run, path: Path) -> str:
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
     common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
-        schema.convert(parameters, OPTIONS[run.method])
-        schema.convert(common, dict[str, str])
+        schema.convert_json(parameters, OPTIONS[run.method])
+        schema.convert_json(common, dict[str, str])
     except Refused as refusal:
         raise DataError(
             f"{path} states parameters that no {run.method} has: {refusal}"
@@ -97,7 +97,7 @@ def count_of(share: float, images: int) -> int:
     return count
 
 
-def as_json(entry: record.Evidence, network: str) -> schema.Json:
+def evidence_document(entry: record.Evidence, network: str) -> schema.Json:
     """An entry for programs: its closed structure, and which of its fields nothing recomputes.
 
     Args:
@@ -122,7 +122,7 @@ def as_json(entry: record.Evidence, network: str) -> schema.Json:
     }
 
 
-def _contradictions(entry: Decoded) -> Iterator[str]:
+def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
     result = entry.result
     about = entry.parameters
     bound = isinstance(result, (LipschitzResult, FinetuneResult))

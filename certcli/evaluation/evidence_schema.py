@@ -17,7 +17,7 @@ from certcli.checkpoint.schema import (
     Share,
     Text,
     Upper,
-    convert,
+    convert_json,
 )
 from certcli.evaluation.radii import MOST_IMAGES, Norm
 from certcli.evaluation.record_lines import Draws, JudgedImages, Length, PatchKey, PatchOptions
@@ -146,7 +146,7 @@ class CertifyResult(_Closed):
     def options(self) -> Struct:
         if self.method not in OPTIONS:
             raise Refused("no method of certify")
-        return convert(self.parameters, OPTIONS[self.method])
+        return convert_json(self.parameters, OPTIONS[self.method])
 
     @property
     def norm(self) -> Kind:

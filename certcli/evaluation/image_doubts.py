@@ -197,7 +197,12 @@ def better_statistics(
             normalize.mean, normalize.std = mean, std
         if sum(correct) > best and _significantly_better(right, correct, _LEVEL / len(_STATISTICS)):
             best = sum(correct)
-            options = ["--mean", _typed(statistics[0]), "--std", _typed(statistics[1])]
+            options = [
+                "--mean",
+                _typed_statistics(statistics[0]),
+                "--std",
+                _typed_statistics(statistics[1]),
+            ]
             yield (
                 f"with {name} pixel statistics the network is right on {best} of {len(correct)} images, as it is read on "
                 f"{sum(right)}: its mean and std seem to be wrong (try {' '.join(options)})",
@@ -205,7 +210,7 @@ def better_statistics(
             )
 
 
-def _typed(values: Sequence[float]) -> str:
+def _typed_statistics(values: Sequence[float]) -> str:
     return ",".join(str(value) for value in (values[:1] if len(set(values)) == 1 else values))
 
 

@@ -72,7 +72,7 @@ def counted(
     hits: int, images: int, digits: int = 0, *, proven: bool = True, chance: float = 0.05
 ) -> str:
     """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images no share."""
-    shown = f" ({_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
+    shown = f" ({_share_in_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
     return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 
 
@@ -87,7 +87,7 @@ def share_text(
     return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"
 
 
-def _percent(share: float, digits: int, proven: bool) -> str:
+def _share_in_percent(share: float, digits: int, proven: bool) -> str:
     return proven_percent(share, digits) if proven else f"{100 * share:.{digits}f} %"
 
 

@@ -17,14 +17,14 @@ def image_norms(delta: Tensor, norm: Norm) -> Tensor:
     return flat.norm(dim=1) if norm == "l2" else flat.abs().amax(dim=1)
 
 
-def along(values: Tensor, like: Tensor) -> Tensor:
+def beside_pixels(values: Tensor, like: Tensor) -> Tensor:
     """One value an image, beside its pixels: (b,) -> (b, 1, 1, 1)."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
 def per_image(values: Tensor, like: Tensor) -> Tensor:
     """One number an image, as a factor of its pixels: (b,) -> (b, 1, 1, 1), in the dtype of `like`."""
-    return along(values.to(like.dtype), like)
+    return beside_pixels(values.to(like.dtype), like)
 
 
 @dataclass(frozen=True)

@@ -57,12 +57,12 @@ def read_radius(key: str) -> float:
 
 def rounded_down(figure: float | str, digits: int) -> str:
     """A number that holds from below, such as a measured slope, for a screen."""
-    return _rounded(figure, digits, ROUND_FLOOR)
+    return _rounded_figure(figure, digits, ROUND_FLOOR)
 
 
 def rounded_up(figure: float | str, digits: int) -> str:
     """A number that holds from above, such as a norm or the distance of an attack, for a screen."""
-    return _rounded(figure, digits, ROUND_CEILING)
+    return _rounded_figure(figure, digits, ROUND_CEILING)
 
 
 def proven_radius(figure: float | str, digits: int = 6) -> str:
@@ -112,14 +112,14 @@ def confidence(failure: float, whole: int = 1) -> str:
     digits = 6 if failure <= 0 else min(20, max(6, 2 - math.floor(math.log10(failure))))
     # the least float has 324 places: Python's usual 28 would make 1 of 1 - 1e-30
     exact = Context(prec=400)
-    return _rounded(
+    return _rounded_figure(
         exact.multiply(Decimal(whole), exact.subtract(Decimal(1), Decimal(repr(failure)))),
         digits,
         ROUND_FLOOR,
     )
 
 
-def _rounded(figure: float | str | Decimal, digits: int, mode: str) -> str:
+def _rounded_figure(figure: float | str | Decimal, digits: int, mode: str) -> str:
     """In `digits` significant ones, without trailing zeros, spelled as :g does."""
     # as it is written: 0.12 stays 0.12
     value = Decimal(repr(figure) if isinstance(figure, float) else figure)

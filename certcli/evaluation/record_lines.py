@@ -21,8 +21,8 @@ from certcli.checkpoint.schema import (
     Json,
     Name,
     Text,
-    decode,
-    require_bounded,
+    decode_json,
+    require_bounded_json,
 )
 from certcli.evaluation import intervals, threat
 from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
@@ -82,8 +82,8 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     network: Json = {}
 
     def __post_init__(self) -> None:
-        require_bounded(self.parameters)
-        require_bounded(self.network)
+        require_bounded_json(self.parameters)
+        require_bounded_json(self.network)
 
     @staticmethod
     def of(command: Any, checkpoint: str, images: Images, method: Any, **more: Any) -> "Run":
@@ -91,7 +91,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return Run(
             command=command,
             checkpoint=checkpoint,
-            dataset=JudgedImages(**describe(images)),
+            dataset=JudgedImages(**describe_images(images)),
             method=method,
             **more,
         )
@@ -106,14 +106,14 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     def differences(self, other: "Run") -> Iterator[str]:
         """Yield "seed is 0 there and 1 here", for all in which `other` (there) differs."""
-        here = dict(_flat(self.to_json()))
-        there = dict(_flat(other.to_json()))
+        here = dict(_flat_fields(self.to_json()))
+        there = dict(_flat_fields(other.to_json()))
         for name in [*here, *(name for name in there if name not in here)]:
             if here.get(name) != there.get(name):
-                yield f"{name} is {_short(there.get(name))} there and {_short(here.get(name))} here"
+                yield f"{name} is {_shortened(there.get(name))} there and {_shortened(here.get(name))} here"
 
 
-def describe(images: Images) -> Json:
+def describe_images(images: Images) -> Json:
     """Return `JudgedImages` of these images as plain values."""
     return {
         "name": images.name,
@@ -123,15 +123,15 @@ def describe(images: Images) -> Json:
     }
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _flat_fields(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(inner, f"{path} {key}" if path else key)
+            yield from _flat_fields(inner, f"{path} {key}" if path else key)
     else:
         yield path, value
 
 
-def _short(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value)
     return text if len(text) <= 48 else f"{text[:16]}..."
 
@@ -261,7 +261,7 @@ class PatchOptions(_Fields):
             raise ValueError(f"these are not the parameters of {self.procedure}")
 
 
-def parse(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
+def parse_records(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
     """Header, plain records, and the end of each complete line; DataError names a bad line."""
     header: Run | None = None
     rows: list[Json] = []
@@ -274,11 +274,11 @@ def parse(data: bytes, path: Path) -> tuple[Run, list[Json], list[int]]:
                 raise Refused(f"a line of {end - start:,} bytes")
             line = data[start:end].decode()
             if header is None:
-                header = decode(line, Run)
+                header = decode_json(line, Run)
             else:
                 rows.append(
                     msgspec.to_builtins(
-                        decode(line, RECORDS[header.command, header.norm == "patch"])
+                        decode_json(line, RECORDS[header.command, header.norm == "patch"])
                     )
                 )
         except (Refused, UnicodeError) as failure:

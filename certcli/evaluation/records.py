@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any
 from unicodedata import normalize
 
-from certcli.evaluation.record_lines import Run, parse
+from certcli.evaluation.record_lines import Run, parse_records
 from certcli.images.labelled import DIGESTED, SPLITS, Images
 from certcli.system import processes, reading
 from certcli.system.errors import DataError, OutputError, Refused, UsageError
@@ -122,7 +122,7 @@ class RecordFile:
     def _read(self, path: Path, data: bytes) -> None:
         if b"\n" not in data:
             return  # interrupted before its header was whole: nothing is lost by writing it anew
-        header, rows, self._ends = parse(data, path)
+        header, rows, self._ends = parse_records(data, path)
         differences = list(self._run.differences(header))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
@@ -201,7 +201,7 @@ def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
-    run, rows, _ = parse(data, path)
+    run, rows, _ = parse_records(data, path)
     if run.command != command:
         raise DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
@@ -232,14 +232,14 @@ def require_same_images(
                 f"{images.named(index)} is another one in {where}: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
-        elif not _same_file(row.get(FILE), images.file_of.get(index)):
+        elif not _same_file_name(row.get(FILE), images.file_of.get(index)):
             raise DataError(
                 f"{where} says that image {index} is {row[FILE]}; its pixels are those of {images.file_of[index]}",
                 "the records were edited, or the files were renamed: certify or attack again",
             )
 
 
-def _same_file(stated_name: str | None, current: str | None) -> bool:
+def _same_file_name(stated_name: str | None, current: str | None) -> bool:
     """Tell whether two names are one: alike, or one from further up, with the splits' folder."""
     if stated_name is None or current is None:
         return True

@@ -88,7 +88,7 @@ def kept_of(images: Images) -> dict[str, Any]:
     return {"dataset": images.name, "split": images.split, "images": len(images), "digests": text}
 
 
-def remember(checkpoint: file.Checkpoint, images: Images) -> file.Checkpoint:
+def remember_images(checkpoint: file.Checkpoint, images: Images) -> file.Checkpoint:
     *before, last = checkpoint.record.lineage
     step = replace(last, parameters={**last.parameters, SEEN: kept_of(images)})
     return replace(checkpoint, record=replace(checkpoint.record, lineage=(*before, step)))
@@ -107,7 +107,7 @@ def seen_by(record: Record) -> list[Seen]:
         if step.command not in KINDS:
             continue
         try:
-            fields = schema.convert(step.parameters.get(SEEN), _SeenFields)
+            fields = schema.convert_json(step.parameters.get(SEEN), _SeenFields)
             listed = listed_in(fields.digests)
         except (Refused, ValueError):
             name, count = step.parameters.get("dataset"), step.parameters.get("images")
@@ -132,7 +132,7 @@ def seen_by(record: Record) -> list[Seen]:
     return sources
 
 
-def shares(sources: Sequence[Seen], images: Images) -> list[SeenShare]:
+def seen_shares(sources: Sequence[Seen], images: Images) -> list[SeenShare]:
     """Of training and of calibration images, the share among these; kinds without one are left out."""
     shares_of = []
     for kind in (TRAINED, CALIBRATED):
@@ -165,7 +165,7 @@ def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
 def trained_on(sources: Sequence[Seen], images: Images) -> bool:
     """Whether these images' training part, by name, was trained on: exact where all are listed."""
     return any(
-        not step.is_complete or bool(shares([step], images.limit(64, _SEED)))
+        not step.is_complete or bool(seen_shares([step], images.limit(64, _SEED)))
         for step in sources
         if (step.kind, step.dataset, step.split) == (TRAINED, images.name, "train")
     )
@@ -174,7 +174,7 @@ def trained_on(sources: Sequence[Seen], images: Images) -> bool:
 def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
     """Shares of seen images for a document, and sentences about them."""
     sources = seen_by(record)
-    shares_of = shares(sources, images)
+    shares_of = seen_shares(sources, images)
     sentences = [f"{share}: their figures are not those of new images" for share in shares_of]
     old = unlisted(sources, images)
     if old is not None and not any(share.kind == TRAINED for share in shares_of):

@@ -62,7 +62,7 @@ class Look:
         return counted(self.hits, self.images, digits, proven=proven, chance=self.chance)
 
 
-def decided(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> Verdict:
+def verdict_of(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> Verdict:
     """Return the verdict of one look."""
     low, high = share_interval(hits, images, chance)
     if demand.met(low):
@@ -70,7 +70,7 @@ def decided(hits: int, images: int, demand: Demand, chance: float = CHANCE) -> V
     return UNDECIDED if demand.met(high) else FAILED
 
 
-def looks(available: int) -> list[int]:
+def planned_looks(available: int) -> list[int]:
     """Return the numbers of images at which a share is looked at: 50, 100, 200, ..., all."""
     counts = []
     count = FEWEST
@@ -80,26 +80,26 @@ def looks(available: int) -> list[int]:
     return [*counts, available]
 
 
-def judged(sample: Sample, demand: Demand) -> Look:
+def judge_sample(sample: Sample, demand: Demand) -> Look:
     """Return the first look that decides; else the last one, or what there is before the first."""
-    planned = looks(sample.available)
+    planned = planned_looks(sample.available)
     chance = CHANCE / len(planned)
-    look = _look(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)
+    look = _look_at(sample, min(len(sample.outcomes), planned[0]), chance, UNDECIDED)
     for count in planned:
         if count > len(sample.outcomes):
             break
-        look = _look(
-            sample, count, chance, decided(sum(sample.outcomes[:count]), count, demand, chance)
+        look = _look_at(
+            sample, count, chance, verdict_of(sum(sample.outcomes[:count]), count, demand, chance)
         )
         if look.verdict != UNDECIDED:
             break
     return look
 
 
-def whole(hits: int, images: int, demand: Demand) -> Look:
+def judge_all(hits: int, images: int, demand: Demand) -> Look:
     """Return the one look at images that are all judged."""
-    return Look(hits, images, CHANCE, decided(hits, images, demand))
+    return Look(hits, images, CHANCE, verdict_of(hits, images, demand))
 
 
-def _look(sample: Sample, count: int, chance: float, verdict: Verdict) -> Look:
+def _look_at(sample: Sample, count: int, chance: float, verdict: Verdict) -> Look:
     return Look(sum(sample.outcomes[:count]), count, chance, verdict)

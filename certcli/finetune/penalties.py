@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.numerics.convolution_estimate import block_norms
+from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
 from certcli.system.errors import ArchitectureError
 
 KINDS = ("q", "k", "v")
@@ -72,7 +72,7 @@ class SpectralPenalty:
             device = members[0].weight.device
             with torch.autocast(device.type, enabled=False):
                 blocks = torch.cat([each.blocks() for each in members])
-                norms = block_norms(blocks, self.vectors, f"{rows}x{columns}")
+                norms = estimated_block_norms(blocks, self.vectors, f"{rows}x{columns}")
                 factors = [self.strengths[each.kind] for each in members for _ in range(each.heads)]
                 squares = torch.tensor(factors, device=device) * norms.square()
                 total = total.to(device) + squares.sum()

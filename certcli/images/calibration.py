@@ -50,10 +50,12 @@ def calibration_images(
         judges: most further images of the same kind, where these are not made on the spot.
     """
     if dataset is not None:
-        return datasets.load(dataset, record.input, "train", data_dir).limit(count + judges, seed)
+        return datasets.load_dataset(dataset, record.input, "train", data_dir).limit(
+            count + judges, seed
+        )
     if record.dataset is not None:
         try:
-            return datasets.load(record.dataset, record.input, "train", data_dir).limit(
+            return datasets.load_dataset(record.dataset, record.input, "train", data_dir).limit(
                 count + judges, seed
             )
         except DataError:
@@ -65,7 +67,7 @@ def default_for(record: Record, count: int, seed: int, judges: int) -> Images:
     """Return digits for a network of digits, else synthetic photographs of the input size."""
     remembered = (record.dataset or "").lower()
     if record.input.size == (1, 8, 8) or remembered in (DIGITS, "torch/mnist", "mnist"):
-        return datasets.load(DIGITS, record.input, "train").limit(count + judges, seed)
+        return datasets.load_dataset(DIGITS, record.input, "train").limit(count + judges, seed)
     return synthetic_photographs(record.input, count, seed)
 
 

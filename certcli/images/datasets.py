@@ -30,7 +30,7 @@ def photographs_suit(spec: InputSpec) -> bool:
     return spec.size[0] == 3 and min(spec.size[1:]) >= SEEN_FROM
 
 
-def load(
+def load_dataset(
     name: str, spec: InputSpec, split: str | None = None, data_dir: Path | None = None
 ) -> Images:
     """Load a dataset by name or path, its images in the size of `spec`. DataError says what is
@@ -47,7 +47,7 @@ def load(
     if name == PHOTOGRAPHS:
         return _photographs(spec)
     if name in TORCHVISION:
-        return _torchvision(name, spec, split or "test", data_dir)
+        return _torchvision_images(name, spec, split or "test", data_dir)
     folder = Path(name).resolve()  # a record keeps the folder's name, and "." has none
     try:
         return load_folder(folder, spec, split)
@@ -89,10 +89,10 @@ def require_classes(
     if not class_names or all(name.isdigit() for name in images.classes):
         notes = filter(None, (images.note, order_note(images.classes)))
         return replace(images, note="; ".join(notes))
-    return _by_name(images, class_names)
+    return _numbered_by_name(images, class_names)
 
 
-def _by_name(images: Images, class_names: Sequence[str]) -> Images:
+def _numbered_by_name(images: Images, class_names: Sequence[str]) -> Images:
     """Return the images with the network's number for each class, by its name.
 
     Case, blanks, '-' and '_' do not count. DataError where a name is not the network's.
@@ -151,7 +151,7 @@ def imagenet_indices(names: Sequence[str]) -> Tensor | None:
     return torch.tensor([index_of[name] for name in names])
 
 
-def _in_memory(
+def _images_in_memory(
     name: str,
     split: str,
     classes: Sequence[str],
@@ -207,7 +207,7 @@ def _digits(spec: InputSpec, split: str) -> Images:
         chosen = stored["split"] == ("train", "val", "test").index(split)
         pixels = torch.from_numpy(stored["images"][chosen]).unsqueeze(1)
         labels = torch.from_numpy(stored["labels"][chosen])
-    return _in_memory(
+    return _images_in_memory(
         "digits", split, [str(digit) for digit in range(10)], pixels, labels, 16.0, spec
     )
 
@@ -218,7 +218,7 @@ def _photographs(spec: InputSpec) -> Images:
     return unlabelled(PHOTOGRAPHS, "all", sorted(folder.glob("*.jpg")), spec)
 
 
-def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
+def _torchvision_images(name: str, spec: InputSpec, split: str, data_dir: Path | None) -> Images:
     """Load a torchvision dataset from `data_dir`; nothing is downloaded."""
     require_split(name, split, ("train", "val", "test"))
     if data_dir is None:
@@ -242,10 +242,10 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
             f"no readable {TORCHVISION[name]} files in {data_dir} ({one_line(failure)})",
             f"--data-dir names the folder that holds {TORCHVISION[name]}'s own folder",
         ) from failure
-    _require_consistent(name, data_dir, stored.data, stored.targets, len(stored.classes))
+    _require_consistent_files(name, data_dir, stored.data, stored.targets, len(stored.classes))
     pixels = torch.as_tensor(stored.data)
     pixels = pixels.unsqueeze(1) if pixels.dim() == 3 else pixels.permute(0, 3, 1, 2)
-    images = _in_memory(
+    images = _images_in_memory(
         name, split, stored.classes, pixels, torch.as_tensor(stored.targets), 255.0, spec
     )
     if split == "test":
@@ -254,7 +254,7 @@ def _torchvision(name: str, spec: InputSpec, split: str, data_dir: Path | None) 
     return replace(chosen, indices=torch.arange(len(chosen)))
 
 
-def _require_consistent(
+def _require_consistent_files(
     name: str, data_dir: Path, stored: Any, labels: Sequence[int] | Tensor, classes: int
 ) -> None:
     """Raise DataError where a dataset's files disagree: torchvision reads each alone."""

@@ -31,7 +31,7 @@ def drop_leaves(image: Array, bank: Array, random: np.random.Generator) -> None:
     tints = np.array([tint for _, tint, _ in leaves])
     turns = np.array([sides for _, _, sides in leaves])
 
-    start, stop = _rows(
+    start, stop = _leaf_rows(
         x.astype(np.float32), y.astype(np.float32), radii, angle, flat, turns, (height, width)
     )
     owners = np.full(height * width, -1)
@@ -76,7 +76,7 @@ def _leaf(
     return [x, y, angle, flat, texture, colour, share], tint, turns
 
 
-def _rows(
+def _leaf_rows(
     x: Array,
     y: Array,
     radius: Array,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
-from certcli.images.opening import opened
+from certcli.images.opening import opened_image
 from certcli.images.prefetch import Ahead
 from certcli.images.splits import (
     chosen_split,
@@ -25,7 +25,7 @@ from certcli.images.splits import (
     splits_in,
     unused_folders,
 )
-from certcli.system.errors import DataError, Refused, one_line, plain, raise_if
+from certcli.system.errors import DataError, Refused, one_line, plain_text, raise_if
 from certcli.system.reading import is_absent, open_bounded
 
 LARGEST_RESIZED = 2**24
@@ -47,7 +47,7 @@ DATA_SUFFIXES = frozenset(
 """Of files that may state labels."""
 
 
-def _is_image(name: str) -> bool:
+def _has_image_name(name: str) -> bool:
     """Return whether a file's name is an image's; "._a.png" is what macOS writes beside "a.png"."""
     return Path(name).suffix.lower() in IMAGE_SUFFIXES and not name.startswith(".")
 
@@ -78,8 +78,8 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
             continue
         walked = os.walk(path, onerror=note)
         below = [Path(parent, name) for parent, _, names in walked for name in names]
-        inside = sorted(each for each in below if _is_image(each.name))
-        others += [each.name for each in below if not _is_image(each.name)]
+        inside = sorted(each for each in below if _has_image_name(each.name))
+        others += [each.name for each in below if not _has_image_name(each.name)]
         raise_if(
             not inside,
             DataError,
@@ -124,19 +124,19 @@ def _part_of_folder(folder: Path, spec: InputSpec, split: str | None) -> Images:
 
 def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> Images:
     listing = folder / "labels.csv"
-    loose = sorted(path for path in folder.iterdir() if _is_image(path.name))
+    loose = sorted(path for path in folder.iterdir() if _has_image_name(path.name))
     # a table beside one folder, such as images/, names the images in it
     no_table = is_absent(listing)
     listed = not no_table and len(folders_in(folder)) <= 1
     if loose and no_table and not any(child.is_dir() for child in folder.iterdir()):
         images = unlabelled(folder.name, "all", loose, spec)
-        no_images = [path.name for path in folder.iterdir() if not _is_image(path.name)]
+        no_images = [path.name for path in folder.iterdir() if not _has_image_name(path.name)]
         notes = filter(
             None, (_left_out(no_images, loose), _unread(dataset, folder, None), images.note)
         )
         return replace(images, note="; ".join(notes))
     if listed:
-        paths, labels, classes = _listed(folder, listing)
+        paths, labels, classes = _images_in_table(folder, listing)
         others: list[str] = []
     else:
         paths, labels, classes, others = _foldered(folder)
@@ -190,7 +190,7 @@ def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) ->
 
 def _printable(path: Path) -> str:
     """Return a path in one line: slashes between folders, unprintable characters escaped."""
-    text = plain(path.as_posix())
+    text = plain_text(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"
 
 
@@ -199,7 +199,7 @@ def _sizes(paths: Sequence[Path], spec: InputSpec) -> str:
     channels, height, width = spec.size
     for path in paths[:: max(1, len(paths) // 8)]:
         try:
-            with opened(path) as image:
+            with opened_image(path) as image:
                 (across, down), bands = image.size, image.getbands()
         except (OSError, ValueError, DataError, Image.DecompressionBombError):
             continue  # reading it will raise the error
@@ -275,7 +275,7 @@ def _images_below(folder: Path, others: list[str]) -> Iterator[Path]:
     for parent, _, names in os.walk(folder, onerror=stop):
         for name in names:
             path = Path(parent, name)
-            if not _is_image(name):
+            if not _has_image_name(name):
                 others.append(name)
                 continue
             raise_if(not path.is_file(), DataError, f"{path} is not a regular file", "remove it")
@@ -298,7 +298,7 @@ _FILE_COLUMNS = ("file", "filename", "path", "image", "name")
 _CLASS_COLUMNS = ("synset", "wnid", "class", "label", "index")
 
 
-def _listed(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
+def _images_in_table(folder: Path, listing: Path) -> tuple[list[Path], list[int], list[str]]:
     """Return the images beside a labels.csv, which has a header and columns for file and class.
 
     Classes come in the order of their names, as those of folders do; where all are numbers, in the
@@ -406,7 +406,7 @@ class Decoder:
 
     def __call__(self, path: Path) -> Tensor:
         try:
-            with opened(path) as image:
+            with opened_image(path) as image:
                 self._require_size(image, path)
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:

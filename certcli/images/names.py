@@ -39,7 +39,7 @@ def require_named(name: str) -> None:
     )
 
 
-def class_names(
+def names_of_classes(
     classes: int, in_record: Sequence[str] | None, of_dataset: Sequence[str] = ()
 ) -> list[str]:
     """Return a name for each of the k classes; their numbers where nobody names them."""

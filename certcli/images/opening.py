@@ -23,7 +23,7 @@ _WEBP_START = 30
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Image.Image]:
+def opened_image(path: Path) -> Iterator[Image.Image]:
     """Open an image file whose pixels are not decoded yet.
 
     Raises:

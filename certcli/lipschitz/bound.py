@@ -91,7 +91,7 @@ def bound_document(value: Real, name: str = "upper") -> dict[str, Any]:
     }
 
 
-def _product(parts: Sequence[Real]) -> Real:
+def _product_law(parts: Sequence[Real]) -> Real:
     total = ONE
     for part in parts:
         total = total * part
@@ -104,7 +104,7 @@ def _root_sum_of_squares(parts: Sequence[Real]) -> Real:
 
 LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
     # f after g: Lip <= Lip(f) Lip(g)
-    "composition": _product,
+    "composition": _product_law,
     # f + g: Lip <= Lip(f) + Lip(g)
     "sum": lambda parts: real_sum(list(parts)),
     # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
@@ -118,7 +118,7 @@ LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
 }
 
 
-def check_proof(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def check_proof_laws(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return a line for each node of a JSON proof that fails; empty: all laws hold. No torch."""
     values: list[Real] = []
     problems: list[str] = []

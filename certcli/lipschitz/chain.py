@@ -101,18 +101,18 @@ Chain = tuple[Layer, ...]
 
 
 @rules.module(nn.Identity, nn.Dropout)
-def identity(call: Call, module: nn.Module, x: Chain) -> Chain:
+def identity_layer(call: Call, module: nn.Module, x: Chain) -> Chain:
     return x
 
 
 @rules.module(PixelNormalize)
-def pixels(call: Call, module: PixelNormalize, x: Chain) -> Chain:
+def pixels_layer(call: Call, module: PixelNormalize, x: Chain) -> Chain:
     """(x - mean) / std with the weight std: every entry is one rounded quotient."""
     return (*x, LinearLayer(call.path, module, lambda t, weight: t / weight, 2))
 
 
 @rules.module(nn.Linear)
-def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
+def linear_layer(call: Call, module: nn.Linear, x: Chain) -> Chain:
     raise_if(
         len(call.shape) != 2, NoRule, "a linear layer on something other than one vector an image"
     )
@@ -123,7 +123,7 @@ def linear(call: Call, module: nn.Linear, x: Chain) -> Chain:
     nn.Conv2d,
     when=lambda module: module.padding_mode == "zeros" and not isinstance(module.padding, str),
 )
-def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
+def convolution_layer(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
     size = call.node.args[0].meta["shape"]  # type: ignore[union-attr]
     raise_if(len(size) != 4, NoRule, "a convolution of something other than (b, c, h, w)")
     options: Any = module.stride, module.padding, module.dilation, module.groups
@@ -140,30 +140,30 @@ def convolution(call: Call, module: nn.Conv2d, x: Chain) -> Chain:
 
 @rules.module(nn.ReLU)
 @rules.function(torch.relu, F.relu)
-def relu(call: Call, *arguments: Any, inplace: bool = False) -> Chain:
+def relu_layer(call: Call, *arguments: Any, inplace: bool = False) -> Chain:
     return (*_chain(arguments), Activation(torch.relu, low=0.0))
 
 
 @rules.module(nn.ReLU6, nn.Hardtanh, when=lambda module: module.min_val < module.max_val)
-def clipped(call: Call, module: nn.Hardtanh, x: Chain) -> Chain:
+def clipped_layer(call: Call, module: nn.Hardtanh, x: Chain) -> Chain:
     low, high = float(module.min_val), float(module.max_val)
     return (*x, Activation(lambda t: t.clamp(low, high), low=low, high=high))
 
 
 @rules.module(ClippedReLU)
-def clipped_relu(call: Call, module: ClippedReLU, x: Chain) -> Chain:
+def clipped_relu_layer(call: Call, module: ClippedReLU, x: Chain) -> Chain:
     return (*x, Activation(module.forward, low=0.0, high=module.threshold))
 
 
 @rules.module(MaxMin)
-def maxmin(call: Call, module: MaxMin, x: Chain) -> Chain:
+def maxmin_layer(call: Call, module: MaxMin, x: Chain) -> Chain:
     return (*x, Activation(module.forward, pairs=True))
 
 
 @rules.module(nn.Flatten, when=lambda module: module.start_dim == 1 and module.end_dim == -1)
 @rules.method("flatten")
 @rules.function(torch.flatten)
-def flatten(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) -> Chain:
+def flatten_layer(call: Call, *arguments: Any, start_dim: int = 0, end_dim: int = -1) -> Chain:
     if isinstance(arguments[0], nn.Module):
         return (*_chain(arguments), Flatten())
     value, *rest = arguments

@@ -49,7 +49,7 @@ class NetworkBound:
         return self.bound.value
 
 
-def prove(model: PixelModel, classes: int) -> NetworkBound:
+def prove_network(model: PixelModel, classes: int) -> NetworkBound:
     """Prove the bound of a network of `classes` logits, or (0) of features; inf: there is none."""
     bound = bound_network(model, model.input_size, classes)
     if classes:
@@ -63,7 +63,7 @@ def prove(model: PixelModel, classes: int) -> NetworkBound:
 
 def prove_checkpoint(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> NetworkBound:
     """Prove a checkpoint's bound. ArchitectureError: tensors and architecture disagree."""
-    return prove(load(checkpoint, device), checkpoint.record.classes)
+    return prove_network(load(checkpoint, device), checkpoint.record.classes)
 
 
 def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> NetworkBound:

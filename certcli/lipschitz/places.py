@@ -140,7 +140,7 @@ class Places:
         return size.arranged(self.shape, axis, factor)
 
 
-def along(shape: Sequence[int], axis: int) -> Tensor:
+def axis_numbers(shape: Sequence[int], axis: int) -> Tensor:
     """Return the number of each entry along an axis, size 1 on all others."""
     return torch.arange(shape[axis]).view([-1 if a == axis else 1 for a in range(-len(shape), 0)])
 

@@ -72,7 +72,7 @@ class GlobalDomain(Domain):
         return tuple(value.shape)
 
     def result(self, value: Any, call: Call) -> Any:
-        return _arranged(value, call.shape)
+        return _in_call_shape(value, call.shape)
 
     def observe(self, node: fx.Node, value: Any) -> None:
         if isinstance(value, Value):
@@ -93,10 +93,10 @@ class GlobalDomain(Domain):
                     yield scope, before, after
 
 
-def _arranged(result: Any, shape: Any) -> Any:
+def _in_call_shape(result: Any, shape: Any) -> Any:
     """A rule's result in the call's shape, if of as many entries and nothing waits: norms agree."""
     if isinstance(result, (list, tuple)) and isinstance(shape, list) and len(result) == len(shape):
-        return [_arranged(item, part) for item, part in zip(result, shape, strict=True)]
+        return [_in_call_shape(item, part) for item, part in zip(result, shape, strict=True)]
     if (
         not isinstance(result, Value)
         or not isinstance(shape, tuple)

@@ -103,7 +103,7 @@ class Size:
         """
         if axis is None:
             return Size(self.arith, shape, total=lambda: self.total, peak=self._peak)
-        fibre = self._fibre
+        fibre: Thunk = self._fibre
         if fibre is not None and factor != 1:
             longest = fibre
             fibre = lambda: longest() * self.arith.sqrt(self.arith.const(factor))  # noqa: E731

@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.schema import decode
+from certcli.checkpoint.schema import decode_json
 from certcli.system.errors import CheckpointError, Refused, one_line
 from certcli.system.reading import is_absent, read_bounded
 
@@ -140,8 +140,8 @@ def read_adapter(folder: Path) -> Adapter:
         )
     try:
         text = read_bounded(folder / CONFIG)
-        config = decode(text, AdapterConfig)
-        about = decode(text, dict[str, Any])
+        config = decode_json(text, AdapterConfig)
+        about = decode_json(text, dict[str, Any])
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
             if about[name]:
                 raise Refused(f"'{one_line(name)[:80]}' has no reader")

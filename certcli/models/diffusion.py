@@ -17,7 +17,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.schema import convert, decode
+from certcli.checkpoint.schema import convert_json, decode_json
 from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
@@ -219,7 +219,7 @@ def _json_fields(path: Path) -> dict[str, Any]:
             "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
         )
     try:
-        return decode(read_bounded(path), dict[str, Any])
+        return decode_json(read_bounded(path), dict[str, Any])
     except (Refused, OSError, ValueError) as failure:
         raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
 
@@ -272,6 +272,6 @@ def _closed(
                 f"{path} has the field '{one_line(name)}', which may change the function and is not known here"
             )
     try:
-        return convert({name: config[name] for name in names & config.keys()}, kind)
+        return convert_json({name: config[name] for name in names & config.keys()}, kind)
     except Refused as refusal:
         raise ArchitectureError(f"{path}: {refusal}") from refusal

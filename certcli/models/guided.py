@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
-from certcli.checkpoint.schema import StrictStruct, decode
+from certcli.checkpoint.schema import StrictStruct, decode_json
 from certcli.models.diffusion import (
     EPSILON,
     SAMPLE,
@@ -145,7 +145,7 @@ def _flags(path: Path) -> Flags:
     description = path.with_suffix(".json")
     if not is_absent(description):
         try:
-            return decode(read_bounded(description), Flags)
+            return decode_json(read_bounded(description), Flags)
         except (Refused, OSError) as failure:
             raise CheckpointError(
                 f"{description} holds no flags of guided-diffusion: {one_line(failure)}",

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from certcli.checkpoint.shards import INDEX, named
+from certcli.checkpoint.shards import INDEX, shards_of_index
 from certcli.models.converters.transformers_config import PIXELS
 from certcli.system.errors import CheckpointError, one_line
 
@@ -68,7 +68,7 @@ def fetched(name: str) -> Path:
             return fetch("model.safetensors")
         except EntryNotFoundError:
             path = fetch(INDEX)
-            for part in named(path):
+            for part in shards_of_index(path):
                 fetch(part.name)
             return path
 

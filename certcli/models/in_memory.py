@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from certcli.checkpoint.file import Checkpoint, require_numbers
+from certcli.checkpoint.file import Checkpoint, require_weights
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import require_pixels
+from certcli.checkpoint.schema import require_pixel_statistics
 from certcli.models import build, exported
 from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
@@ -104,7 +104,7 @@ def open_module(
             "give it as an ordinary tensor, which holds its entries",
         )
     tensors = {name: value.detach() for name, value in state.items()}
-    require_numbers(tensors, f"the {kind}")
+    require_weights(tensors, f"the {kind}")
     try:
         spec = build.spec_of(
             net,
@@ -113,7 +113,7 @@ def open_module(
             std=statistics_per_channel(std),
         )
         spec = replace(spec, resized=resized)
-        require_pixels(spec.size, spec.mean, spec.std)
+        require_pixel_statistics(spec.size, spec.mean, spec.std)
     except (UsageError, Refused) as failure:
         raise UsageError(
             f"which images does the {kind} take? {one_line(failure)}",

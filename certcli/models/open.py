@@ -21,7 +21,7 @@ from certcli.models.timm_file import open_timm_file
 import timm
 
 from certcli.checkpoint.arch_args import arch_arguments
-from certcli.checkpoint.file import Checkpoint, read_tensors, require_numbers
+from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name
 from certcli.checkpoint.shipped import shipped_path
@@ -272,7 +272,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
         arch=arch, arch_args=dict(hints.arch_args), input=spec, classes=build.classes_of(net)
     )
     tensors = hints.adapted({key: value.detach() for key, value in net.state_dict().items()})
-    require_numbers(tensors, name)
+    require_weights(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
     if why is not None:

@@ -20,10 +20,10 @@ class Hints:
         as_stated: Believe these and config.json where the tensors fit another network too.
         weights: "raw", "ema" or a key: the weights to read of a file that holds several.
         features: Open a network without a classifier, which ends in features.
-        logits: Open a network that does not decide by its largest logit: only the logits count.
         image_size: Side of the images, and of the pixels in which radii are measured, where it is
             not the network's own: its first layer resizes them. It goes with every file.
         adapter: To be merged into the file's weights, by the names that it has.
+        logits: Open a network that does not decide by its largest logit: only the logits count.
     """
 
     arch: str | None = None
@@ -33,9 +33,9 @@ class Hints:
     as_stated: bool = False
     weights: str | None = None
     features: bool = False
-    logits: bool = False
     image_size: int | None = None
     adapter: Adapter | None = None
+    logits: bool = False
 
     def __post_init__(self) -> None:
         try:

@@ -137,10 +137,6 @@ def _by_cause(net: nn.Module, bare: Bare) -> str:
     return "--arch-arg key=value for the sizes that it was trained with"
 
 
-def _fits_network(net: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
-    return not _misfit(net, tensors)
-
-
 def _misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
     """Return where network and tensors disagree, "" where they fit."""
     try:
@@ -158,9 +154,9 @@ def _fitting_tensors(bare: Bare, net: nn.Module) -> Bare:
         return bare
     except ArchitectureError:
         matching = filtered(tensors, net)
-        if (matching is None or not _fits_network(net, matching)) and bare.prefix:
+        if (matching is None or _misfit(net, matching)) and bare.prefix:
             matching = filtered(bare.whole, net)  # OpenCLIP's begin with `visual`
-        if matching is not None and _fits_network(net, matching):
+        if matching is not None and not _misfit(net, matching):
             buffers = {name for name, _ in net.named_buffers()}
             require_computed(
                 net,

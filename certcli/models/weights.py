@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint import mapped
 from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
+from certcli.models.converters.wrapping import first_names
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 FITTING_HINT = "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file"
@@ -50,9 +51,9 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     ]
     problems = []
     if missing:
-        problems.append(f"missing {_some_names(missing)}")
+        problems.append(f"missing {first_names(missing)}")
     if surplus:
-        problems.append(f"unexpected {_some_names(surplus)}")
+        problems.append(f"unexpected {first_names(surplus)}")
     problems += [
         f"'{name}' is {_value_kind(tensors[name])} where the architecture has {_value_kind(expected[name])} values"
         for name in sorted(expected.keys() & tensors.keys())
@@ -95,11 +96,6 @@ def _value_kind(tensor: Tensor) -> str:
     if tensor.dtype == torch.bool:
         return "boolean"
     return "integer" if tensor.dtype in INTEGERS else str(tensor.dtype).removeprefix("torch.")
-
-
-def _some_names(names: list[str], count: int = 3) -> str:
-    shown = ", ".join(f"'{name}'" for name in names[:count])
-    return shown if len(names) <= count else f"{shown} and {len(names) - count} more"
 
 
 def headless(source: str) -> ArchitectureError:

@@ -43,7 +43,7 @@ class ConvAttention(AttentionReplacement):
         copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
 
 
-def build(old: nn.Module, kernel: int = KERNEL) -> ConvAttention:
+def build_conv_attention(old: nn.Module, kernel: int = KERNEL) -> ConvAttention:
     """Build token convolutions with the shape of a timm attention without positions of its own."""
     shape = AttentionShape.of(old)
     shape.require_no_positions("conv-attention")

@@ -37,7 +37,7 @@ class OrthogonalAttention(AttentionReplacement):
         copy_linear(self.proj, weights.proj_weight, weights.proj_bias)
 
 
-def build(old: nn.Module, tokens: int | None = None) -> OrthogonalAttention:
+def build_orthogonal_attention(old: nn.Module, tokens: int | None = None) -> OrthogonalAttention:
     """Build orthogonal mixing of `tokens` tokens, shaped as timm's plain attention."""
     shape = AttentionShape.of(old)
     shape.require_no_positions("orthogonal-attention")

@@ -35,13 +35,13 @@ REPLACEMENTS = Registry(
     ),
     Entry(
         "conv-attention",
-        "certcli.nn.conv_attention:build",
+        "certcli.nn.conv_attention:build_conv_attention",
         "parallel convolutions over the tokens in place of attention",
         "CoViT, the Cauchy paper",
     ),
     Entry(
         "orthogonal-attention",
-        "certcli.nn.orthogonal_attention:build",
+        "certcli.nn.orthogonal_attention:build_orthogonal_attention",
         "orthogonal matrices over the tokens in place of attention; takes their number",
     ),
     Entry(

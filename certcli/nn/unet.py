@@ -154,6 +154,13 @@ class ResnetBlock(nn.Module):
         return maps
 
 
+def _attentions(kind: str, width: int, shape: UNetShape, count: int) -> nn.ModuleList | None:
+    """Return an attention behind each residual block of a level; None: it has none."""
+    if kind not in ATTENTION_BLOCKS:
+        return None
+    return nn.ModuleList(Attention(width, shape, shape.norm_num_groups) for _ in range(count))
+
+
 class Downsample(nn.Module):
     """A convolution of stride 2; padding 0 pads one pixel at the right and the bottom only."""
 
@@ -188,13 +195,10 @@ class DownBlock(nn.Module):
         super().__init__()
         widths = [inputs, *(outputs,) * (shape.layers_per_block - 1)]
         self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
-        attends = kind in ATTENTION_BLOCKS
-        self.attentions = (
-            nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
-            if attends
-            else None
+        self.attentions = _attentions(kind, outputs, shape, len(widths))
+        by_resnet = kind == RESNET_DOWN or (
+            self.attentions is not None and shape.downsample_type == "resnet"
         )
-        by_resnet = kind == RESNET_DOWN or (attends and shape.downsample_type == "resnet")
         self.downsamplers = nn.ModuleList()
         if not last and by_resnet:
             self.downsamplers.append(ResnetBlock(outputs, outputs, time, shape, "down"))
@@ -234,13 +238,10 @@ class UpBlock(nn.Module):
         before = [inputs, *(outputs,) * (len(skips) - 1)]
         widths = [width + skip for width, skip in zip(before, skips, strict=True)]
         self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
-        attends = kind in ATTENTION_BLOCKS
-        self.attentions = (
-            nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
-            if attends
-            else None
+        self.attentions = _attentions(kind, outputs, shape, len(widths))
+        by_resnet = kind == RESNET_UP or (
+            self.attentions is not None and shape.upsample_type == "resnet"
         )
-        by_resnet = kind == RESNET_UP or (attends and shape.upsample_type == "resnet")
         self.upsamplers = nn.ModuleList()
         if not last and by_resnet:
             self.upsamplers.append(ResnetBlock(outputs, outputs, time, shape, "up"))

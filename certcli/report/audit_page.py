@@ -154,7 +154,7 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
             for row in audit.records
             if shares.method in row.radius
         ]
-        yield PlotLine(label, "proven", steps(radii), marks[1:])
+        yield PlotLine(label, "proven", certified_steps(radii), marks[1:])
     if (attack := audit.attack) is not None:
         label = f"after {', '.join(attack.attacks)} (measured), n = {attack.clean.images}"
         yield PlotLine(label, "attacked", *_asked(attack.clean, attack.robust))
@@ -170,7 +170,7 @@ def _asked(
     ]
 
 
-def steps(radii: Sequence[float]) -> list[tuple[float, float]]:
+def certified_steps(radii: Sequence[float]) -> list[tuple[float, float]]:
     """Certified radii (negative: misclassified) -> (radius, share certified beyond it)."""
     count = len(radii)
     finite = sorted({radius for radius in radii if 0 < radius < float("inf")})
@@ -220,7 +220,13 @@ def lineage_table(
 ) -> Table:
     """Return a row a step with a command, seed, parent and the parameters that are shown."""
     rows = [
-        [str(number), step.command, str(step.seed), (step.parent or "-")[:12], _short(parameters)]
+        [
+            str(number),
+            step.command,
+            str(step.seed),
+            (step.parent or "-")[:12],
+            _short_values(parameters),
+        ]
         for number, (step, parameters) in enumerate(steps, 1)
     ]
     return Table(title, ["step", "command", "seed", "parent", "parameters"], rows)
@@ -230,7 +236,7 @@ def _fact(value: object) -> str:
     return f"{value.get('value')} ({value.get('from')})" if isinstance(value, dict) else str(value)
 
 
-def _short(values: Mapping[str, Any]) -> str:
+def _short_values(values: Mapping[str, Any]) -> str:
     facts = [
         f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}"
         for key, value in values.items()
@@ -248,7 +254,7 @@ def _commands(audit: Audit) -> Iterator[Command]:
     for shares in audit.certificates:
         yield Command(
             f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:",
-            certify_again(audit, shares.method),
+            certify_again_command(audit, shares.method),
         )
     yield Command(
         "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
@@ -256,7 +262,7 @@ def _commands(audit: Audit) -> Iterator[Command]:
     )
 
 
-def certify_again(audit: Audit, method: str) -> str:
+def certify_again_command(audit: Audit, method: str) -> str:
     shares = next(item for item in audit.certificates if item.method == method)
     words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
     radii = " ".join(f"-e {radius}" for radius in shares.certified)

@@ -11,10 +11,10 @@ COLUMNS = ["figure", "before", "after", "compared"]
 
 def changes(before: Audit, after: Audit) -> list[Change]:
     """Return every figure of either, in the order of `after`; `alike`: they can be compared."""
-    return [*_bounds(before, after), *_shares(before, after)]
+    return [*_bound_changes(before, after), *_share_changes(before, after)]
 
 
-def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
+def _bound_changes(before: Audit, after: Audit) -> Iterator[Change]:
     same = before.network.input == after.network.input
     why = "" if same else "inputs of other sizes"
     bounds = ["not measured" if a.bound is None else a.bound.upper_text for a in (before, after)]
@@ -28,7 +28,7 @@ def _bounds(before: Audit, after: Audit) -> Iterator[Change]:
         yield Change(figure="attention's weight", before=first, after=last, alike=same, why=why)
 
 
-def _shares(before: Audit, after: Audit) -> Iterator[Change]:
+def _share_changes(before: Audit, after: Audit) -> Iterator[Change]:
     old = {_subject(row): row for row in share_rows(before)}
     new = {_subject(row): row for row in share_rows(after)}
     for subject in [*new, *(one for one in old if one not in new)]:
@@ -36,7 +36,11 @@ def _shares(before: Audit, after: Audit) -> Iterator[Change]:
         last = new.get(subject)
         why = _unlike(first, last) or _other_attack(before, after, first)
         yield Change(
-            figure=subject, before=_figure(first), after=_figure(last), alike=not why, why=why
+            figure=subject,
+            before=_figure_text(first),
+            after=_figure_text(last),
+            alike=not why,
+            why=why,
         )
 
 
@@ -45,7 +49,7 @@ def _subject(row: ShareRow) -> str:
     return f"{row.what} at {row.size}" if row.size else row.what
 
 
-def _figure(row: ShareRow | None) -> str:
+def _figure_text(row: ShareRow | None) -> str:
     return "not measured" if row is None else f"{row.percent} of {row.share.images} ({row.between})"
 
 

@@ -355,9 +355,9 @@ def to_json(part: Struct) -> dict[str, Any]:
 
 def from_json(text: str | bytes) -> Audit:
     """Inverse of `to_json`, checked; Refused when it is no such document."""
-    from certcli.checkpoint.schema import decode
+    from certcli.checkpoint.schema import decode_json
 
-    audit: Audit = decode(text, Audit)
+    audit: Audit = decode_json(text, Audit)
     return audit
 
 

@@ -8,18 +8,18 @@ from certcli.report import audit_page, document, machine, page
 from certcli.system.files import atomic_file
 
 
-def save(path: Path, text: str) -> None:
+def save_text(path: Path, text: str) -> None:
     """Written whole or not at all, UTF-8, line ends as they are."""
     with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8", newline="")
 
 
-def as_json(audit: document.Audit) -> str:
+def as_json_text(audit: document.Audit) -> str:
     return json.dumps(document.to_json(audit), indent=1, sort_keys=True) + "\n"
 
 
 TEXTS: Mapping[str, Callable[[document.Audit], str]] = {
-    ".json": as_json,
+    ".json": as_json_text,
     ".sarif": machine.as_sarif,
     ".xml": machine.as_junit,
 }

@@ -49,17 +49,17 @@ def draw_gallery(rows: Sequence[Sequence[AttackedImage]], path: Path, title: str
             rows, canvas.subplots(len(rows), 3 * networks, squeeze=False), strict=True
         ):
             for number, picture in enumerate(pictures):
-                _triple(picture, axes[3 * number : 3 * number + 3])
+                _show_triple(picture, axes[3 * number : 3 * number + 3])
 
 
-def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
+def _show_triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     left, middle, right = axes
     change, factor = magnified(picture.image, picture.adversarial)
-    _show(left, picture.image)
-    _show(middle, change)
-    _show(right, picture.adversarial)
+    _show_image(left, picture.image)
+    _show_image(middle, change)
+    _show_image(right, picture.adversarial)
     heading = "\n".join(
-        filter(None, (_cut(picture.heading), _cut(picture.file, from_the_left=True)))
+        filter(None, (_cut_text(picture.heading), _cut_text(picture.file, from_the_left=True)))
     )
     left.set_title(heading, fontsize=10, loc="left")
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
@@ -70,7 +70,7 @@ def _triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
     _caption(right, shown, BLUE if picture.adversarial_right else VERMILION)
 
 
-def _show(axes: Any, image: Tensor) -> None:
+def _show_image(axes: Any, image: Tensor) -> None:
     pixels = image.double().clamp(0, 1).cpu().permute(1, 2, 0).numpy()
     if pixels.shape[2] not in (1, 3):
         pixels = pixels[:, :, :1]
@@ -83,10 +83,10 @@ def _show(axes: Any, image: Tensor) -> None:
 
 
 def _caption(axes: Any, text: str, colour: str) -> None:
-    axes.set_xlabel(_cut(text), fontsize=10, color=colour)
+    axes.set_xlabel(_cut_text(text), fontsize=10, color=colour)
 
 
-def _cut(text: str, *, from_the_left: bool = False) -> str:
+def _cut_text(text: str, *, from_the_left: bool = False) -> str:
     """Return at most 34 characters, the width of an image."""
     if len(text) <= 34:
         return text

@@ -112,15 +112,15 @@ def as_sarif(audit: Audit) -> str:
         },
         "artifacts": [{"location": where, "hashes": {"certvit-function": audit.checkpoint}}],
         "results": [
-            {**_result(outcome), "locations": [{"physicalLocation": location}]}
+            {**_sarif_result(outcome), "locations": [{"physicalLocation": location}]}
             for outcome in outcomes(audit)
         ],
-        "properties": {"headline": audit.headline, **about(audit)},
+        "properties": {"headline": audit.headline, **machine_properties(audit)},
     }
     return json.dumps({"$schema": SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1) + "\n"
 
 
-def _result(outcome: AuditOutcome) -> dict[str, Any]:
+def _sarif_result(outcome: AuditOutcome) -> dict[str, Any]:
     subject = f"{outcome.rule}\n{outcome.subject}".encode()
     return {
         "ruleId": outcome.rule,
@@ -132,7 +132,7 @@ def _result(outcome: AuditOutcome) -> dict[str, Any]:
     }
 
 
-def about(audit: Audit) -> dict[str, str]:
+def machine_properties(audit: Audit) -> dict[str, str]:
     """Return date, machine and versions under flat names."""
     return {
         **({"date": audit.date} if audit.date else {}),
@@ -170,7 +170,7 @@ def as_junit(audit: Audit) -> str:
     }
     suite = element(root, "testsuite", counts)
     properties = element(suite, "properties")
-    for key, value in (figures(audit) | about(audit)).items():
+    for key, value in (figures(audit) | machine_properties(audit)).items():
         element(properties, "property", {"name": key, "value": xml_text(value)})
 
     def case(what: str, seconds: float = 0.0) -> ElementTree.Element:

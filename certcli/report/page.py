@@ -138,24 +138,24 @@ class HtmlPage:
 
 
 def render(page: HtmlPage) -> str:
-    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_shown)
-    environment.filters["typed"] = _typed
+    environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
+    environment.filters["typed"] = _code_between_backticks
     template = environment.from_string(
         files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    return template.render(page=page, plot=plot(page.curves), constants=bars(page.constants))
+    return template.render(page=page, plot=chart_of(page.curves), constants=bars(page.constants))
 
 
-def _shown(value: Any) -> Any:
+def _printable(value: Any) -> Any:
     """Spell out terminal escapes and text directions: they would be obeyed, or make the file
     invalid. A percent sign stays on the line of its number.
     """
     return plain_lines(value).replace(" %", "\u00a0%") if type(value) is str else value
 
 
-def _typed(value: str) -> Markup:
+def _code_between_backticks(value: str) -> Markup:
     """Set what stands between backticks as code."""
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_shown(value)))))
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(_printable(value)))))
 
 
 def proven_steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -183,7 +183,7 @@ def ticks(end: float) -> list[float]:
     return [step * number for number in range(int(end / step * (1 + 1e-9)) + 1)]
 
 
-def plot(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
+def chart_of(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
     """Return where everything of the chart stands; None without curves."""
     if not curves:
         return None

@@ -55,7 +55,7 @@ def published() -> list[Published]:
     return msgspec.json.decode(text, type=list[Published])
 
 
-def nearest(size: Sequence[int]) -> Published | None:
+def nearest_published(size: Sequence[int]) -> Published | None:
     """Return the network of about as many pixel values; None: none is alike. size: (c, h, w)."""
 
     def distance(entry: Published) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from certcli.engine.derived_constants import MOVING, Computed, Moved, place_of
 from certcli.engine.table import NoRule
-from certcli.engine.tracer import tensors_of
+from certcli.engine.tracer import tensors_in
 from certcli.rounding.precisions import Precision
 from certcli.rounding.stored import Stored
 
@@ -29,13 +29,13 @@ def error_of(x: Tensor, p: Precision, moves: Moved) -> float:
         return float(Stored.of(x, p).farthest) if x.is_floating_point() else 0.0
     step = moves.computed.get(place)
     rule = None if step is None else _RULES.get(step.name)
-    if step is None or rule is None or tensors_of(step.kwargs):
+    if step is None or rule is None or tensors_in(step.kwargs):
         by = "" if step is None else f" by '{step.name}'"
         raise NoRule(
             f"its rounding at the neighbours of an image is not known: a constant that the network computes{by}"
         )
     errors = [_error(operand, p, moves) for operand in step.args]
-    sizes = [max(map(_most, tensors_of(a))) + e if tensors_of(a) else _number(a)
+    sizes = [max(map(_most, tensors_in(a))) + e if tensors_in(a) else _number(a)
              for a, e in zip(step.args, errors, strict=True)]  # fmt: skip
     error = rule(p, step, sizes, errors) * _UP + 4 * p.tiny
     return error if _most(step.result) + error < p.largest else math.inf
@@ -43,8 +43,8 @@ def error_of(x: Tensor, p: Precision, moves: Moved) -> float:
 
 def _error(operand: Any, p: Precision, moves: Moved) -> float:
     """Return the error of an argument: of a list the largest one, of a number that of storing it."""
-    if tensors_of(operand):
-        return max(error_of(x, p, moves) for x in tensors_of(operand))
+    if tensors_in(operand):
+        return max(error_of(x, p, moves) for x in tensors_in(operand))
     return _number(operand) * 2 * p.unit
 
 

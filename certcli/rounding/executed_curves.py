@@ -10,7 +10,7 @@ from timm.layers import activations as timm_activations
 from torch import nn
 from torch.nn import functional
 
-from certcli.engine.activations import clipped_relu, parametric_relu
+from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
@@ -68,7 +68,7 @@ register_curves(
     rules,
     Followed,
     executed_curve,
-    [named for named in NAMED if named.describe not in (parametric_relu, clipped_relu)],
+    [named for named in NAMED if named.describe not in (parametric_relu_curve, clipped_relu_curve)],
     covers("moves", "entries", "function"),
 )
 

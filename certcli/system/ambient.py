@@ -22,7 +22,7 @@ class Setting(NamedTuple):
     value: Any
 
 
-def _attribute(owner: Any, name: str, value: Any) -> Setting:
+def _attribute_setting(owner: Any, name: str, value: Any) -> Setting:
     return Setting(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
 
 
@@ -46,14 +46,14 @@ SETTINGS = {
         torch._C._set_mkldnn_enabled,
         True,
     ),
-    "TF32 in cuDNN": _attribute(torch.backends.cudnn, "allow_tf32", False),
-    "bf16 sums on CUDA": _attribute(
+    "TF32 in cuDNN": _attribute_setting(torch.backends.cudnn, "allow_tf32", False),
+    "bf16 sums on CUDA": _attribute_setting(
         torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
     ),
-    "fp16 sums on CUDA": _attribute(
+    "fp16 sums on CUDA": _attribute_setting(
         torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
     ),
-    "cuDNN's choice by speed": _attribute(torch.backends.cudnn, "benchmark", False),
+    "cuDNN's choice by speed": _attribute_setting(torch.backends.cudnn, "benchmark", False),
 }
 """Deterministic algorithms stay the caller's choice: they are others in the same arithmetic."""
 _SAID = frozenset(("TF32 in cuDNN", "bf16 sums on CUDA", "fp16 sums on CUDA"))

@@ -12,9 +12,9 @@ class CertvitError(Exception):
     code = 1
 
     def __init__(self, message: str, hint: str = "") -> None:
-        super().__init__(plain(message))
-        self.message = plain(message)
-        self.hint = plain(hint)
+        super().__init__(plain_text(message))
+        self.message = plain_text(message)
+        self.hint = plain_text(hint)
 
 
 class UsageError(CertvitError):
@@ -81,7 +81,7 @@ def raise_if(wrong: object, error: type[Exception], *words: str) -> None:
         raise error(*words)
 
 
-def plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Return text of strangers (names of files, classes, keys) for one line of a screen, a log or a
     report.
 
@@ -95,7 +95,7 @@ def plain(text: str) -> str:
 
 def plain_lines(text: str) -> str:
     """Return text of several lines of our own, each plain."""
-    return "\n".join(plain(line) for line in text.split("\n"))
+    return "\n".join(plain_text(line) for line in text.split("\n"))
 
 
 def one_line(failure: object) -> str:

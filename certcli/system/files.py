@@ -138,7 +138,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
                 os.fsync(handle.fileno())
             written.chmod(_permissions(path))
             if free:
-                _take(written, path)
+                _take_name(written, path)
             else:
                 written.replace(path)
             watched.written(path)
@@ -163,7 +163,7 @@ def _permissions(path: Path) -> int:
     return 0o666 & ~_umask()
 
 
-def _take(written: Path, path: Path) -> None:
+def _take_name(written: Path, path: Path) -> None:
     """Give a file the name `path` for good; FileExistsError where anything, a link too, has it."""
     try:
         os.link(written, path)

@@ -112,7 +112,7 @@ class OneDnnProducts(OperationMode):
         return func(*args, **kwargs)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+def _linear_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     """Return x W^T + b: (..., in), (out, in) -> (..., out)."""
     if x.dim() == 0 or weight.dim() != 2:
         return None
@@ -173,7 +173,7 @@ def _is_dense(strides: Sequence[int], shape: Sequence[int]) -> bool:
 
 
 _REPLACEMENTS: dict[Any, Callable[..., Tensor | None]] = {
-    torch.ops.aten.linear.default: _linear,
+    torch.ops.aten.linear.default: _linear_product,
     torch.ops.aten.mm.default: _mm,
     torch.ops.aten.addmm.default: _addmm,
     torch.ops.aten.bmm.default: _bmm,

@@ -44,21 +44,21 @@ def read_whole(path: Path) -> Iterator[Path | None]:
     Raises:
         CheckpointError: the file is another one after the body read it.
     """
-    before = _state(path)
+    before = _state_of_file(path)
     with ExitStack() as until_read:
         place = None
         if before[0] > min(MOST_IN_MEMORY, IN_MEMORY * free_bytes()):
-            place = _copied(path, before[0], until_read) or path
+            place = _copied_to_disk(path, before[0], until_read) or path
         _READ[path.absolute()] = (before, place == path)
         yield place
-    if _state(path) != before:
+    if _state_of_file(path) != before:
         raise CheckpointError(
             f"{path} was changed while it was read",
             "run it again once the other program has ended; write checkpoints to a new name, then rename them",
         )
 
 
-def _copied(path: Path, size: int, until_read: ExitStack) -> Path | None:
+def _copied_to_disk(path: Path, size: int, until_read: ExitStack) -> Path | None:
     """Return a copy in TMPDIR, whose name goes with `until_read`; None: no space."""
     with ExitStack() as attempt:
         try:
@@ -93,7 +93,7 @@ def require_unchanged() -> list[Path]:
     """
     others = []
     for path, (state, mapped) in _READ.items():
-        now = _state(path)
+        now = _state_of_file(path)
         if mapped and now != state and now[2:] == state[2:]:
             raise CheckpointError(
                 f"{path} was changed while it was read: the results above may be of neither network",
@@ -103,7 +103,7 @@ def require_unchanged() -> list[Path]:
     return others
 
 
-def _state(path: Path) -> _State:
+def _state_of_file(path: Path) -> _State:
     try:
         status = os.stat(path)
     except OSError:

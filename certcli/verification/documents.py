@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Digest, Json, Share, convert
+from certcli.checkpoint.schema import Digest, Json, Share, convert_json
 from certcli.evaluation.evidence import count_of
 from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, ImageCount, JudgedImages
 from certcli.evaluation.intervals import share_interval
@@ -70,16 +70,16 @@ def contradictions(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one_line(name)[:40]} is another one in its methods"
     for part in parts:
         intervals = part.get("intervals")
-        claimed = {"clean": part.get("clean"), **convert(part.get("certified"), Json)}
-        shares = convert(claimed, dict[str, Share])
-        images = convert(part.get("images"), ImageCount)
+        claimed = {"clean": part.get("clean"), **convert_json(part.get("certified"), Json)}
+        shares = convert_json(claimed, dict[str, Share])
+        images = convert_json(part.get("images"), ImageCount)
         if intervals is None:
             continue
         if not isinstance(intervals, dict) or intervals.keys() != shares.keys():
             yield "its intervals are not those of its shares"
             return
         for key, share in shares.items():
-            interval = convert(intervals[key], tuple[Share, Share])
+            interval = convert_json(intervals[key], tuple[Share, Share])
             ends = share_interval(count_of(share, images), images)
             if not all(map(_near, interval, ends)):
                 yield f"the interval at {one_line(key)[:40]} is not that of its share"
@@ -107,13 +107,13 @@ def entries_of(document: Mapping[str, Any], seed: int) -> list[Evidence]:
         Refused: it names no network or no images.
     """
     kind = kind_of(document)
-    digest = convert(document.get("checkpoint"), Digest)
-    images = convert(document.get("dataset"), JudgedImages)
+    digest = convert_json(document.get("checkpoint"), Digest)
+    images = convert_json(document.get("dataset"), JudgedImages)
     if kind == "attack":
         result = _kept(document, AttackResult.__struct_fields__)
         return [Evidence("attack", {}, result, digest)]
     bounds = [
-        Evidence("lipschitz", {}, convert(part["bound"], Json), digest)
+        Evidence("lipschitz", {}, convert_json(part["bound"], Json), digest)
         for part in _methods(document)
         if "bound" in part
     ]

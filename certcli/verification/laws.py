@@ -6,7 +6,7 @@ from msgspec import UNSET, UnsetType
 
 from certcli.checkpoint.schema import ReportFields
 from certcli.evaluation.claim import Claim
-from certcli.lipschitz.bound import FEATURES, check_proof
+from certcli.lipschitz.bound import FEATURES, check_proof_laws
 from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.system.errors import one_line
 
@@ -36,7 +36,7 @@ def check_laws(report: ReportFields) -> Iterator[str]:
     if not report.proof:
         yield "the proof is empty"
         return
-    yield from check_proof([row.as_dict() for row in report.proof])
+    yield from check_proof_laws([row.as_dict() for row in report.proof])
     used = {part for row in report.proof for part in row.parts} | {len(report.proof) - 1}
     if len(used) < len(report.proof):
         yield f"{len(report.proof) - len(used)} nodes of the proof belong to nothing"

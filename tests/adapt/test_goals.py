@@ -44,7 +44,7 @@ def test_a_goal_chooses_the_parts_and_what_is_kept_is_told(
     assert tuple(step[name] for name in ("attention", "norm", "residual", "epochs")) == chosen
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
     pixels, labels = (
-        datasets.load("digits", written.record.input, "train")
+        datasets.load_dataset("digits", written.record.input, "train")
         .limit(150, 0)
         .select(range(0, 150, 5))
         .tensors()

@@ -122,7 +122,7 @@ def adapt_run(
 
 @pytest.fixture(scope="module")
 def images(plain: Checkpoint) -> Tensor:
-    return datasets.load("digits", plain.record.input, "train").limit(200).tensors()[0]
+    return datasets.load_dataset("digits", plain.record.input, "train").limit(200).tensors()[0]
 
 
 def logits(checkpoint: Checkpoint, images: Tensor) -> Tensor:

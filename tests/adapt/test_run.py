@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def images(plain: Checkpoint) -> torch.Tensor:
-    return datasets.load("digits", plain.record.input, "train").limit(60).tensors()[0]
+    return datasets.load_dataset("digits", plain.record.input, "train").limit(60).tensors()[0]
 
 
 INTERRUPTIBLE = AdaptSettings("certify", head=(16,), epochs=1, distill=3, batch_size=25)
@@ -235,7 +235,9 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
         0 < sum(part["error"] for part in parts) < 1e-2
     )  # a norm of this net has a floor near .02
     old, new = (models.load(Checkpoint.read(path), CPU) for path in (source, out))
-    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(100, 0)
+    images = datasets.load_dataset("digits", Checkpoint.read(source).record.input, "train").limit(
+        100, 0
+    )
     seen = images.select([row for row in range(100) if row % 5]).tensors()[0]
     blank = torch.stack([torch.full((1, 8, 8), value) for value in (0.0, 0.5, 1.0)])
     with torch.no_grad():

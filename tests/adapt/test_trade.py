@@ -19,7 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import datasets
 from certcli.images.calibration import hold_out
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.real import INF
 from certcli.models import build
 from certcli.system.errors import UsageError
@@ -43,7 +43,7 @@ def test_a_part_is_moved_on_at_a_rising_price() -> None:
 
 @pytest.fixture(scope="module")
 def split(plain: Checkpoint) -> Any:
-    images = datasets.load("digits", plain.record.input, "train").limit(240)
+    images = datasets.load_dataset("digits", plain.record.input, "train").limit(240)
     return hold_out(images, 3)
 
 
@@ -66,7 +66,7 @@ def test_more_is_changed_as_far_as_enough_is_kept(
     result = keeper.result()
     again = build.load(result)
     # the rung that was taken is the network in the file, its bound and its answers measured afresh
-    assert prove(again, 10).upper.log10() == pytest.approx(taken.log10_upper, abs=1e-3)
+    assert prove_network(again, 10).upper.log10() == pytest.approx(taken.log10_upper, abs=1e-3)
     told = ReferenceLogits(build.load(plain), choosing).compare(
         ReferenceLogits(again, choosing).before
     )

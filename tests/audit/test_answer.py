@@ -30,7 +30,7 @@ from certcli.report.document import (
     Share,
     from_json,
 )
-from certcli.report.published import Part, nearest, published
+from certcli.report.published import Part, nearest_published, published
 from tests.audit.conftest import QUICK, SUFFIXES
 from tests.helpers.commands import attempt, document
 
@@ -259,9 +259,9 @@ def test_published_figures_stand_in_the_docs() -> None:
         ]
         assert f"| {' | '.join(cells)} |" in page
     for size in (LARGE, SMALL, (3, 32, 32)):
-        assert (known := nearest(size)) is not None
+        assert (known := nearest_published(size)) is not None
         assert known.input == list(size)
-    assert nearest((3, 1024, 1024)) is None
+    assert nearest_published((3, 1024, 1024)) is None
     assert all(row.fooled.hits <= row.fooled.images for row in published())
 
 

@@ -202,7 +202,11 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
     """Each image once, in order; the first unit is small, so a slow network is answered about few."""
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     model, cpu = build.load(checkpoint), torch.device("cpu")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
+    images = (
+        datasets.load_dataset("digits", checkpoint.record.input, "test")
+        .in_turn(0)
+        .select(range(10))
+    )
     clock = Clock(1e6)
     stages = [
         Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 128),
@@ -237,7 +241,7 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
 
 def test_an_attack_that_is_broken_off_keeps_the_radii_that_ended(workshop: Path) -> None:
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0)
+    images = datasets.load_dataset("digits", checkpoint.record.input, "test").in_turn(0)
     stage = Attacking(
         build.load(checkpoint), images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4
     )
@@ -291,7 +295,7 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -> None:
     """One enclosure for each radius that is asked about, in place of a search for the largest."""
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")
-    images = datasets.load("digits", checkpoint.record.input, "test").select(range(1))
+    images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
     certifier = prepare("local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4]))
     tried: list[float] = []

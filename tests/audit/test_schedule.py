@@ -134,7 +134,11 @@ def test_one_attacked_image_comes_first_and_then_the_bound(workshop: Path) -> No
     """Also where the guess of both is the same: a gate alone comes before them."""
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     model, cpu = build.load(checkpoint), torch.device("cpu")
-    images = datasets.load("digits", checkpoint.record.input, "test").in_turn(0).select(range(10))
+    images = (
+        datasets.load_dataset("digits", checkpoint.record.input, "test")
+        .in_turn(0)
+        .select(range(10))
+    )
     proving = Proving(model, 10, 1e-3)
     findings = AuditFindings(parameters=5_000_000)
     stages = Stages(

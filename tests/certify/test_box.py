@@ -15,7 +15,7 @@ from certcli.certify.box.certifier import BoxCertifier, climb, distance, reach
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from tests.helpers.grids import EVERY
 
@@ -161,7 +161,7 @@ def test_before_a_plane_nearly_all_of_what_the_box_gives_is_found() -> None:
         true = margin / float(free.norm())  # as long as no pixel crosses the whole box
         assert float((free / free.norm()).abs().max()) * true < 1
         found, plain = (
-            kind(model, prove(model, 2)).batch([0], image.view(1, 1, 4, 6), [0])[0]
+            kind(model, prove_network(model, 2)).batch([0], image.view(1, 1, 4, 6), [0])[0]
             for kind in (BoxCertifier, LipschitzCertifier)
         )
         assert plain.radius == pytest.approx(0.3, rel=1e-6)
@@ -189,7 +189,7 @@ def test_radii_are_never_less_and_are_found_again_alone(
         model = network(seed)
         images = drawn(seed)[0].view(-1, 1, 4, 6)
         labels = model(images).argmax(1).tolist()
-        bound = prove(model, 4)
+        bound = prove_network(model, 4)
         places = range(len(labels))
         plain = LipschitzCertifier(model, bound, arithmetic).batch(places, images, labels)
         certifier = BoxCertifier(model, bound, arithmetic)
@@ -209,7 +209,7 @@ def test_radii_are_never_less_and_are_found_again_alone(
 def test_what_is_kept_back_is_for_the_one_who_checks() -> None:
     model = network(0)
     images = drawn(0)[0].view(-1, 1, 4, 6)
-    certifier = BoxCertifier(model, prove(model, 4))
+    certifier = BoxCertifier(model, prove_network(model, 4))
     rows = certifier.batch(range(len(images)), images, model(images).argmax(1).tolist())
     (row, image) = next(
         (row, image) for row, image in zip(rows, images, strict=True) if row.rung == "box"

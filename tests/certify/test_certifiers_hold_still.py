@@ -18,7 +18,7 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.rounding.operation_errors import rules
 from certcli.system.errors import ArchitectureError, DataError, NoBoundError
@@ -34,8 +34,8 @@ def network() -> PixelModel:
 
 
 CERTIFIERS = {
-    "lipschitz": lambda model: LipschitzCertifier(model, prove(model, 3)),
-    "box": lambda model: BoxCertifier(model, prove(model, 3)),
+    "lipschitz": lambda model: LipschitzCertifier(model, prove_network(model, 3)),
+    "box": lambda model: BoxCertifier(model, prove_network(model, 3)),
     "zonotope": lambda model: LocalCertifier(model, SIZE, Local(effort="zonotope"), steps=1),
     "norms": lambda model: LocalCertifier(model, SIZE, Local(effort="norms"), steps=1),
     "local-lip": lambda model: LocalLipCertifier(model, 3, SIZE),

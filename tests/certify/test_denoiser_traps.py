@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import certcli
-from certcli.checkpoint.schema import convert
+from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import EPSILON, SAMPLE, Prediction, Schedule
 from certcli.system.errors import CertvitError
 from tests.certify.test_one_shot import SIGMAS, Oracle
@@ -91,7 +91,7 @@ def names(faulty: ModuleType) -> None:
 
     others = {digest(beta_end=0.03), digest(prediction_type=SAMPLE), digest(0.5)}
     other = Oracle(clean, Schedule(), False)
-    other.shape = convert({"norm_eps": 1e-6}, type(other.shape))
+    other.shape = convert_json({"norm_eps": 1e-6}, type(other.shape))
     others.add(faulty.OneShot(other, Schedule(), 0.25, "").digest)
     assert len(others | {digest()}) == 5
     assert faulty.Diffusion.per_sigma
@@ -111,7 +111,7 @@ def refuses(faulty: ModuleType) -> None:
 def equals_diffusers(faulty: ModuleType) -> None:
     stored = json.loads(STORED.read_text())["networks"]
     for name, fields in NETWORKS.items():
-        net = faulty.UNet(convert(fields, faulty.UNetShape)).eval()
+        net = faulty.UNet(convert_json(fields, faulty.UNetShape)).eval()
         fill(net)
         theirs = torch.tensor(stored[name])
         ours = net(noisy_images(), torch.tensor(STEPS)).flatten()
@@ -119,7 +119,7 @@ def equals_diffusers(faulty: ModuleType) -> None:
 
 
 def normalises(faulty: ModuleType) -> None:
-    shape = convert({**NETWORKS["defaults"], "norm_eps": 0.5}, faulty.UNetShape)
+    shape = convert_json({**NETWORKS["defaults"], "norm_eps": 0.5}, faulty.UNetShape)
     norms = [part for part in faulty.UNet(shape).modules() if isinstance(part, torch.nn.GroupNorm)]
     assert {part.eps for part in norms} == {0.5}
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.api.data import images_of
+from certcli.api.data import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify, options_of, prepare
@@ -45,7 +45,7 @@ def ready(method: str, net: nn.Module) -> tuple[Certifier, Images]:
     options = options_of(method, OPTIONS[method])
     pixels = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(1))
     labels = net(pixels).argmax(1)
-    return prepare(method, checkpoint, torch.device("cpu"), options), images_of(
+    return prepare(method, checkpoint, torch.device("cpu"), options), images_from(
         checkpoint.record, pixels, labels
     )
 

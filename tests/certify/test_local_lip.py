@@ -14,7 +14,7 @@ from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.chains.sequential import Activation, AffineStep, Moves, SequentialNetwork
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.nn.activations import ClippedReLU, MaxMin
 
@@ -177,7 +177,7 @@ def test_radii_withstand_attacks_and_are_never_below_the_global_ones(name: str) 
     labels = model(pixels).argmax(1)
     indices = list(range(len(pixels)))
     wanted = labels.tolist()
-    plain = LipschitzCertifier(model, prove(model, CLASSES)).batch(indices, pixels, wanted)
+    plain = LipschitzCertifier(model, prove_network(model, CLASSES)).batch(indices, pixels, wanted)
     found = {}
     for kind in (BcpCertifier, LocalLipCertifier):
         rows = found[kind] = kind(model, CLASSES, SIZE).batch(indices, pixels, wanted)
@@ -247,7 +247,7 @@ def test_a_constant_unit_costs_nothing() -> None:
     model.net = net.eval()
     pixels = images(8)
     labels = model(pixels).argmax(1).tolist()
-    plain = LipschitzCertifier(model, prove(model, CLASSES)).batch(range(8), pixels, labels)
+    plain = LipschitzCertifier(model, prove_network(model, CLASSES)).batch(range(8), pixels, labels)
     local = LocalLipCertifier(model, CLASSES, SIZE).batch(range(8), pixels, labels)
     assert all(
         row.radius > 5 * other.radius and row.rung == "local-lip"

@@ -136,14 +136,17 @@ def test_radii_to_try_are_finite_above_0_and_ascending(radii: tuple[float, ...])
         Local(at=radii)
 
 
+@pytest.mark.parametrize(("effort", "walks"), [("zonotope", 8), ("auto", 4)])
 def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
-    monkeypatch: pytest.MonkeyPatch,
+    effort: str, walks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image is walked once for each radius, up to the first that is not proven."""
+    """An image is walked once for each radius that norms do not prove, up to one not proven."""
     model, images, tops = network("affine")
     searched = LocalCertifier(model, SIZE, Local(arithmetic="real")).batch(range(4), images, tops)
     smallest = min(row.radius for row in searched)
-    certifier = LocalCertifier(model, SIZE, Local(at=[smallest / 2, 1e3], arithmetic="real"))
+    certifier = LocalCertifier(
+        model, SIZE, Local(effort, at=[smallest / 2, 1e3], arithmetic="real")
+    )
     assert "at most 2 for an image" in certifier.expected(4, SIZE)
     asked = list[float]()
     walk = certifier.proven
@@ -154,6 +157,7 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
 
     monkeypatch.setattr(certifier, "proven", counted)
     rows = certifier.batch(range(4), images, tops)
-    assert len(asked) == 8
+    assert len(asked) == walks
     assert all(row.radius > smallest / 2 for row in rows)
+    assert {row.rung for row in rows} == {"norms" if effort == "auto" else effort}
     assert "decided" in certifier.title

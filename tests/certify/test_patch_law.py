@@ -122,7 +122,7 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     assert isinstance(certifier, PatchCertifier)
     patch, images = (
         Patch(1, 1),
-        datasets.load("digits", certified.record.input, "test").select(range(24)),
+        datasets.load_dataset("digits", certified.record.input, "test").select(range(24)),
     )
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
@@ -149,7 +149,7 @@ def test_a_false_claim_about_a_patch_is_refuted_by_attack_alone(plain: Checkpoin
     """Masks for one pixel, claims about five by five: `certvit verify` attacks inside them."""
     honest = prepare("patch", plain, CPU, Patches(["1"], hide="pixels"))
     certifier = Credulous(honest.procedure, honest.passes, honest.patches)
-    images = datasets.load("digits", plain.record.input, "test").select(range(12))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     pixels, labels = images.tensors()
     claims = [
         replace(row, proven=("1x1", "5x5"))

@@ -5,6 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
 from certcli.system.errors import DataError, GateError, UndecidedError
 from tests.helpers.commands import attempt, document
+from tests.helpers.onnx_graph import Node, graph_of
 
 FIRST = """; of two inputs
 (declare-const X_0 Real)
@@ -112,24 +114,12 @@ def test_what_is_no_such_query_is_refused_in_a_line(tmp_path: Path, text: str) -
 
 def exported(folder: Path, *between: str) -> Path:
     """Write y = (x0 + x1, x0 - x1), which the box takes to [-0.2, 0.2] and [-0.4, 0], then `between`."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper, kind = onnx.helper, onnx.TensorProto.FLOAT
-    weight = helper.make_tensor("w", kind, (2, 2), [1.0, 1.0, 1.0, -1.0])
-    graph = helper.make_graph(
-        [
-            helper.make_node("MatMul", ["x", "w"], ["0"]),
-            *(helper.make_node(op, [str(at)], [str(at + 1)]) for at, op in enumerate(between)),
-            helper.make_node("Identity", [str(len(between))], ["y"]),
-        ],
-        "g",
-        [helper.make_tensor_value_info("x", kind, ("b", 2))],
-        [helper.make_tensor_value_info("y", kind, ("b", 2))],
-        [weight],
-    )
+    nodes: list[Node] = [("MatMul", ["x", "w"], ["0"])]
+    nodes += [(op, [str(at)], [str(at + 1)]) for at, op in enumerate(between)]
+    nodes.append(("Identity", [str(len(between))], ["y"]))
+    weight = np.array([[1, 1], [1, -1]], np.float32)
     path = folder / "net.onnx"
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
-    path.write_bytes(model.SerializeToString())
+    path.write_bytes(graph_of(nodes, sizes=("b", 2), w=weight))
     return path
 
 

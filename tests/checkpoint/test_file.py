@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
-from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_numbers, tensors_digest
+from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_weights, tensors_digest
 from certcli.checkpoint.record import Evidence, InputSpec, LineageStep, Record, Replacement
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -184,10 +184,10 @@ def test_weights_that_are_not_finite_are_refused(
 
 
 def test_names_of_tensors_fit_a_line() -> None:
-    require_numbers({"x" * LONGEST_NAME: torch.zeros(1)}, "a.safetensors")
+    require_weights({"x" * LONGEST_NAME: torch.zeros(1)}, "a.safetensors")
     for name in ("x" * (LONGEST_NAME + 1), "a\nb", "\x1b[31m"):
         with pytest.raises(CheckpointError, match="does not print or fit a line"):
-            require_numbers({name: torch.zeros(1)}, "a.safetensors")
+            require_weights({name: torch.zeros(1)}, "a.safetensors")
 
 
 def test_architecture_and_tensors_must_agree(tiny: Checkpoint) -> None:

@@ -112,7 +112,7 @@ def test_every_command_says_that_a_file_was_written_to(
         if change is rewritten or watched.IN_MEMORY:
             assert float(weights["x"][0]) == 1.0
 
-    monkeypatch.setattr(watched, "_copied", lambda *_: None)
+    monkeypatch.setattr(watched, "_copied_to_disk", lambda *_: None)
     for in_memory, ends in ((0.25, nullcontext()), (0, pytest.raises(CheckpointError))):
         save_file({"x": torch.ones(10_000)}, path)
         monkeypatch.setattr(watched, "IN_MEMORY", in_memory)
@@ -177,7 +177,7 @@ def test_python_says_that_a_mapped_file_was_written_to(
     opened = certvit.load(path)
     assert meanwhile(opened) == 1
     monkeypatch.setattr(watched, "IN_MEMORY", 0)
-    monkeypatch.setattr(watched, "_copied", lambda *_: None)
+    monkeypatch.setattr(watched, "_copied_to_disk", lambda *_: None)
     opened = certvit.load(path)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         meanwhile(opened)
@@ -199,14 +199,14 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused_and_kills_nothing(
     with pytest.raises(CheckpointError, match=rf"{path}.*(ends before|changed while)"):
         read_tensors(path)
     torch.save({"x": torch.ones(100_000)}, path := tmp_path / "m.pth")
-    plain = torch_file._require_plain
+    plain = torch_file._require_plain_file
 
     def then(*args: Any) -> bool:
         is_archive = plain(*args)
         cut(path)
         return is_archive
 
-    monkeypatch.setattr(torch_file, "_require_plain", then)
+    monkeypatch.setattr(torch_file, "_require_plain_file", then)
     with pytest.raises(CheckpointError, match=str(path)):
         torch_file.load_plain(path)
 

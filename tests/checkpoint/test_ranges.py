@@ -11,7 +11,7 @@ from msgspec import inspect
 
 import certcli
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import MOST_DIGITS, Json, decode
+from certcli.checkpoint.schema import MOST_DIGITS, Json, decode_json
 from certcli.models.diffusion import Schedule
 from certcli.nn.unet import UNetShape
 from certcli.system.errors import Refused
@@ -102,5 +102,5 @@ def test_no_integer_is_longer_than_any_field_bears(text: str) -> None:
     for digits in (MOST_DIGITS + 1, 400, 5000):
         for sign in ("", "-"):
             with pytest.raises(Refused, match=r"[Ii]nteger"):
-                decode(text.replace("N", sign + "9" * digits), Json)
-    decode('{"a": 18446744073709551615}', Json)
+                decode_json(text.replace("N", sign + "9" * digits), Json)
+    decode_json('{"a": 18446744073709551615}', Json)

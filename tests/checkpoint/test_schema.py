@@ -449,7 +449,7 @@ def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     from certcli.finetune.settings import FinetuneSettings
     from certcli.finetune.state import training_identity
 
-    images = datasets.load("digits", tiny.record.input, "val")
+    images = datasets.load_dataset("digits", tiny.record.input, "val")
     inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
     relabelled = replace(images, labels=images.labels.flip(0))
     found = [
@@ -485,4 +485,4 @@ def test_names_that_are_no_files(room: Path, tiny: Checkpoint, name: str) -> Non
     with pytest.raises(CheckpointError):
         open_checkpoint(name)
     with pytest.raises(DataError):
-        datasets.load(name, tiny.record.input)
+        datasets.load_dataset(name, tiny.record.input)

@@ -17,7 +17,7 @@ from certcli.checkpoint import mapped
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import last_command, remove
-from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, named
+from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, shards_of_index
 from certcli.constrain import network
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CheckpointError, OutputError, UsageError
@@ -76,7 +76,7 @@ def test_tied_tensors_and_views_are_written(tiny: Checkpoint, tmp_path: Path) ->
 def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path: Path) -> None:
     index = tmp_path / INDEX
     tiny.write(index, shard_bytes=MOST)
-    old = set(named(index))
+    old = set(shards_of_index(index))
     with pytest.raises(UsageError, match="exists already"):
         tiny.write(index)
     shared = sorted(old)[0]
@@ -91,7 +91,7 @@ def test_a_replaced_index_deletes_its_own_files_only(tiny: Checkpoint, tmp_path:
     child = tiny.derive(tiny.tensors, "constrain", {})
     child.write(index, force=True, shard_bytes=MOST)
     assert Checkpoint.read(index).record == child.record
-    new = set(named(index))
+    new = set(shards_of_index(index))
     assert not new & old
     assert set(tmp_path.iterdir()) == {
         index,
@@ -179,7 +179,7 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
         patched.setattr(network, "room_for", lambda *_: 2**16)
         certvit("constrain", tmp_path / "s", *words, "--shard-size", "6KB")
     several = Checkpoint.read(tmp_path / "s" / "model.constrain.safetensors.index.json")
-    assert len(named(tmp_path / "s" / "model.constrain.safetensors.index.json")) > 2
+    assert len(shards_of_index(tmp_path / "s" / "model.constrain.safetensors.index.json")) > 2
     several.write(tmp_path / "again.safetensors")
     assert (tmp_path / "again.safetensors").read_bytes() == (
         tmp_path / "one.safetensors"
@@ -268,4 +268,4 @@ def test_an_index_without_metadata_has_none_and_one_of_many_files_is_refused(
         json.dumps({"weight_map": {str(n): f"{n}.safetensors" for n in range(MOST_FILES + 1)}})
     )
     with pytest.raises(CheckpointError, match="8,193 files"):
-        named(index)
+        shards_of_index(index)

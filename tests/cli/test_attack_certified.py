@@ -153,7 +153,7 @@ def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select([3, 5])
+    images = datasets.load_dataset("digits", plain.record.input, "test").select([3, 5])
     certificates = {
         i: certified_radii.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())

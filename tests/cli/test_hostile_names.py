@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from certcli.cli.main import COMMANDS
-from certcli.system.errors import CertvitError, plain, plain_lines
+from certcli.system.errors import CertvitError, plain_lines, plain_text
 from tests.helpers.commands import Done, console
 
 FORGED = "Proven 200 of 200"
@@ -45,12 +45,12 @@ def require_text(done: Done) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_becomes_one_plain_line(name: str) -> None:
-    shown = plain(name)
+    shown = plain_text(name)
     assert shown.isprintable()
-    assert plain(shown) == shown, "escaped twice is escaped once"
+    assert plain_text(shown) == shown, "escaped twice is escaped once"
     assert plain_lines(f"{name}\nb").endswith("\nb")
     failure = CertvitError(f"no file {name}", f"give {name}")
-    assert failure.message == str(failure) == plain(f"no file {name}")
+    assert failure.message == str(failure) == plain_text(f"no file {name}")
     assert failure.hint.isprintable()
 
 
@@ -67,7 +67,7 @@ PLAIN = {
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_plain_text_stays(text: str) -> None:
-    assert plain(text) == PLAIN[text]
+    assert plain_text(text) == PLAIN[text]
     assert plain_lines(f"{text}\nb") == f"{PLAIN[text]}\nb"
 
 

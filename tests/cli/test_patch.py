@@ -133,9 +133,9 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         "failure": 0.0,
         "pixels": "0" * 16,
     }
-    schema.decode(json.dumps({**line, "proven": []}), PatchCertificateFields)
+    schema.decode_json(json.dumps({**line, "proven": []}), PatchCertificateFields)
     with pytest.raises(Refused):
-        schema.decode(json.dumps({**line, **row}), PatchCertificateFields)
+        schema.decode_json(json.dumps({**line, **row}), PatchCertificateFields)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def test_a_plain_finetuned_checkpoint_loads_strictly_in_stock_timm(plain: Checkp
         num_classes=10,
     ).eval()  # fmt: skip
     stock.load_state_dict(dict(plain.tensors), strict=True)
-    images, _ = datasets.load("digits", plain.record.input, "val").tensors()
+    images, _ = datasets.load_dataset("digits", plain.record.input, "val").tensors()
     with torch.no_grad():
         ours = build.load(plain)(images)
         theirs = stock((images - 0.5) / 0.5)

@@ -148,7 +148,7 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
         )
 
     monkeypatch.setattr(main, "program", lambda words: broken)
-    monkeypatch.setattr(main, "_others", lambda: Team(0, 2, distributed.HashStore()))
+    monkeypatch.setattr(main, "_team_or_alone", lambda: Team(0, 2, distributed.HashStore()))
     with pytest.raises(SystemExit) as end:
         main.run()
     assert end.value.code == 1

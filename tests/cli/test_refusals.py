@@ -47,6 +47,10 @@ certify m --method patch --patch 2 --procedure prayer | 2 | unknown procedure
 certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands of 9 columns
 certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
+certify m --method lipschitz --denoiser m | 2 | works with --method smoothing
+certify m --method smoothing --effort branch | 2 | works with --method local
+certify m --method local --sigma auto | 2 | works with --method smoothing
+certify m --method box --method bcp --samples 7 | 2 | works with --method smoothing
 attack m -e 1/0 | 2 | 1/0
 attack m -e -0.1 | 2 | -0.1
 attack m -e nan | 2 | nan
@@ -75,6 +79,7 @@ predict m nowhere.png | 6 | nowhere.png
 finetune m --batch-size 99999999999999999999 | 2 | --batch-size
 finetune m -e nan | 2 | nan
 finetune m --schedule cosin | 2 | cosin
+finetune m --enclosure-penalty 0.3 --penalty-places 0,0,0 | 2 | leaves nothing
 """
 TABLE = [tuple(part.strip() for part in row.split(" | ")) for row in ROWS.strip().splitlines()]
 

@@ -17,8 +17,8 @@ from tests.helpers.commands import attempt
 def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
     spec = plain.record.input
     asked = {
-        "'digits'": lambda: datasets.load("digit", spec),
-        "'torch/mnist'": lambda: datasets.load("torch/mnits", spec, data_dir=workshop),
+        "'digits'": lambda: datasets.load_dataset("digit", spec),
+        "'torch/mnist'": lambda: datasets.load_dataset("torch/mnits", spec, data_dir=workshop),
         "'vit_tiny_patch16_224'": lambda: create("vit_tiny_patch16_244", {}, initialise=False),
         "'deit_tiny_patch16_224'": lambda: open_checkpoint("deit_tiny_patch16_24"),
         "plain.safetensors'": lambda: open_checkpoint(str(workshop / "plian.safetensors")),

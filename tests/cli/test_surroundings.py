@@ -195,4 +195,4 @@ def test_a_layer_has_no_negative_constant(plain: file.Checkpoint) -> None:
     }
     report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
     with pytest.raises(errors.Refused, match="upper"):
-        schema.decode(json.dumps(report), schema.ReportFields)
+        schema.decode_json(json.dumps(report), schema.ReportFields)

@@ -68,11 +68,6 @@ def test_a_panel_of_one_switch_is_refused_without_it(
     assert f"--{switch}" in done.err
 
 
-def test_a_penalty_of_nothing_is_refused() -> None:
-    with pytest.raises(errors.UsageError, match="leaves nothing"):
-        settings.FinetuneSettings(loss="ce", enclosure_penalty=0.3, penalty_places=(0.0, 0.0, 0.0))
-
-
 @pytest.mark.parametrize("name", agreement.OF_A_CHOICE)
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
     option, values = agreement.OF_A_CHOICE[name]
@@ -89,24 +84,6 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
     assert loss in agreement.OF_A_CHOICE["ramp"][1]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--method", "lipschitz", "--denoiser", "FILE"),
-        ("--method", "smoothing", "--effort", "branch"),
-        ("--method", "local", "--sigma", "0.1"),
-        ("--method", "box", "--method", "bcp", "--samples", "7"),
-    ],
-    ids=" ".join,
-)
-def test_an_option_of_another_method_is_refused(words: tuple[str, ...], workshop: Path) -> None:
-    file = workshop / "plain.safetensors"
-    words = tuple(str(file) if word == "FILE" else word for word in words)
-    done = console("certify", file, "--dataset", "digits", *words)
-    assert done.code == 2
-    assert "works with --method" in done.err
 
 
 def test_defaults_are_not_given() -> None:

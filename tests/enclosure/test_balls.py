@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.run import _certified
-from certcli.cli.log.view import sentence
+from certcli.cli.log.run import _certified_cells
+from certcli.cli.log.view import evidence_sentence
 from certcli.enclosure.balls import activations, layers
 from certcli.enclosure.balls.attention import nonnegative_norm
 from certcli.enclosure.balls.ball import Near, Normalised, settled
@@ -401,9 +401,9 @@ def test_log_never_puts_linf_shares_into_its_column_of_l2() -> None:
     plain, boxed = ({**result, "parameters": {**given, "norm": norm}} for norm in ("l2", "linf"))
     entries = [Evidence("certify", about, entry, "0") for entry in (plain, boxed)]
     for kind, shown in (("l2", [True, False]), ("linf", [False, True])):
-        cells = _certified([{"certify": decode_evidence(entry)} for entry in entries], kind)
+        cells = _certified_cells([{"certify": decode_evidence(entry)} for entry in entries], kind)
         assert [cell is not None for cell in cells] == shown
-    told = [sentence(entry) for entry in entries]
+    told = [evidence_sentence(entry) for entry in entries]
     assert "linf" not in told[0]
     assert "radii linf" in told[1]
 

@@ -83,7 +83,7 @@ def of_form(x: Form) -> Numbers:
         x.radius,
         x.size,
         high - low,
-        -lower_bounds(x.known_as(None)),
+        -lower_bounds(replace(x, node=None)),
     ]
     back = (
         []
@@ -284,7 +284,7 @@ SLOPES = (
 def broken_line() -> Numbers:
     (x,) = forms(next(case for case in CASES if case.name == "LayerNorm"), 0.1, True, 0)
     context = ZonotopeContext(None, None)  # type: ignore[arg-type]
-    return of_form(relaxed_curve(context, x, activations.clamped(-0.1, 0.3)))
+    return of_form(relaxed_curve(context, x, activations.clamped_curve(-0.1, 0.3)))
 
 
 def along_one_axis() -> Numbers:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
@@ -32,22 +33,9 @@ from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import Function, build_row, of_tokens
 from tests.helpers.reached import Entry, entries, entries_without_row, recorded, title
 from tests.helpers.slopes import IMAGE
+from tests.helpers.spellings import calls_on_images, seeded_tensor
 
-LINEAR = "its transposed map is not written for forms"
 WITHOUT = {
-    **dict.fromkeys(
-        (
-            *(f"functions torch._VariableFunctionsClass.conv{n}d" for n in (1, 2, 3)),
-            *(f"modules torch.nn.modules.conv.Conv{n}d" for n in (1, 3)),
-            *(f"functions torch._VariableFunctionsClass.{name}_pool1d" for name in ("avg", "adaptive_avg")),
-            *(f"modules torch.nn.modules.pooling.AvgPool{n}d" for n in (1, 2)),
-            "functions torch._C._nn.avg_pool2d",
-            "functions torch.nn.functional.adaptive_avg_pool3d",
-            "functions torch.nn.functional.interpolate",
-            *(f"modules torch.nn.modules.upsampling.Upsampl{end}" for end in ("e", "ingBilinear2d", "ingNearest2d")),
-        ),
-        LINEAR,
-    ),
     **dict.fromkeys(
         (
             *(f"{kind}.{name}imum".replace("methods.", "methods ")
@@ -63,16 +51,31 @@ WITHOUT = {
 """Rules of the zonotopes without a derivative, with the reason."""
 REFUSED = {
     **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
-    **dict.fromkeys(("max-pool", "avg-pool", "avg-pool-1d", "upsample", "resize", "conv1d"), "no rule for the derivative of"),
-    **dict.fromkeys(("conv-reflect", "conv-3d", "spelled-images", "spelled-lines"), "no rule for the derivative of"),
+    **dict.fromkeys(("max-pool",), "no rule for the derivative of"),
+    **dict.fromkeys(("spelled-images", "spelled-lines"), "no rule for the derivative of"),
     "broadcast": "a broadcast argument",
 }  # fmt: skip
 """Rows without a derivative, and what the refusal says."""
+OWN = {
+    "averages": lambda: calls_on_images(
+        lambda m, x: functional.avg_pool2d(x, 3, 2, 1),
+        lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
+        lambda m, x: torch.adaptive_avg_pool1d(x.flatten(2), 3),
+        lambda m, x: functional.adaptive_avg_pool3d(x[:, :, None], (1, 3, 2)),
+        parts=(nn.UpsamplingBilinear2d(scale_factor=2), nn.UpsamplingNearest2d(scale_factor=2)),
+    ),
+    "convolutions": lambda: calls_on_images(
+        lambda m, x: torch.conv1d(x.flatten(2), seeded_tensor(3, 2, 3)),
+        lambda m, x: torch.conv3d(x[:, :, None], seeded_tensor(3, 2, 1, 2, 2)),
+    ),
+}
+"""Linear maps of images, which other rows have beside what has no derivative."""
 COARSE = {"spelled-rounded-hard": 1e-6}
 """Rows whose backward pass in torch is less exact: hardsigmoid's multiplies by 1/6 in float32."""
 RADIUS = 0.05
 KINDS = ("squares", "l2", "linf")
 CASES = [(name, kind) for number, name in enumerate(QUICK) for kind in (KINDS if EVERY else [KINDS[number % 3]])]  # fmt: skip
+CASES += [(name, kind) for name in OWN for kind in KINDS]
 ROUNDED = 1e-12
 """Of gradients by autograd in float64, some thousand units of their size."""
 
@@ -85,7 +88,7 @@ def ball(kind: str, pixels: Tensor, radius: float = RADIUS) -> Form:
 
 @functools.cache
 def network(name: str) -> SlopeNetwork:
-    return SlopeNetwork(pixel_model(build_row(name)), IMAGE)
+    return SlopeNetwork(pixel_model(OWN[name]() if name in OWN else build_row(name)), IMAGE)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ import functools
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -95,7 +96,7 @@ def parts(x: Form) -> Found:
         x.slack,
         x.box_radius,
         x.size,
-        lower_bounds(x.known_as(None)),
+        lower_bounds(replace(x, node=None)),
         *x.bounds(),
         *back,
     ]

@@ -86,14 +86,14 @@ def test_slopes_that_float64_does_not_hold_are_rounded_up() -> None:
 def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the batch its logits may be those of the graph, and another network's alone."""
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
-    run = replay._run
+    run = replay._run_one_image
 
     def shifted(function: Callable[[Tensor], Any], image: Tensor, watch: bool = True) -> Any:
         result, operations = run(function, image, watch)
         return result + (not image.equal(image.round())), operations
 
     assert bound_network(net, SIZE, 2).upper.finite
-    monkeypatch.setattr(replay, "_run", shifted)
+    monkeypatch.setattr(replay, "_run_one_image", shifted)
     assert not bound_network(net, SIZE, 2).upper.finite
 
 

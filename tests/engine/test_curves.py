@@ -7,17 +7,17 @@ import torch
 from torch import Tensor
 
 from certcli.engine import activations
-from certcli.engine.curves import NAMED, Curve, unknown
+from certcli.engine.curves import NAMED, Curve, unknown_derivative
 
-assert activations.named  # it enters the names
+assert activations.name_curve  # it enters the names
 
 REQUIRED: dict[str, dict[str, object]] = {
-    "clamped": {"min": -0.5, "max": 1.25},
+    "clamped_curve": {"min": -0.5, "max": 1.25},
     "clamped_below": {"min": 0.25},
     "clamped_above": {"max": -0.25},
-    "clipped_relu": {"threshold": torch.tensor(0.75, dtype=torch.float64)},
-    "softplus": {"threshold": 50.0},
-    "parametric_relu": {"weight": torch.tensor([0.2], dtype=torch.float64)},
+    "clipped_relu_curve": {"threshold": torch.tensor(0.75, dtype=torch.float64)},
+    "softplus_curve": {"threshold": 50.0},
+    "parametric_relu_curve": {"weight": torch.tensor([0.2], dtype=torch.float64)},
 }
 """Options of those curves that have some without a default."""
 CURVES = {
@@ -58,7 +58,7 @@ def test_slopes_and_sizes_are_within_their_bounds(name: str) -> None:
     assert float(value.abs().max()) <= f.limit
 
 
-SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown]
+SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown_derivative]
 
 
 @pytest.mark.parametrize("name", SMOOTH)

@@ -7,7 +7,7 @@ from torch.fx import _symbolic_trace
 
 from certcli.engine import pinned
 from certcli.engine.derived_constants import Moved, place_of
-from certcli.engine.replay import agree
+from certcli.engine.replay import logits_agree
 from certcli.engine.table import ModuleRule
 from certcli.engine.walk import Constant, Domain, _shaped
 from certcli.lipschitz.network import bound_network
@@ -62,8 +62,8 @@ def test_logits_agree_up_to_the_root_of_eps_of_how_far_the_deciding_ones_move(
     root = torch.finfo(dtype).eps ** 0.5
     for sign in (1, -1):
         change = torch.tensor([[sign * 32 * root, 0, 0, 0]] * 2, dtype=dtype)
-        assert agree(alone + change, alone)
-        assert not agree(alone + 4 * change, alone)
+        assert logits_agree(alone + change, alone)
+        assert not logits_agree(alone + 4 * change, alone)
 
 
 def test_a_trace_gives_back_what_was_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers import activations
 
 from certcli.engine import pinned
-from certcli.engine.state import differs, digest, state_of
+from certcli.engine.state import differs, state_of, tensor_checksum
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_pair
@@ -327,12 +327,12 @@ def test_a_patched_library_has_a_true_bound_or_none(name: str) -> None:
 def test_the_digest_of_a_tensor_sees_an_entry_and_its_place(dtype: torch.dtype) -> None:
     storage = torch.arange(16) % 5
     tensor = storage.to(dtype)[1:]  # where a word of eight bytes need not begin
-    known = digest(tensor)
-    assert digest(tensor.clone()) == known
+    known = tensor_checksum(tensor)
+    assert tensor_checksum(tensor.clone()) == known
     changed = tensor.clone()
     changed[3] = ~changed[3] if dtype == torch.bool else changed[3] + 1
-    assert digest(changed) != known
-    assert digest(tensor.roll(1)) != known
+    assert tensor_checksum(changed) != known
+    assert tensor_checksum(tensor.roll(1)) != known
 
 
 def test_a_state_that_nothing_changes_is_found_again() -> None:
@@ -363,7 +363,7 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
         broken.setattr("torch.fx._symbolic_trace._PatchedFnSetAttr.revert", rings)
         with pytest.raises(KeyboardInterrupt):
             bound_network(nn.Flatten().eval(), IMAGE, 4)
-    assert pinned.patched() is None
+    assert pinned.patched_function() is None
     assert vars(math) == functions
 
 

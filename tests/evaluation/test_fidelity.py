@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.shared.fidelity import fidelity_document, show
+from certcli.cli.shared.fidelity import fidelity_document, show_fidelity
 from certcli.cli.shared.output import Sink
 from certcli.constrain import keep, network, settings
 from certcli.evaluation import fidelity
@@ -244,10 +244,13 @@ def test_images_that_say_little_are_doubted(
 def test_labels_count_only_where_they_mean_the_network_s_classes(
     plain: Checkpoint, tiny: Checkpoint
 ) -> None:
-    digits = datasets.load("digits", plain.record.input, "train").limit(20)
+    digits = datasets.load_dataset("digits", plain.record.input, "train").limit(20)
     assert known_labels(digits, plain.record)[0] is not None
     colour = replace(tiny.record, input=InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3))
-    assert known_labels(datasets.load("digits", colour.input, "train").limit(20), colour)[0] is None
+    assert (
+        known_labels(datasets.load_dataset("digits", colour.input, "train").limit(20), colour)[0]
+        is None
+    )
     assert known_labels(synthetic_photographs(colour.input, 2), colour) == (None, "")
     labels, why = known_labels(digits, replace(plain.record, classes=7, class_names=None))
     assert labels is None
@@ -315,7 +318,9 @@ def test_keep_is_kept_and_used_up(workshop: Path, tmp_path: Path, share: float) 
     assert not kept["took_part"]
     assert kept["chose"]
     old, new = (build.load(Checkpoint.read(path), CPU) for path in (source, out))
-    images = datasets.load("digits", Checkpoint.read(source).record.input, "train").limit(900, 0)
+    images = datasets.load_dataset("digits", Checkpoint.read(source).record.input, "train").limit(
+        900, 0
+    )
     pixels, labels = images.select([9 * row // 5 for row in range(500)]).tensors()
     with torch.no_grad():
         before = old(pixels)
@@ -406,7 +411,7 @@ def test_synthetic_photographs_do_not_vouch_for_large_changes(
     kept = fidelity_document(
         reference, nn.Flatten(), colour, False, Fidelity(60, 43, error, 1 - error), refitted
     )
-    show(kept, Sink(False, False))
+    show_fidelity(kept, Sink(False, False))
     said = capsys.readouterr()
     assert ("use --dataset with images like yours" in " ".join(said.err.split())) == warned
     assert ("expected on real images" in said.out) == (not warned)

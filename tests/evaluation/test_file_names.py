@@ -23,7 +23,7 @@ SHOWN = ("=1+2.png", "<script>$\\x$.png", "a\\x1b[31m\\n\\u202eb.png", "\\udcff.
 def pictures(tmp_path_factory: pytest.TempPathFactory, certified: Checkpoint) -> Path:
     """Digits as files below test/CLASS; the first four have hostile names."""
     root = tmp_path_factory.mktemp("pictures") / "digits files"
-    images = datasets.load("digits", certified.record.input, "test").limit(30)
+    images = datasets.load_dataset("digits", certified.record.input, "test").limit(30)
     names = iter(HOSTILE)
     pairs = sorted(
         zip(*images.tensors(), strict=True), key=lambda pair: int(pair[1])
@@ -53,7 +53,7 @@ def rows_of(records: Path) -> list[dict]:
 def test_names_are_relative_printable_and_short(
     pictures: Path, certified: Checkpoint, tmp_path: Path
 ) -> None:
-    images = datasets.load(str(pictures), certified.record.input)
+    images = datasets.load_dataset(str(pictures), certified.record.input)
     names = images.file_of
     assert list(names) == list(range(30))
     assert all(name.isprintable() and name.startswith("test/") for name in names.values())
@@ -61,9 +61,9 @@ def test_names_are_relative_printable_and_short(
     part = images.limit(7)
     assert part.file_of == {index: names[index] for index in part.indices.tolist()}
     assert part.select([3]).file_of == {int(part.indices[3]): names[int(part.indices[3])]}
-    below = datasets.load(str(pictures / "test"), certified.record.input)
+    below = datasets.load_dataset(str(pictures / "test"), certified.record.input)
     assert {index: f"test/{name}" for index, name in below.file_of.items()} == names
-    assert datasets.load("digits", certified.record.input).file_of == {}
+    assert datasets.load_dataset("digits", certified.record.input).file_of == {}
     deep = Path(*["d" * 200] * 4)
     for label in "ab":
         (tmp_path / label / deep).mkdir(parents=True)

@@ -21,7 +21,7 @@ from certcli.evaluation import record_lines, threat
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
-    _contradictions,
+    _evidence_contradictions,
     understood,
 )
 from certcli.evaluation.evidence_schema import (
@@ -41,8 +41,8 @@ from certcli.evaluation.radii import (
     proven_percent,
     proven_radius,
 )
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse
-from certcli.evaluation.records import _same_file, read_records, require_radii, require_share
+from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
+from certcli.evaluation.records import _same_file_name, read_records, require_radii, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
@@ -211,7 +211,7 @@ def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
         ("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})
     ):
         with pytest.raises(DataError, match="not the header"):
-            parse((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
+            parse_records((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
 
 
 def test_a_line_may_be_long_and_a_file_longer(
@@ -229,10 +229,10 @@ def test_a_line_may_be_long_and_a_file_longer(
     }
     data = line + (json.dumps(row) + "\n").encode() * 9
     monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 1)
-    assert len(parse(data, tmp_path)[1]) == 9
+    assert len(parse_records(data, tmp_path)[1]) == 9
     monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 2)
     with pytest.raises(DataError, match="a line of"):
-        parse(data, tmp_path)
+        parse_records(data, tmp_path)
 
 
 def is_let_in(row: dict[str, Any], kind: type) -> bool:
@@ -280,10 +280,13 @@ def test_an_attack_leaves_no_more_than_was_right(
     result = msgspec.convert(
         {**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult
     )
-    assert bool([*_contradictions(Decoded("attack", AttackParameters(), result))]) is contradicts
+    assert (
+        bool([*_evidence_contradictions(Decoded("attack", AttackParameters(), result))])
+        is contradicts
+    )
     result.curve["far"] = 0.5
     with pytest.raises(Refused, match="far"):
-        list(_contradictions(Decoded("attack", AttackParameters(), result)))
+        list(_evidence_contradictions(Decoded("attack", AttackParameters(), result)))
 
 
 @pytest.mark.parametrize("figure", ["agreement", "accuracy_before", "accuracy_after"])
@@ -306,7 +309,7 @@ def test_what_is_kept_is_a_share_of_its_images(figure: str) -> None:
         result = msgspec.convert({**fields, figure: share}, KeptResult)
         entry = Decoded("adapt", KeptParameters("digits"), result)
         with pytest.raises(Refused) if share == 0.3 else nullcontext():
-            assert list(_contradictions(entry)) == []
+            assert list(_evidence_contradictions(entry)) == []
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["images", "no images"])
@@ -339,7 +342,7 @@ def test_a_file_that_nobody_named_is_no_other() -> None:
         ("a", "test/a", True),
         ("a", "b", False),
     ):
-        assert _same_file(stated, found) is alike
+        assert _same_file_name(stated, found) is alike
 
 
 def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:

@@ -76,8 +76,8 @@ def test_intervals_agree_with_known_values() -> None:
 
 
 def test_digests_are_of_labels_and_pixels(plain: Checkpoint) -> None:
-    images = datasets.load("digits", plain.record.input, "test").select(range(12))
-    same = datasets.load("digits", plain.record.input, "test").select(range(12))
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
+    same = datasets.load_dataset("digits", plain.record.input, "test").select(range(12))
     assert images.digest == replace(same, name="other name").digest
     relabelled = replace(images, labels=images.labels.roll(1))
     brighter = replace(images, fetch=lambda asked: images.fetch(asked) * 0.999)

@@ -73,7 +73,7 @@ def test_what_training_left_out_is_judged_and_else_the_share_is_said(
 def test_another_folder_with_some_of_the_files(net: Path, folder: Path, tmp_path: Path) -> None:
     """Known by their pixels, whatever they are called, and in another format."""
     generator = torch.Generator().manual_seed(1)
-    trained = datasets.load(str(folder), Checkpoint.read(net).record.input, "train")
+    trained = datasets.load_dataset(str(folder), Checkpoint.read(net).record.input, "train")
     paths = sorted(folder.glob("*/*.png"))
     for label in range(10):
         (tmp_path / "mixed" / str(label)).mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_another_folder_with_some_of_the_files(net: Path, folder: Path, tmp_path
         pixels = torch.randint(256, (8, 8), generator=generator, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "mixed" / str(label) / "new.png")
     record = Checkpoint.read(net).record
-    images = datasets.load(str(tmp_path / "mixed"), record.input)
+    images = datasets.load_dataset(str(tmp_path / "mixed"), record.input)
     known = set(trained.pixel_digests.values())
     count = sum(digest in known for digest in images.pixel_digests.values())
     assert 5 <= count <= 10
@@ -183,10 +183,10 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     step = training_images.Seen(
         "finetune", "many", "train", 2000, training_images.listed_in(kept["digests"])
     )
-    (share,) = training_images.shares([step], every.select(range(1500, 2500)))
+    (share,) = training_images.seen_shares([step], every.select(range(1500, 2500)))
     assert not share.exactly
     assert (
         abs(share.images - 500) < 150
     )  # 125 of 500 are expected to be found, with a deviation of 9
     assert str(share).startswith("about ")
-    assert training_images.shares([step], every.select(range(2000, 2500))) == []
+    assert training_images.seen_shares([step], every.select(range(2000, 2500))) == []

@@ -15,21 +15,21 @@ from certcli.evaluation.verdicts import (
     Demand,
     Look,
     Sample,
-    decided,
-    judged,
-    looks,
+    judge_sample,
+    planned_looks,
+    verdict_of,
 )
 
 
 def test_the_interval_decides() -> None:
     demand = Demand(0.4)
-    assert decided(6, 20, demand) == UNDECIDED  # 12 to 54 %
-    assert decided(49, 200, demand) == FAILED
-    assert decided(120, 200, demand) == PASSED
-    assert decided(0, 3, Demand(0.0)) == PASSED
-    assert decided(0, 3, Demand(0.0, more=True)) == UNDECIDED
-    assert decided(3, 3, Demand(1.0)) == UNDECIDED
-    assert decided(3, 3, Demand(1.0, more=True)) == FAILED  # no share is more
+    assert verdict_of(6, 20, demand) == UNDECIDED  # 12 to 54 %
+    assert verdict_of(49, 200, demand) == FAILED
+    assert verdict_of(120, 200, demand) == PASSED
+    assert verdict_of(0, 3, Demand(0.0)) == PASSED
+    assert verdict_of(0, 3, Demand(0.0, more=True)) == UNDECIDED
+    assert verdict_of(3, 3, Demand(1.0)) == UNDECIDED
+    assert verdict_of(3, 3, Demand(1.0, more=True)) == FAILED  # no share is more
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_the_interval_decides() -> None:
     [(4, [4]), (50, [50]), (60, [50, 60]), (200, [50, 100, 200]), (450, [50, 100, 200, 400, 450])],
 )
 def test_looks_come_at_places_that_no_clock_chooses(available: int, counts: list[int]) -> None:
-    assert looks(available) == counts
+    assert planned_looks(available) == counts
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.4, 0.5, 0.9])
@@ -47,7 +47,7 @@ def test_more_time_never_changes_a_verdict(share: float) -> None:
     for available in (7, 50, 120, 200):
         outcomes = [draw.random() < share for _ in range(available)]
         verdicts = [
-            judged(Sample(outcomes[:count], available), demand).verdict
+            judge_sample(Sample(outcomes[:count], available), demand).verdict
             for count in range(available + 1)
         ]
         first = next((v for v in verdicts if v != UNDECIDED), UNDECIDED)
@@ -63,11 +63,11 @@ def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None
     """Exactly, look by look: a network whose true share is the demand passes a look with half of
     the chance at most.
     """
-    planned = looks(available)
+    planned = planned_looks(available)
     chance = CHANCE / len(planned)
     total = 0.0
     for count in planned:
-        verdicts = [decided(hits, count, Demand(0.4), chance) for hits in range(count + 1)]
+        verdicts = [verdict_of(hits, count, Demand(0.4), chance) for hits in range(count + 1)]
         passing = verdicts.index(PASSED)
         assert verdicts == sorted(verdicts, key=(FAILED, UNDECIDED, PASSED).index)
         total += float(binom.sf(passing - 1, count, 0.4))
@@ -82,5 +82,5 @@ def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> N
 
 @pytest.mark.parametrize("available", [4, 60, 450])
 def test_the_chance_of_a_false_verdict_is_divided_among_the_looks(available: int) -> None:
-    look = judged(Sample([True] * min(available, 50), available), Demand(0.4))
-    assert look.chance == pytest.approx(CHANCE / len(looks(available)))
+    look = judge_sample(Sample([True] * min(available, 50), available), Demand(0.4))
+    assert look.chance == pytest.approx(CHANCE / len(planned_looks(available)))

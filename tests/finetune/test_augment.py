@@ -150,7 +150,7 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(
         **masks,
     )
     model = build.load(tiny).train()
-    images, labels = datasets.load("digits", tiny.record.input, "train").limit(60).tensors()
+    images, labels = datasets.load_dataset("digits", tiny.record.input, "train").limit(60).tensors()
     adversary = Adversary(model, settings, torch.Generator().manual_seed(0))
 
     def error(logits: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import certcli.checkpoint.file
 from certcli.checkpoint import header as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.training_images import seen_by, shares
+from certcli.evaluation.training_images import seen_by, seen_shares
 from certcli.finetune import budget, duration, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -127,7 +127,7 @@ def test_a_plan_fits_its_time_and_wastes_little(
 def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     checkpoint = Checkpoint.read(start)
     sets = [
-        datasets.load("digits", checkpoint.record.input, split).limit(64)
+        datasets.load_dataset("digits", checkpoint.record.input, split).limit(64)
         for split in ("train", "val")
     ]
     settings = FinetuneSettings(
@@ -316,7 +316,7 @@ def test_the_given_validation_images_validate_whatever_the_budget(
 
 def test_what_validates_is_not_trained_on(start: Path) -> None:
     spec = Checkpoint.read(start).record.input
-    train, whole = (datasets.load("digits", spec, split) for split in ("train", "val"))
+    train, whole = (datasets.load_dataset("digits", spec, split) for split in ("train", "val"))
     judges = whole.limit(20, 3)
     out = start.parent / "o.safetensors"
     words = ["--dataset", "digits", "--loss", "ce", "--steps", 1, "--seed", 3, "--quiet", "-o", out]
@@ -324,7 +324,7 @@ def test_what_validates_is_not_trained_on(start: Path) -> None:
     made = Checkpoint.read(out)
     sources = seen_by(made.record)
     assert [step.images for step in sources] == [len(train)]
-    assert not shares(sources, judges)
+    assert not seen_shares(sources, judges)
     assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 

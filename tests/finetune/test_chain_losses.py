@@ -101,7 +101,7 @@ def trained_chain(kind: str) -> PixelModel:
     """A small chain trained for 150 steps on digits by cross entropy or by a loss through the
     chain.
     """
-    images, all_labels = datasets.load("digits", SPEC, "train").tensors()
+    images, all_labels = datasets.load_dataset("digits", SPEC, "train").tensors()
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
@@ -130,7 +130,7 @@ def trained_chain(kind: str) -> PixelModel:
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str) -> None:
-    pixels, labels = datasets.load("digits", SPEC, "val").tensors()
+    pixels, labels = datasets.load_dataset("digits", SPEC, "val").tensors()
     failures = {}
     for kind in ("ce", loss):
         model = trained_chain(kind)
@@ -146,7 +146,7 @@ def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
     sets = [
-        datasets.load("digits", checkpoint.record.input, split).limit(32)
+        datasets.load_dataset("digits", checkpoint.record.input, split).limit(32)
         for split in ("train", "val")
     ]
     settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)

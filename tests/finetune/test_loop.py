@@ -34,8 +34,8 @@ def lipschitz() -> Checkpoint:
 
 
 def small_sets(checkpoint: Checkpoint) -> tuple[datasets.Images, datasets.Images]:
-    train = datasets.load("digits", checkpoint.record.input, "train").limit(256)
-    return train, datasets.load("digits", checkpoint.record.input, "val").limit(60)
+    train = datasets.load_dataset("digits", checkpoint.record.input, "train").limit(256)
+    return train, datasets.load_dataset("digits", checkpoint.record.input, "val").limit(60)
 
 
 def trainer_with(checkpoint: Checkpoint, **changes: object) -> Trainer:

@@ -58,7 +58,7 @@ def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) ->
 @pytest.fixture(scope="module")
 def sets(lipschitz: Checkpoint) -> Sets:
     spec = lipschitz.record.input
-    return datasets.load("digits", spec, "train").limit(96), datasets.load(
+    return datasets.load_dataset("digits", spec, "train").limit(96), datasets.load_dataset(
         "digits", spec, "val"
     ).limit(40)
 

@@ -119,16 +119,16 @@ def test_training_that_ruins_a_network_is_not_done(workshop: Path, tmp_path: Pat
 def test_the_end_is_judged_by_the_start() -> None:
     begun = ending.Accuracy(230, 256)
     spec = record_of_steps(FRESH)
-    assert ending.doubt(begun, 0.89, 140, spec) is None
-    assert ending.doubt(None, 0.89, 140, spec) is None
-    fallen, ruined = (ending.doubt(begun, share, 140, spec) for share in (0.7, 0.1))
+    assert ending.doubt_training(begun, 0.89, 140, spec) is None
+    assert ending.doubt_training(None, 0.89, 140, spec) is None
+    fallen, ruined = (ending.doubt_training(begun, share, 140, spec) for share in (0.7, 0.1))
     assert fallen is not None
     assert ruined is not None
     assert "below its start, validation accuracy 70.0 % (before training 89.8 %)" in fallen.message
     assert (fallen.ruined, ruined.ruined) == (False, True)
     # under noise a network gives clean accuracy for another one, and may not end at chance
-    assert ending.doubt(begun, 0.7, 140, spec, under_noise=True) is None
-    assert ending.doubt(begun, 0.1, 140, spec, under_noise=True) is not None
+    assert ending.doubt_training(begun, 0.7, 140, spec, under_noise=True) is None
+    assert ending.doubt_training(begun, 0.1, 140, spec, under_noise=True) is not None
 
 
 def test_the_checkpoint_is_there_before_the_proof(
@@ -140,7 +140,7 @@ def test_the_checkpoint_is_there_before_the_proof(
         assert Checkpoint.read(out).record.lineage[-1].command == "finetune"
         raise OSError("power cut")
 
-    monkeypatch.setattr(ending, "prove", cut)
+    monkeypatch.setattr(ending, "prove_trained", cut)
     done = attempt("finetune", workshop / "plain.safetensors", *DIGITS, "--epochs", 1, "-o", out)
     assert isinstance(done.exception, OSError)
     assert out.exists()
@@ -149,13 +149,13 @@ def test_the_checkpoint_is_there_before_the_proof(
 @pytest.mark.parametrize("left", [None, -5.0, 0.0, 2.0, 30.0, 1e4])
 def test_the_proof_takes_as_many_images_as_the_time_allows(left: float | None) -> None:
     costs = (1.0, 0.01)
-    count = ending.affordable(6000, left, costs)
+    count = ending.affordable_images(6000, left, costs)
     assert ending.FEWEST <= count <= 6000
     if left is None:
         assert count == 6000
     elif count > ending.FEWEST:
         assert costs[0] + count * costs[1] <= left
-    assert ending.affordable(40, left, costs) == 40
+    assert ending.affordable_images(40, left, costs) == 40
 
 
 def test_hopeless_certificates_are_tried_nowhere(workshop: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from certcli.checkpoint.schema import convert
+from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import OLD_NAMES, WEIGHTS
 from certcli.nn.unet import UNet, UNetShape
 from tests.helpers.diffusion_cases import SMALL, fill
@@ -30,7 +30,7 @@ def diffusion_folder(
     beside = path / "scheduler" if apart else path
     for place in (inner, beside):
         place.mkdir(parents=True, exist_ok=True)
-    net = UNet(convert(dict(base), UNetShape))
+    net = UNet(convert_json(dict(base), UNetShape))
     with torch.no_grad():
         fill(net)
     state = {name: value.clone() for name, value in net.state_dict().items()}

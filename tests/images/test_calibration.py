@@ -119,7 +119,7 @@ def test_a_named_dataset_is_never_replaced(tiny: Checkpoint) -> None:
 def test_every_fifth_image_is_held_out_or_more(
     tiny: Checkpoint, count: int, most: int | None, out: int
 ) -> None:
-    images = datasets.load("digits", tiny.record.input, "train").limit(count)
+    images = datasets.load_dataset("digits", tiny.record.input, "train").limit(count)
     seen, unseen = calibration.hold_out(images, limit=most)
     assert (len(seen), len(unseen)) == (count - out, out)
     assert not set(seen.indices.tolist()) & set(unseen.indices.tolist())

@@ -26,7 +26,9 @@ def make_folder(root: Path, classes: dict[str, int]) -> Path:
 
 
 def test_digits_split_is_fixed_and_disjoint() -> None:
-    parts = {split: datasets.load("digits", DIGITS, split) for split in ("train", "val", "test")}
+    parts = {
+        split: datasets.load_dataset("digits", DIGITS, split) for split in ("train", "val", "test")
+    }
     assert {split: len(images) for split, images in parts.items()} == {
         "train": 1261,
         "val": 140,
@@ -45,7 +47,7 @@ def test_digits_split_is_fixed_and_disjoint() -> None:
 
 
 def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
-    images = datasets.load("digits", DIGITS, "test")
+    images = datasets.load_dataset("digits", DIGITS, "test")
     chosen = images.limit(50, seed=1)
     assert torch.equal(chosen.indices, images.limit(50, seed=1).indices)
     assert not torch.equal(chosen.indices, images.limit(50, seed=2).indices)
@@ -62,13 +64,13 @@ def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
 
 
 def test_batches_cover_everything_once_in_order() -> None:
-    images = datasets.load("digits", DIGITS, "val")
+    images = datasets.load_dataset("digits", DIGITS, "val")
     indices = torch.cat([index for index, _, _ in images.batches(33)])
     assert torch.equal(indices, torch.arange(140))
 
 
 def test_images_of_another_size_are_resized_with_a_note() -> None:
-    images = datasets.load("digits", COLOUR, "val")
+    images = datasets.load_dataset("digits", COLOUR, "val")
     pixels, _ = images.tensors()
     assert pixels.shape[1:] == (3, 16, 16)
     assert "resized" in images.note
@@ -78,12 +80,12 @@ def test_images_of_another_size_are_resized_with_a_note() -> None:
 
 def test_folder_of_classes(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "pets", {"cat": 4, "dog": 6})
-    images = datasets.load(str(folder), COLOUR)
+    images = datasets.load_dataset(str(folder), COLOUR)
     assert images.classes == ("cat", "dog")
     assert images.labels.tolist() == [0] * 4 + [1] * 6
     pixels, _ = images.tensors()
     assert pixels.shape == (10, 3, 16, 16)
-    train, val = (datasets.load(str(folder), COLOUR, split) for split in ("train", "val"))
+    train, val = (datasets.load_dataset(str(folder), COLOUR, split) for split in ("train", "val"))
     assert len(train) + len(val) == 10
     assert not set(train.indices.tolist()) & set(val.indices.tolist())
 
@@ -94,7 +96,7 @@ def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
     broken.write_bytes(b"no image")
 
     def read_by(workers: int) -> datasets.Images:
-        images = datasets.load(str(folder), COLOUR)
+        images = datasets.load_dataset(str(folder), COLOUR)
         assert images.ahead is not None
         images.ahead.workers = workers
         return images
@@ -122,11 +124,11 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     for split, count in (("train", 10), ("test", 2)):
         make_folder(tmp_path / "set" / split, {"a": count, "b": count})
     root = str(tmp_path / "set")
-    assert len(datasets.load(root, COLOUR)) == 4
-    assert len(datasets.load(root, COLOUR, "val")) == 2
-    assert len(datasets.load(root, COLOUR, "train")) == 18
+    assert len(datasets.load_dataset(root, COLOUR)) == 4
+    assert len(datasets.load_dataset(root, COLOUR, "val")) == 2
+    assert len(datasets.load_dataset(root, COLOUR, "train")) == 18
     with pytest.raises(DataError, match="no split"):
-        datasets.load(root, COLOUR, "holdout")
+        datasets.load_dataset(root, COLOUR, "holdout")
 
 
 def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
@@ -135,17 +137,17 @@ def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
     for split in ("train", "val"):
         make_folder(root / split, {"a": 2, "b": 2})
     for split in ("train", "val"):
-        images = datasets.load(str(root), COLOUR, split)
+        images = datasets.load_dataset(str(root), COLOUR, split)
         assert (images.name, images.split) == ("flowers", split)
 
 
 def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
     folder = make_folder(tmp_path / "in", {"n02102040": 1, "n01440764": 1})
-    images = datasets.require_classes(datasets.load(str(folder), COLOUR), 1000)
+    images = datasets.require_classes(datasets.load_dataset(str(folder), COLOUR), 1000)
     assert sorted(images.labels.tolist()) == [0, 217]
     make_folder(tmp_path / "odd", {"n99999999": 1})
     with pytest.raises(DataError, match="n99999999"):
-        datasets.require_classes(datasets.load(str(tmp_path / "odd"), COLOUR), 1000)
+        datasets.require_classes(datasets.load_dataset(str(tmp_path / "odd"), COLOUR), 1000)
 
 
 def spoilt(folder: Path, spoil: Callable[[Path], object]) -> str:
@@ -155,17 +157,19 @@ def spoilt(folder: Path, spoil: Callable[[Path], object]) -> str:
 
 
 REFUSED: dict[str, Callable[[Path], object]] = {
-    "nowhere": lambda here: datasets.load(str(here / "nowhere"), COLOUR),
-    "holds no images": lambda here: datasets.load(
+    "nowhere": lambda here: datasets.load_dataset(str(here / "nowhere"), COLOUR),
+    "holds no images": lambda here: datasets.load_dataset(
         spoilt(here, lambda folder: (folder / "c").mkdir()), COLOUR
     ),
-    "no class folders": lambda here: datasets.load(str(here), COLOUR),
-    "0.png": lambda here: datasets.load(
+    "no class folders": lambda here: datasets.load_dataset(str(here), COLOUR),
+    "0.png": lambda here: datasets.load_dataset(
         spoilt(here, lambda folder: (folder / "a" / "0.png").write_bytes(b"no image")), COLOUR
     ).tensors(),
-    "--data-dir": lambda here: datasets.load("torch/mnist", DIGITS),
-    "MNIST": lambda here: datasets.load("torch/mnist", DIGITS, "test", here),
-    "10 classes": lambda here: datasets.require_classes(datasets.load("digits", DIGITS), 100),
+    "--data-dir": lambda here: datasets.load_dataset("torch/mnist", DIGITS),
+    "MNIST": lambda here: datasets.load_dataset("torch/mnist", DIGITS, "test", here),
+    "10 classes": lambda here: datasets.require_classes(
+        datasets.load_dataset("digits", DIGITS), 100
+    ),
 }
 
 
@@ -193,7 +197,7 @@ def test_classes_of_a_table_stand_in_the_order_of_names_or_numbers(
         Image.new("L", (8, 8), number).save(tmp_path / f"{number}.png")
     rows = (f"{number}.png,x,{name}\n" for number, name in enumerate(classes))
     (tmp_path / "labels.csv").write_text("Image,other,label\n" + "".join(rows))
-    images = datasets.load(str(tmp_path), DIGITS)
+    images = datasets.load_dataset(str(tmp_path), DIGITS)
     assert images.classes == order
     assert [images.classes[label] for label in images.labels.tolist()] == list(classes)
     assert list(images.file_of.values()) == ["0.png", "1.png", "2.png"]
@@ -208,24 +212,26 @@ def test_columns_that_number_the_classes_otherwise_are_refused(tmp_path: Path, h
     rows = [f"{number},{number}.png,{name}\n" for number, name in enumerate(classes)]
     (tmp_path / "labels.csv").write_text(f"{header}\n" + "".join(rows))
     with pytest.raises(DataError, match="two columns of classes that disagree"):
-        datasets.load(str(tmp_path), DIGITS)
+        datasets.load_dataset(str(tmp_path), DIGITS)
     alike = [
         f"{sorted(classes).index(name)},{number}.png,{name}\n"
         for number, name in enumerate(classes)
     ]
     (tmp_path / "labels.csv").write_text("index,file,class\n" + "".join(alike))
-    assert datasets.load(str(tmp_path), DIGITS).labels.tolist() == [2, 0, 1]
+    assert datasets.load_dataset(str(tmp_path), DIGITS).labels.tolist() == [2, 0, 1]
 
 
 def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> None:
     for size in ((24, 20), (12, 10)):
         folder = make_folder(tmp_path / str(size), {"a": 3, "b": 3})
         spec = InputSpec((3, *size), (0.5,) * 3, (0.5,) * 3, crop_pct=1.0)
-        images = datasets.load(str(folder), spec)
+        images = datasets.load_dataset(str(folder), spec)
         first = images.fetch([0, 5, 2])
         images.expect([2, 4])
         order = [2, 0, 4, 5, 0]
-        assert torch.equal(images.fetch(order), datasets.load(str(folder), spec).fetch(order))
+        assert torch.equal(
+            images.fetch(order), datasets.load_dataset(str(folder), spec).fetch(order)
+        )
         Image.new("RGB", (20, 24), (255, 255, 255)).save(folder / "a" / "0.png")
         assert torch.equal(images.fetch([0, 5, 2]), first)
 
@@ -237,19 +243,19 @@ def test_no_training_image_is_judged_beside_another_split(tmp_path: Path, name: 
     """Whatever the other is called: its folders are of the same classes."""
     for split, count in (("train", 10), (name, 3)):
         make_folder(tmp_path / split, {"a": count, "b": count})
-    images = datasets.load(str(tmp_path), COLOUR)
+    images = datasets.load_dataset(str(tmp_path), COLOUR)
     assert {Path(file).parts[0] for file in images.file_of.values()} == {name}
-    assert len(datasets.load(str(tmp_path), COLOUR, name)) == 6
+    assert len(datasets.load_dataset(str(tmp_path), COLOUR, name)) == 6
 
 
 def test_what_is_judged_of_folders_that_are_no_splits_is_said(tmp_path: Path) -> None:
     make_folder(tmp_path / "one" / "train", {"a": 10, "b": 10})
     make_folder(tmp_path / "one" / "held", {"c": 2})
-    note = datasets.load(str(tmp_path / "one"), COLOUR).note
+    note = datasets.load_dataset(str(tmp_path / "one"), COLOUR).note
     assert "training images are judged" in note
     assert "held beside train is no split that is known" in note
     make_folder(tmp_path / "classes", {"train": 1, "bus": 1})
-    assert datasets.load(str(tmp_path / "classes"), COLOUR).classes == ("bus", "train")
+    assert datasets.load_dataset(str(tmp_path / "classes"), COLOUR).classes == ("bus", "train")
     for split in ("valid", "eval"):
         make_folder(tmp_path / "two" / split, {"a": 1, "b": 1})
-    assert "--split names another" in datasets.load(str(tmp_path / "two"), COLOUR).note
+    assert "--split names another" in datasets.load_dataset(str(tmp_path / "two"), COLOUR).note

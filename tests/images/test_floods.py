@@ -75,7 +75,7 @@ def test_a_table_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
             file.truncate(size)
         tracemalloc.start()
         with pytest.raises(DataError, match=reason):
-            datasets.load(str(tmp_path), SPEC, "all")
+            datasets.load_dataset(str(tmp_path), SPEC, "all")
         assert tracemalloc.get_traced_memory()[1] < 2**25
         tracemalloc.stop()
 
@@ -83,7 +83,7 @@ def test_a_table_of_a_terabyte_is_refused_unread(tmp_path: Path) -> None:
 def test_a_table_of_excel_is_read(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "y.png")
     (tmp_path / "labels.csv").write_bytes(b"\xef\xbb\xbffile,class\r\ny.png,a\r\ny.png,b\r\n")
-    assert datasets.load(str(tmp_path), SPEC, "all").labels.tolist() == [0, 1]
+    assert datasets.load_dataset(str(tmp_path), SPEC, "all").labels.tolist() == [0, 1]
 
 
 def test_predict_counts_the_folders_that_it_cannot_read(
@@ -122,7 +122,7 @@ def test_files_of_mnist_that_contradict_each_other_get_a_sentence(
         text = struct.pack(">2i", 2049, len(labels)) + bytes(labels)
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(text)
     with pytest.raises(DataError, match=f"contradict each other: {reason}|no readable"):
-        datasets.load("torch/mnist", SPEC, "test", tmp_path)
+        datasets.load_dataset("torch/mnist", SPEC, "test", tmp_path)
 
 
 def test_images_are_as_before_however_they_are_opened(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_threads_decode_no_more_pixels_together_than_one_image_may_have(
     together: list[int] = []
 
     def read(path: Path) -> None:
-        with opening.opened(path) as image:
+        with opening.opened_image(path) as image:
             image.load()
             together.append(opening._decoding[0])
             time.sleep(0.01)
@@ -167,7 +167,7 @@ def test_processed_files_of_mnist_hold_bytes_and_whole_numbers(
     for name in ("training.pt", "test.pt"):
         torch.save((pixels, labels), tmp_path / "MNIST" / "processed" / name)
     with pytest.raises(DataError, match=r"contradict|no readable"):
-        datasets.load("torch/mnist", SPEC, "test", tmp_path)
+        datasets.load_dataset("torch/mnist", SPEC, "test", tmp_path)
 
 
 def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
     with (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").open("wb") as file:
         file.truncate(2**40)
     with pytest.raises(DataError, match="1,099,511,627,776 bytes"):
-        datasets.load("torch/mnist", SPEC, "test", tmp_path)
+        datasets.load_dataset("torch/mnist", SPEC, "test", tmp_path)
 
 
 def test_records_and_a_tensor_of_a_terabyte_are_refused_unread(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_16_bits_a_pixel_are_scaled_not_clipped(here: Path, spec: InputSpec, suf
             Image.fromarray(rows).save(here / "d" / name / f"x.{suffix}")
         except OSError:
             pytest.skip(f"this pillow writes no {suffix} of 16 bits")
-    pixels, _ = datasets.load("d", spec, "all").tensors()
+    pixels, _ = datasets.load_dataset("d", spec, "all").tensors()
     expected = torch.from_numpy(rows.astype(np.float32) / 65535).expand(2, spec.size[0], 8, 8)
     assert float((pixels - expected).abs().max()) <= 1e-6  # float32 of values up to 1
 
@@ -152,7 +152,7 @@ def test_a_folder_of_images_is_refused_in_one_line(
         Image.new("L", (8, 8), 80 * number).save(here / "d" / part / "y.png")
     spoil(here / "d")
     with pytest.raises(DataError) as caught:
-        datasets.load("d", GREY, "all").tensors()
+        datasets.load_dataset("d", GREY, "all").tensors()
     assert named in caught.value.message
     assert caught.value.message.isprintable()
 
@@ -172,4 +172,4 @@ def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
 
     monkeypatch.setattr(os, "scandir", denied)
     with pytest.raises(DataError, match="Permission denied"):
-        datasets.load("d", GREY, "all")
+        datasets.load_dataset("d", GREY, "all")

@@ -22,7 +22,7 @@ def folders(folder: Path, names: list[str]) -> Images:
         (folder / "d" / name).mkdir(parents=True)
         pixels = np.full((8, 8), 10 * number, np.uint8)
         Image.fromarray(pixels).save(folder / "d" / name / "x.png")
-    return datasets.load(str(folder / "d"), SPEC, "all")
+    return datasets.load_dataset(str(folder / "d"), SPEC, "all")
 
 
 def levels(images: Images) -> list[int]:
@@ -84,5 +84,5 @@ def test_thirty_thousand_classes_are_counted_once(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "y.png")
     rows = "".join(f"y.png,c{number:05}\n" for number in range(30_000))
     (tmp_path / "labels.csv").write_text("file,class\n" + rows)
-    images = datasets.load(str(tmp_path), SPEC, "all")
+    images = datasets.load_dataset(str(tmp_path), SPEC, "all")
     assert images.labels.tolist() == list(range(30_000))

@@ -44,7 +44,7 @@ def test_the_shipped_photographs_are_few_small_and_named() -> None:
     page = (ROOT / "certcli" / "embedded" / "README.md").read_text()
     assert [file.name for file in files if f"| `{file.name}` |" not in page] == []
     spec = InputSpec((3, 32, 32), (0.5,) * 3, (0.5,) * 3)
-    images = datasets.load("photographs", spec)
+    images = datasets.load_dataset("photographs", spec)
     assert images.unlabelled
     assert images.fetch([0, 11]).shape == (2, 3, 32, 32)
 

@@ -20,8 +20,8 @@ from certcli.engine.walk import Call
 from certcli.lipschitz.context import Context, Walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.propagate import propagate, trace_network
-from certcli.lipschitz.rules.add_sub import _share
-from certcli.lipschitz.rules.moves import rearranged
+from certcli.lipschitz.rules.add_sub import _convex_shares
+from certcli.lipschitz.rules.moves import rearranged_bound
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.value import Affine, Value
 from certcli.models.pixels import PixelNormalize
@@ -110,7 +110,7 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
     value = Value(arith.const(1.0), Size(arith, before), pending, None, before)
     context = Context(Walk(arith), Call("", "reshape", after))
-    merged = rearranged(context, value, Move(torch.Tensor.reshape, (after,)))
+    merged = rearranged_bound(context, value, Move(torch.Tensor.reshape, (after,)))
     assert merged.pending is not None
     assert merged.pending.bias is not None
     truth = times * Fraction(0.1) ** 2
@@ -120,7 +120,7 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
 @pytest.mark.parametrize("theta", [-30.0, -1.0, 0.0, 0.3, 2.0, 36.0])
 def test_shares_of_a_convex_residual_are_no_smaller_than_they_are(theta: float) -> None:
     context: Any = SimpleNamespace(arith=Arithmetic())
-    rest, share = _share(context, torch.tensor(theta, dtype=torch.float64))
+    rest, share = _convex_shares(context, torch.tensor(theta, dtype=torch.float64))
     with localcontext(prec=50):
         true_share = 1 / (1 + (-Decimal(theta)).exp())
         assert Decimal(float(share)) > true_share

@@ -21,7 +21,7 @@ from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant, lamb
 from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers.slopes import slope_at
-from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, network, steepest
+from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, attention_network, steepest_ratio
 
 
 def test_unbounded_rows_leave_untied_values_without_a_bound() -> None:
@@ -71,7 +71,7 @@ def test_positive_position_biases_exceed_the_constant_without_positions() -> Non
             [torch.tensor([[-r, 0.0], [r, 0.0]]) for r in torch.linspace(0.5, 2, 60)]
         ).double()
     )
-    found = steepest(net, 0.5 + tokens / 8, steps=3) / 8
+    found = steepest_ratio(net, 0.5 + tokens / 8, steps=3) / 8
     assert found > 3 * l2_mixing_constant(2)
     assert found <= float(bound_network(net, (2, 2), 2).upper) / 8
 
@@ -222,7 +222,7 @@ def test_short_rows_are_averaged(name: str) -> None:
     for layer in attention.children():
         layer.weight.data.copy_(torch.eye(WIDTH))
     net = Lone(attention, span=1e-3).double().eval()
-    found = steepest(net, torch.full((1, 8, WIDTH), 0.5).double(), steps=1)
+    found = steepest_ratio(net, torch.full((1, 8, WIDTH), 0.5).double(), steps=1)
     assert found == pytest.approx(1e-3, rel=1e-6)
     assert found <= float(bound_network(net, (8, WIDTH), 3).upper) <= found * (1 + 1e-4)
 
@@ -284,7 +284,7 @@ def test_untied_values_grow_along_what_the_queries_do_not_see() -> None:
         value=torch.eye(2),
     )
     slopes = [
-        steepest(net, torch.tensor([[[0.0, r], [1.0, -r]]]).double(), steps=1)
+        steepest_ratio(net, torch.tensor([[[0.0, r], [1.0, -r]]]).double(), steps=1)
         for r in (1.0, 10.0, 1000.0)
     ]
     assert slopes[1] > 5 * slopes[0]
@@ -293,7 +293,7 @@ def test_untied_values_grow_along_what_the_queries_do_not_see() -> None:
 
 def test_the_bound_has_a_gradient_in_the_position_biases() -> None:
     """Against central differences of the rigorous bound."""
-    net = network("l2-attention", "windows", 1.0)
+    net = attention_network("l2-attention", "windows", 1.0)
     table = net.attention.relative_position_bias_table
     outcome = propagate(trace_network(net, (8, WIDTH)), TrainableArithmetic(CPU, 50))
     outcome.context.settle(outcome.logits).base.backward()

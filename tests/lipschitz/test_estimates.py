@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.lipschitz.measured.estimate import jacobian_norms, measure
-from certcli.lipschitz.measured.jacobian import block_norms
+from certcli.lipschitz.measured.jacobian import block_jacobian_norms
 from certcli.lipschitz.network import bound_network
 
 ROOM = Path(__file__).parents[2] / "certcli"
@@ -139,7 +139,7 @@ def test_no_estimate_of_a_network_that_rounds_by_itself_is_above_its_constant() 
 def test_slopes_of_blocks_are_below_their_constants() -> None:
     for seed in range(0, 60, 3):
         model, _ = known_network(seed)
-        for path, values in block_norms(model.eval(), images(seed), 4, seed).items():
+        for path, values in block_jacobian_norms(model.eval(), images(seed), 4, seed).items():
             weight = model.get_submodule(path).weight.detach().double()
             square = Fraction(float((weight @ weight.T)[0, 0]))  # orthogonal: exact
             for value in values:

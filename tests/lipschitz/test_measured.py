@@ -12,7 +12,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.measured.jacobian import (
-    block_norms,
+    block_jacobian_norms,
     block_paths,
     hoelder_bounds,
     module_inputs,
@@ -36,9 +36,11 @@ def test_formulas_are_labelled_and_are_no_bounds(plain: Checkpoint, name: str) -
 
 def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
     model = build.load(plain, dtype=torch.float64)
-    images = datasets.load("digits", plain.record.input, "val").limit(3).tensors()[0].double()
+    images = (
+        datasets.load_dataset("digits", plain.record.input, "val").limit(3).tensors()[0].double()
+    )
     assert block_paths(model) == ["blocks.0"]
-    measured = block_norms(model, images, iterations=60)["blocks.0"]
+    measured = block_jacobian_norms(model, images, iterations=60)["blocks.0"]
     hoelder = hoelder_bounds(model, images)["blocks.0"]
     x, _ = module_inputs(model, images, {"block": model.net.blocks[0]})["block"]
     for position in range(3):

@@ -18,7 +18,7 @@ from certcli.models import build as models  # first: it makes torchvision import
 from timm.models.mlp_mixer import MlpMixer
 
 from certcli.checkpoint.record import InputSpec, Replacement
-from certcli.lipschitz.bound import LAWS, check_proof
+from certcli.lipschitz.bound import LAWS, check_proof_laws
 from certcli.lipschitz.measured.estimate import jacobian_norms, measure
 from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models.build import replace_module
@@ -181,13 +181,13 @@ def test_no_measured_slope_exceeds_the_bound(name: str) -> None:
 @pytest.mark.parametrize("name", ["vit", "swin", "squeeze-excite", "vit-convex"])
 def test_proofs_are_rechecked_from_json_alone(name: str) -> None:
     rows = json.loads(json.dumps(bounded(build(name)).bound.to_json()))
-    assert check_proof(rows) == []
+    assert check_proof_laws(rows) == []
     for number, row in enumerate(rows):
         if row["law"] in ("theorem", "identity") or row["value"] == [0.0, 0]:
             continue
         tampered = copy.deepcopy(rows)
         tampered[number]["value"][1] -= 1  # half of what its law allows
-        assert any(f"node {number} " in problem for problem in check_proof(tampered))
+        assert any(f"node {number} " in problem for problem in check_proof_laws(tampered))
 
 
 def test_a_proof_that_is_no_proof_is_reported() -> None:
@@ -199,7 +199,7 @@ def test_a_proof_that_is_no_proof_is_reported() -> None:
     broken = copy.deepcopy(rows)
     broken[1]["value"] = ["?", 0]
     for bad in (forward, unknown, broken):
-        assert check_proof(bad)
+        assert check_proof_laws(bad)
     assert set(LAWS) >= {row["law"] for row in rows} - {"theorem"}
 
 

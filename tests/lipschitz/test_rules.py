@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from certcli.engine import curves
 from certcli.engine.pinned import pin
-from certcli.lipschitz.bound import check_proof
+from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.table import rules
 from tests.helpers.grids import EVERY
@@ -36,7 +36,7 @@ def test_no_slope_exceeds_the_bound(name: str) -> None:
     rounded = 1e-7 if name == "spelled-rounded-hard" or name in SINGLE else 1e-9
     assert steepest_jacobian(net, steps=4 if EVERY else 2) <= float(logits.base) * (1 + rounded)
     assert steepest_segment(net) <= float(logits.base)
-    assert check_proof(logits.proof.to_json()) == []
+    assert check_proof_laws(logits.proof.to_json()) == []
 
 
 @pytest.mark.parametrize("name", ROWS)

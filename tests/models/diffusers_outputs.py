@@ -35,7 +35,7 @@ def outputs() -> dict[str, Any]:
     return {"networks": networks, "schedules": schedules}
 
 
-def main() -> None:
+def main_of_diffusers() -> None:
     made = outputs()
     if "--write" in sys.argv:
         STORED.write_text(json.dumps(made) + "\n")
@@ -50,4 +50,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main_of_diffusers()

@@ -33,7 +33,7 @@ LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.fc1", "patch_embed.proj")
 Layer = Callable[[nn.Module, str, Tensor, Tensor], Tensor]
 
 
-def written(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
+def written_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(SETTINGS | settings))
     save_file(dict(tensors), folder / WEIGHTS)
@@ -56,7 +56,9 @@ def adapter_of(
     return tensors
 
 
-def beside(net: nn.Module, tensors: Mapping[str, Tensor], scale: Mapping[str, float]) -> None:
+def saved_adapter_folder(
+    net: nn.Module, tensors: Mapping[str, Tensor], scale: Mapping[str, float]
+) -> None:
     """Add s B(A(x)) to what each layer computes: the adapter as it is trained, not merged."""
     for path, factor in scale.items():
         a, b = (tensors[f"base_model.model.{path}.lora_{part}.weight"] for part in "AB")
@@ -91,13 +93,13 @@ def test_the_merged_network_computes_base_and_adapter(
 ) -> None:
     net = build.load_double(tiny).net
     tensors = adapter_of(net)
-    adapter = read_adapter(written(tmp_path / "a", tensors, **settings))
+    adapter = read_adapter(written_adapter(tmp_path / "a", tensors, **settings))
     images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     merged = adapter.merged(tiny.tensors)
     after = build.load_double(Checkpoint(merged, tiny.record))(images)
     reference = build.load_double(tiny)
     before = reference(images)
-    beside(reference.net, tensors, dict(zip(LAYERS, scales)))
+    saved_adapter_folder(reference.net, tensors, dict(zip(LAYERS, scales)))
     expected = reference(images)
     # weights are rounded to float32 once
     assert torch.allclose(after, expected, rtol=0, atol=1e-5)
@@ -120,7 +122,9 @@ def test_lengths_biases_and_whole_tensors_are_merged(tiny: Checkpoint, tmp_path:
         f"{layer}.lora_B.bias": lengths.clone(),
     }
     tensors |= {"base_model.model.head.modules_to_save.bias": head}
-    merged = read_adapter(written(tmp_path / "a", tensors, use_dora=True)).merged(tiny.tensors)
+    merged = read_adapter(written_adapter(tmp_path / "a", tensors, use_dora=True)).merged(
+        tiny.tensors
+    )
     a, b = (tensors[f"{layer}.lora_{part}.weight"] for part in "AB")
     rows = weight + 1.5 * b @ a
     expected = lengths[:, None] * rows / rows.norm(dim=1, keepdim=True)
@@ -154,7 +158,7 @@ def test_what_cannot_be_merged_is_refused(tiny: Checkpoint, tmp_path: Path, name
     settings, change, message = REFUSED[name]
     tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
     change(tensors)
-    folder = written(tmp_path / "a", tensors, **settings)
+    folder = written_adapter(tmp_path / "a", tensors, **settings)
     with pytest.raises(CheckpointError, match=message):
         read_adapter(folder).merged(tiny.tensors)
 
@@ -175,7 +179,7 @@ def test_the_lineage_names_the_adapter_and_evidence_is_stale(
     opened = certvit.load(base)
     layers = ("blocks.0.mlp.fc1",) if "blocks.0.mlp.fc1.weight" in opened.tensors else ("head",)
     tensors = adapter_of(certvit.network(opened).net, layers)
-    folder = written(tmp_path / "adapter", tensors)
+    folder = written_adapter(tmp_path / "adapter", tensors)
     out = tmp_path / "merged.safetensors"
     answer = document("merge", base, folder, "-o", out)
     merged = Checkpoint.read(out)
@@ -190,7 +194,7 @@ def test_the_lineage_names_the_adapter_and_evidence_is_stale(
 def test_a_base_keeps_its_own_names_for_the_adapter(tiny: Checkpoint, tmp_path: Path) -> None:
     """A file without a record, wrapped: names are those of the network within."""
     tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
-    adapter = read_adapter(written(tmp_path / "a", tensors))
+    adapter = read_adapter(written_adapter(tmp_path / "a", tensors))
     save_file({f"module.{n}": t for n, t in tiny.tensors.items()}, tmp_path / "bare.safetensors")
     record = tiny.record
     hints = Hints(
@@ -208,7 +212,7 @@ def test_a_base_of_transformers_has_its_own_names(tmp_path: Path) -> None:
     shape = row["shapes"][f"{layer}.weight"]
     tensors = {f"base_model.model.{layer}.lora_A.weight": torch.ones(RANK, shape[1])}
     tensors |= {f"base_model.model.{layer}.lora_B.weight": torch.ones(shape[0], RANK)}
-    adapter = read_adapter(written(tmp_path / "a", tensors))
+    adapter = read_adapter(written_adapter(tmp_path / "a", tensors))
     folder = transformers_folder(row, tmp_path)
     base, merged = (open_checkpoint(folder, hints) for hints in (Hints(), Hints(adapter=adapter)))
     change = merged.tensors["blocks.0.attn.qkv.weight"] - base.tensors["blocks.0.attn.qkv.weight"]

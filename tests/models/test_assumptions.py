@@ -20,7 +20,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.evaluation.image_doubts import chance_doubt, image_doubts, order_doubt
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
@@ -43,7 +43,7 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     assert ("blocks.0.norm1.running_mean" in names) == (norm == "batchnorm")
     assert ("fc_norm.running_mean" in names) == fc_norm
     assert not any(isinstance(module, nn.LayerNorm) for module in model.modules())
-    assert prove(model, 10).upper.finite
+    assert prove_network(model, 10).upper.finite
     pixels = torch.rand(
         1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
@@ -133,7 +133,7 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def given(**arguments: Any) -> Hints:
+def hints_of(**arguments: Any) -> Hints:
     return Hints(ARCH, arguments)
 
 
@@ -151,11 +151,11 @@ def trap_file(trap: Trap, folder: Path) -> str:
 
 
 QUESTIONS = {
-    "heads": Trap(given(num_heads=8), r"num_heads=8 and without \(heads 4\)"),
+    "heads": Trap(hints_of(num_heads=8), r"num_heads=8 and without \(heads 4\)"),
     "heads, with a config": Trap(Hints(None, {"num_heads": 8}), "num_heads=8", config=CONFIG),
-    "activation": Trap(given(act_layer="relu"), r"act_layer=relu and without \(activation GELU\)"),
-    "pooling": Trap(given(global_pool="avg", fc_norm=False), r"pooling token"),
-    "eps": Trap(given(norm_eps=1.0), "norm_eps=1"),
+    "activation": Trap(hints_of(act_layer="relu"), r"act_layer=relu and without \(activation GELU\)"),
+    "pooling": Trap(hints_of(global_pool="avg", fc_norm=False), r"pooling token"),
+    "eps": Trap(hints_of(norm_eps=1.0), "norm_eps=1"),
     "config of another architecture": Trap(Hints(), "is called vit_tiny", "vit_tiny_patch16_224.safetensors", CONFIG),
     "config of another family": Trap(Hints(), "the file is called deit", "deit-a1b2.safetensors", CONFIG),
     "config of the file beside it": Trap(Hints(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
@@ -181,12 +181,12 @@ WARNINGS = {
         Hints(None, {"drop_rate": 0.1}), "drop_rate says 0.1, config.json 0.2",
         config={**CONFIG, "model_args": {"drop_rate": 0.2}},
     ),
-    "architecture": Trap(given(), "config.json vit_tiny_patch16_224: it is not used",
+    "architecture": Trap(hints_of(), "config.json vit_tiny_patch16_224: it is not used",
                          config={**CONFIG, "architecture": "vit_tiny_patch16_224"}),
-    "config of the file beside it": Trap(given(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
+    "config of the file beside it": Trap(hints_of(), "lies there too", "n.safetensors", CONFIG, "model.safetensors"),
     "a config that departs": Trap(Hints(), "config.json is believed: the tensors fit .* num_heads=8",
                                   config={**CONFIG, "model_args": {"num_heads": 8}}),
-    "a broken config": Trap(given(), "not used: .*config.json", config={"architecture": 5}),
+    "a broken config": Trap(hints_of(), "not used: .*config.json", config={"architecture": 5}),
 }  # fmt: skip
 
 
@@ -199,11 +199,11 @@ def test_an_overruled_value_is_reported(name: str, tmp_path: Path) -> None:
 
 
 AGREED = {
-    "nothing given": Trap(given(), ""),
-    "the same heads": Trap(given(num_heads=4), ""),
-    "torch's eps": Trap(given(norm_eps=1e-5), ""),
+    "nothing given": Trap(hints_of(), ""),
+    "the same heads": Trap(hints_of(num_heads=4), ""),
+    "torch's eps": Trap(hints_of(norm_eps=1e-5), ""),
     "a config": Trap(Hints(), "", config=CONFIG),
-    "a config by name": Trap(given(), "", config=CONFIG),
+    "a config by name": Trap(hints_of(), "", config=CONFIG),
     "one mean for all": Trap(Hints(None, {}, (0.5,), (0.5,)), "", config=CONFIG),
     "a lone file of another name": Trap(Hints(), "", "best.safetensors", CONFIG),
 }

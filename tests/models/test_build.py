@@ -41,7 +41,7 @@ def test_a_truncated_normal_of_unset_memory_ends() -> None:
         torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)
 
 
-def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
+def test_one_mean_is_that_of_every_channel(tmp_path: Path) -> None:
     made = build.initialise("certvit_vit_cifar10", {}, mean=(0.5,), std=(0.25,))
     assert (made.record.input.mean, made.record.input.std) == ((0.5,) * 3, (0.25,) * 3)
     made = build.initialise(

@@ -22,7 +22,7 @@ from torchvision.models.swin_transformer import (
     SwinTransformerBlockV2,
 )
 
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
@@ -30,7 +30,7 @@ from certcli.models.converters.transformers import FAMILIES, TimmNetwork
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError
-from tests.models.transformers_logits import FILE, PIXELS, headless, images, weights
+from tests.models.transformers_logits import FILE, PIXELS, headless, seeded_images, weights
 
 TRANSFORMERS: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 
@@ -63,7 +63,7 @@ def require_recorded_logits(name: str, folder: Path) -> None:
     checkpoint = open_checkpoint(transformers_folder(row, folder))
     with torch.no_grad():
         model = build.load(checkpoint, dtype=torch.float64)
-        logits = model(images(checkpoint.record.input.size))
+        logits = model(seeded_images(checkpoint.record.input.size))
     expected = torch.tensor(row["logits"], dtype=torch.float64)
     # float64 sums in another order
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
@@ -75,11 +75,15 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     row = TRANSFORMERS[name]
     checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
     with torch.no_grad():
-        logits = build.load(checkpoint, dtype=torch.float64)(images(checkpoint.record.input.size))
+        logits = build.load(checkpoint, dtype=torch.float64)(
+            seeded_images(checkpoint.record.input.size)
+        )
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
     ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
     with torch.no_grad():
-        split_images = build.load(ends, dtype=torch.float64)(images(checkpoint.record.input.size))
+        split_images = build.load(ends, dtype=torch.float64)(
+            seeded_images(checkpoint.record.input.size)
+        )
     torch.testing.assert_close(
         split_images, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9
     )
@@ -88,7 +92,7 @@ def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
     checkpoint.write(saved)
     again = build.load(open_checkpoint(str(saved)), dtype=torch.float64)
     with torch.no_grad():
-        assert torch.equal(again(images(checkpoint.record.input.size)), logits)
+        assert torch.equal(again(seeded_images(checkpoint.record.input.size)), logits)
 
 
 def without_logits() -> list[str]:
@@ -138,7 +142,7 @@ def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:
     ):  # parts that no network of timm's has: a head, an eps of its own
         (folder := tmp_path / name).mkdir()
         checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS[name], folder))
-        assert prove(build.load(checkpoint), 3).upper.finite
+        assert prove_network(build.load(checkpoint), 3).upper.finite
 
 
 def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:
@@ -237,7 +241,7 @@ def test_torchvision_logits_are_kept(name: str, tmp_path: Path) -> None:
     torch.save(theirs.state_dict(), tmp_path / "weights.pth")
     checkpoint = open_checkpoint(str(tmp_path / "weights.pth"), hints)
     model = build.load(checkpoint, dtype=torch.float64)
-    pixels = images(checkpoint.record.input.size)
+    pixels = seeded_images(checkpoint.record.input.size)
     with torch.no_grad():
         torch.testing.assert_close(
             model(pixels), theirs.double()((pixels - 0.5) / 0.25), rtol=1e-9, atol=1e-9
@@ -245,7 +249,7 @@ def test_torchvision_logits_are_kept(name: str, tmp_path: Path) -> None:
     assert "torchvision" in checkpoint.reading.line()
 
 
-def plain() -> dict[str, Tensor]:
+def vit_net() -> dict[str, Tensor]:
     net = timm.create_model(
         "vit_tiny_patch16_224", img_size=16, embed_dim=12, depth=1, num_classes=3
     )
@@ -256,14 +260,18 @@ SMALL = {"img_size": 16, "embed_dim": 12, "depth": 1}
 
 
 def prefixed(prefix: str) -> dict[str, Tensor]:
-    return {prefix + name: value for name, value in plain().items()}
+    return {prefix + name: value for name, value in vit_net().items()}
 
 
 WRAPPINGS: dict[str, Callable[[], Any]] = {
-    "bare": plain,
-    "state_dict": lambda: {"state_dict": plain(), "epoch": 3, "best_acc1": torch.tensor(0.5)},
+    "bare": vit_net,
+    "state_dict": lambda: {
+        "state_dict": vit_net(),
+        "epoch": 3,
+        "best_acc1": torch.tensor(0.5),
+    },
     "options of a script": lambda: {
-        "model": plain(),
+        "model": vit_net(),
         "args": argparse.Namespace(lr=0.1),
         "optimizer": {"state": {}},
     },
@@ -283,25 +291,25 @@ def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
     path = tmp_path / ("weights.ckpt" if name == "lightning" else "weights.pth.tar")
     torch.save(WRAPPINGS[name](), path)
     found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL)).tensors
-    assert found.keys() == plain().keys()
-    assert all(torch.equal(found[key], value) for key, value in plain().items())
+    assert found.keys() == vit_net().keys()
+    assert all(torch.equal(found[key], value) for key, value in vit_net().items())
 
 
 @pytest.mark.parametrize("suffix", ["pth", "safetensors"])
 def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"weights.{suffix}"
-    averaged = {name: value + 1 for name, value in plain().items()}
+    averaged = {name: value + 1 for name, value in vit_net().items()}
     if suffix == "pth":
-        torch.save({"model": plain(), "model_ema": averaged}, path)
+        torch.save({"model": vit_net(), "model_ema": averaged}, path)
     else:
-        both = {f"model.{name}": value for name, value in plain().items()}
+        both = {f"model.{name}": value for name, value in vit_net().items()}
         save_file(
             {**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path
         )
     with pytest.raises(ArchitectureError, match="which network is meant") as refused:
         open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL))
     assert "--weights ema" in refused.value.hint
-    for choice, expected in (("raw", plain()), ("ema", averaged)):
+    for choice, expected in (("raw", vit_net()), ("ema", averaged)):
         found = open_checkpoint(
             str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)
         ).tensors  # type: ignore[arg-type]
@@ -379,7 +387,7 @@ def original_network(name: str) -> nn.Module:
 def test_original_names_pass_timms_own_filter(name: str, tmp_path: Path) -> None:
     arch, arguments, names = ORIGINAL[name]
     tensors = dict(original_network(name).state_dict())
-    path = saved(tmp_path, {"model": names(tensors)})
+    path = save_in(tmp_path, {"model": names(tensors)})
     found = open_checkpoint(path, Hints(arch, arguments))
     assert found.tensors.keys() == tensors.keys()
     assert all(torch.equal(found.tensors[key], value) for key, value in tensors.items())
@@ -391,7 +399,7 @@ def test_an_original_index_is_the_one_that_timm_computes(tmp_path: Path) -> None
     net = original_network("Swin")
     index = "layers.0.blocks.0.attn.relative_position_index"
     for value in (net.get_buffer(index), net.get_buffer(index).roll(1)):
-        path = saved(tmp_path, {**names(dict(net.state_dict())), index: value})
+        path = save_in(tmp_path, {**names(dict(net.state_dict())), index: value})
         if torch.equal(value, net.get_buffer(index)):
             assert (
                 open_checkpoint(path, Hints(arch, arguments)).tensors.keys()
@@ -402,7 +410,7 @@ def test_an_original_index_is_the_one_that_timm_computes(tmp_path: Path) -> None
             open_checkpoint(path, Hints(arch, arguments))
 
 
-def saved(folder: Path, tensors: dict[str, Any]) -> str:
+def save_in(folder: Path, tensors: dict[str, Any]) -> str:
     torch.save(tensors, folder / "weights.pth")
     return str(folder / "weights.pth")
 
@@ -418,7 +426,7 @@ def test_a_config_may_name_the_architecture_alone(tmp_path: Path) -> None:
 
 def test_the_heads_rows_are_the_classes(tmp_path: Path) -> None:
     """A head that was trained anew beside the config of the 1,000 classes it came from."""
-    save_file(plain(), tmp_path / "model.safetensors")
+    save_file(vit_net(), tmp_path / "model.safetensors")
     statistics = {
         "input_size": [3, 16, 16],
         "mean": [0.5] * 3,

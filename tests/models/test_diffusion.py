@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from certcli.checkpoint.schema import convert
+from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
@@ -20,7 +20,7 @@ from tests.models.diffusers_outputs import STORED
 @pytest.mark.parametrize("name", NETWORKS)
 @torch.no_grad()
 def test_the_network_is_that_of_diffusers(name: str) -> None:
-    net = UNet(convert(NETWORKS[name], UNetShape)).eval()
+    net = UNet(convert_json(NETWORKS[name], UNetShape)).eval()
     fill(net)
     theirs = torch.tensor(json.loads(STORED.read_text())["networks"][name])
     ours = net(noisy_images(), torch.tensor(STEPS)).flatten()
@@ -29,7 +29,7 @@ def test_the_network_is_that_of_diffusers(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_schedule_is_that_of_diffusers(name: str) -> None:
-    left = convert(SCHEDULES[name], Schedule).alpha_bars
+    left = convert_json(SCHEDULES[name], Schedule).alpha_bars
     theirs = torch.tensor(json.loads(STORED.read_text())["schedules"][name])
     # diffusers multiplies a thousand factors in float32
     assert torch.allclose(left[:: max(1, len(left) // 8)].float(), theirs, rtol=1e-4, atol=1e-6)

@@ -41,17 +41,17 @@ class Residual(nn.Module):
         return self.head((y + 0.5 * y.roll(1, 2)).mean((2, 3)))
 
 
-def vit(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
+def exported_vit(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
     return timm.create_model(name, **SMALL, **more)
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "vit": vit,
+    "vit": exported_vit,
     "residual": Residual,
     **(
         {
-            "mean of tokens": lambda: vit(global_pool="avg"),
-            "distilled": lambda: vit("deit_tiny_distilled_patch16_224"),
+            "mean of tokens": lambda: exported_vit(global_pool="avg"),
+            "distilled": lambda: exported_vit("deit_tiny_distilled_patch16_224"),
             "swin": lambda: timm.create_model(
                 "swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(2,),
                 num_heads=(2,), num_classes=4,
@@ -63,7 +63,7 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 }  # fmt: skip
 
 
-def exported(net: nn.Module, images: int = 2) -> Any:
+def exported_program(net: nn.Module, images: int = 2) -> Any:
     batch = {0: torch.export.Dim.DYNAMIC} if images > 1 else None
     return torch.export.export(net, (torch.rand(images, *SIZE),), dynamic_shapes=(batch,))
 
@@ -73,15 +73,21 @@ def exported(net: nn.Module, images: int = 2) -> Any:
 def test_a_program_has_the_bound_of_its_module(name: str, images: int) -> None:
     torch.manual_seed(0)
     net = NETWORKS[name]().eval()
-    program = exported(net, images)
+    program = exported_program(net, images)
     native = certvit.load(net, **PIXELS, input_size=SIZE)
     pixels = torch.rand(2, *SIZE)
     upper = certvit.bound(native).upper
     assert upper.finite
+    labels = certvit.network(native)(pixels).argmax(1)
+    norms: dict[str, Any] = {"method": "local", "effort": "norms"}
+    radii = [row.radius for row in certvit.certify(native, pixels, labels, **norms)]
+    assert max(radii) > 0
     for source in (program, program.module()):
         opened = certvit.load(source, **PIXELS)
         assert opened.record.input.size == SIZE
         assert certvit.bound(opened).upper.log10() == upper.log10()
+        rows = certvit.certify(opened, pixels, labels, **norms)
+        assert [row.radius for row in rows] == pytest.approx(radii, rel=1e-6)
         # sums of the same numbers, in the order of a fused attention or of a written one
         assert torch.allclose(
             certvit.network(opened)(pixels), certvit.network(native)(pixels), atol=1e-5
@@ -109,7 +115,7 @@ def test_what_a_graph_without_memory_would_not_compute_is_refused(
     net: nn.Module, message: str
 ) -> None:
     with pytest.raises(ArchitectureError, match=message):
-        certvit.load(exported(net), **PIXELS)
+        certvit.load(exported_program(net), **PIXELS)
 
 
 def test_an_operation_without_a_rule_is_named() -> None:
@@ -117,14 +123,14 @@ def test_an_operation_without_a_rule_is_named() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.flatten(1)[:, :4].cumsum(1)
 
-    result = certvit.bound(certvit.load(exported(Summed().eval()), mean=0, std=1))
+    result = certvit.bound(certvit.load(exported_program(Summed().eval()), mean=0, std=1))
     assert not result.upper.finite
     assert "cumsum" in result.bound.why
 
 
 def test_files_of_programs_are_refused_with_the_call_that_helps(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(768, 4)).eval()
-    torch.export.save(exported(net), tmp_path / "net.pt2")
+    torch.export.save(exported_program(net), tmp_path / "net.pt2")
     torch.jit.trace(net, torch.rand(1, *SIZE)).save(str(tmp_path / "net.pt"))
     for name, kind in (("net.pt2", "torch.export"), ("net.pt", "TorchScript")):
         failure = attempt("lipschitz", tmp_path / name, "--mean", 0, "--std", 1).exception

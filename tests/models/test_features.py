@@ -37,7 +37,7 @@ FILES: dict[str, tuple[str, dict[str, Any]]] = {
 HINT = "certvit lipschitz --features"
 
 
-def options(name: str) -> list[object]:
+def feature_options(name: str) -> list[object]:
     arch, arguments = FILES[name]
     return [
         "--arch",
@@ -46,8 +46,8 @@ def options(name: str) -> list[object]:
     ]
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+@pytest.fixture(scope="module", name="files")
+def feature_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("headless")
     made = {}
     for name, (arch, arguments) in FILES.items():
@@ -64,7 +64,7 @@ def test_a_file_without_classifier_has_a_bound_of_its_features_alone(
     name: str, files: dict[str, Path], tmp_path: Path
 ) -> None:
     path = files[name]
-    words = options(name)
+    words = feature_options(name)
     refused = attempt("lipschitz", path, *words, "--no-estimate").exception
     assert f"{path} has no classifier" in str(refused)
     assert HINT in getattr(refused, "hint", "")
@@ -81,7 +81,7 @@ def test_a_report_that_calls_features_logits_is_refuted(
     files: dict[str, Path], tmp_path: Path
 ) -> None:
     path = files["class token"]
-    words = options("class token")
+    words = feature_options("class token")
     report = tmp_path / "report.json"
     found = document("lipschitz", path, *words, "--features", "--no-estimate")
     for edited in (
@@ -103,7 +103,7 @@ def test_evidence_of_features_is_told_apart_and_all_other_commands_refuse(
     words = (
         "lipschitz",
         files["class token"],
-        *options("class token"),
+        *feature_options("class token"),
         "--features",
         "--no-estimate",
     )
@@ -137,7 +137,7 @@ def test_a_record_with_other_outputs_than_its_network_is_refused(
         certvit(
             "lipschitz",
             files["class token"],
-            *options("class token"),
+            *feature_options("class token"),
             "--features",
             "--no-estimate",
             "-o",
@@ -210,7 +210,7 @@ def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
     save_file(dict(checkpoint.tensors), tmp_path / "tokens.safetensors")
     words = ["--as-stated", "--features", "--no-estimate", "--arch-arg", "global_pool="]
     refused = attempt(
-        "lipschitz", tmp_path / "tokens.safetensors", *options("class token"), *words
+        "lipschitz", tmp_path / "tokens.safetensors", *feature_options("class token"), *words
     ).exception
     assert "maps an image to a tensor (1, 5, 16)" in str(refused)
     assert "global_pool=token" in getattr(refused, "hint", "")

@@ -35,7 +35,7 @@ NETWORKS: dict[str, Guided] = {
 }
 
 
-def described(flags: Guided, **changes: Any) -> dict[str, Any]:
+def described_denoiser(flags: Guided, **changes: Any) -> dict[str, Any]:
     """Return the flags that no tensor shows, as a user writes them."""
     values = {
         "noise_schedule": "linear",
@@ -62,7 +62,9 @@ def file(
     if spoil is not None:
         spoil(tensors)
     torch.save(tensors, folder / name)
-    (folder / name).with_suffix(".json").write_text(json.dumps(described(flags, **changes)))
+    (folder / name).with_suffix(".json").write_text(
+        json.dumps(described_denoiser(flags, **changes))
+    )
     return folder / name
 
 
@@ -147,7 +149,7 @@ def test_safetensors_and_another_prediction(tmp_path: Path) -> None:
     assert plain.digest != by_torch.digest
 
 
-def nothing(tensors: dict[str, Tensor]) -> None:
+def no_edit(tensors: dict[str, Tensor]) -> None:
     pass
 
 
@@ -190,7 +192,7 @@ def odd_waves(tensors: dict[str, Tensor]) -> None:
 
 PLAIN = Guided(heads=2)
 REFUSED: dict[str, tuple[Guided, Any, dict[str, Any], str]] = {
-    "classes": (replace(PLAIN, classes=10), nothing, {}, "conditional"),
+    "classes": (replace(PLAIN, classes=10), no_edit, {}, "conditional"),
     "half a UNet": (PLAIN, without_outputs, {}, "half a UNet"),
     "a tensor is missing": (PLAIN, one_missing, {}, "missing"),
     "a tensor too many": (PLAIN, one_more, {}, "extra"),
@@ -200,15 +202,15 @@ REFUSED: dict[str, tuple[Guided, Any, dict[str, Any], str]] = {
     "rows of no head": (PLAIN, odd_rows, {}, "fit no UNet"),
     "odd waves": (PLAIN, odd_waves, {}, "fit no UNet"),
     "a gap": (PLAIN, gaps, {}, "fit no UNet"),
-    "channels": (replace(PLAIN, channels=3), nothing, {}, "3 channels"),
-    "no heads": (PLAIN, nothing, {"num_heads": None}, "num_heads or num_head_channels"),
-    "two answers": (PLAIN, nothing, {"num_head_channels": 8}, "num_heads or num_head_channels"),
-    "no order": (PLAIN, nothing, {"use_new_attention_order": None}, "use_new_attention_order"),
-    "odd heads": (PLAIN, nothing, {"num_heads": 5}, "not cut into heads by 5"),
-    "no steps": (PLAIN, nothing, {"diffusion_steps": None}, "diffusion_steps"),
-    "a schedule": (PLAIN, nothing, {"noise_schedule": "sigmoid"}, "holds no flags"),
-    "a flag": (PLAIN, nothing, {"num_channels": 32}, "holds no flags"),
-    "how steps are told": (PLAIN, nothing, {"diffusion_steps": 4000}, "rescale_timesteps"),
+    "channels": (replace(PLAIN, channels=3), no_edit, {}, "3 channels"),
+    "no heads": (PLAIN, no_edit, {"num_heads": None}, "num_heads or num_head_channels"),
+    "two answers": (PLAIN, no_edit, {"num_head_channels": 8}, "num_heads or num_head_channels"),
+    "no order": (PLAIN, no_edit, {"use_new_attention_order": None}, "use_new_attention_order"),
+    "odd heads": (PLAIN, no_edit, {"num_heads": 5}, "not cut into heads by 5"),
+    "no steps": (PLAIN, no_edit, {"diffusion_steps": None}, "diffusion_steps"),
+    "a schedule": (PLAIN, no_edit, {"noise_schedule": "sigmoid"}, "holds no flags"),
+    "a flag": (PLAIN, no_edit, {"num_channels": 32}, "holds no flags"),
+    "how steps are told": (PLAIN, no_edit, {"diffusion_steps": 4000}, "rescale_timesteps"),
 }
 
 

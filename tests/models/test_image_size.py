@@ -26,7 +26,7 @@ DIGITS = "certvit/digits"
 OWN = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
 
 
-def at(side: int) -> Any:
+def opened_at(side: int) -> Any:
     return open_checkpoint(DIGITS, Hints(image_size=side))
 
 
@@ -53,7 +53,7 @@ def test_the_resize_is_bilinear_interpolation_with_antialiasing(
 def test_a_record_keeps_the_size_and_one_without_it_keeps_its_bytes() -> None:
     own = open_checkpoint(DIGITS).record
     assert "resized" not in own.to_json()
-    other = at(12).record
+    other = opened_at(12).record
     assert Record.from_json(other.to_json()) == other
     assert (other.input.size, other.input.resized) == ((1, 12, 12), (8, 8))
     assert other.input.perturbed_at(8) == own.input  # its own size again
@@ -61,13 +61,13 @@ def test_a_record_keeps_the_size_and_one_without_it_keeps_its_bytes() -> None:
 
 
 def test_another_size_is_another_network() -> None:
-    digests = {at(side).digest for side in (8, 12, 16)} | {open_checkpoint(DIGITS).digest}
+    digests = {opened_at(side).digest for side in (8, 12, 16)} | {open_checkpoint(DIGITS).digest}
     assert len(digests) == 3
 
 
 @pytest.mark.parametrize("sides", [[0, 8], [8], [8, 8, 8], [5000, 8], "8x8"])
 def test_sides_that_no_network_has_are_refused(sides: Any) -> None:
-    record = json.loads(at(12).record.to_json())
+    record = json.loads(opened_at(12).record.to_json())
     record["input"]["resized"] = sides
     with pytest.raises(CheckpointError):
         Record.from_json(json.dumps(record))
@@ -75,7 +75,7 @@ def test_sides_that_no_network_has_are_refused(sides: Any) -> None:
 
 def test_a_network_loaded_from_its_module_is_the_same_function() -> None:
     """load(network(x)) is x, with the resize; not of a module whose matrices somebody changed."""
-    checkpoint = at(12)
+    checkpoint = opened_at(12)
     images = torch.rand(3, 1, 12, 12)
     module = certvit.network(checkpoint)
     for stated in ({}, {"mean": 0, "std": 1}, {"mean": 0.5, "std": 0.5}):
@@ -95,12 +95,12 @@ def test_a_module_takes_an_image_size_too() -> None:
     small = interpolate(images, (4, 4), mode="bilinear", antialias=True)
     assert torch.allclose(certvit.network(opened)(images), module((small - 0.2) / 0.5), atol=1e-5)
     # one linear map: the bound of its two factors is at most their product
-    whole = module[1].weight @ torch.kron(*_matrices((6, 6), (4, 4))).float() / 0.5
+    whole = module[1].weight @ torch.kron(*_resize_matrices((6, 6), (4, 4))).float() / 0.5
     exact = float(torch.linalg.matrix_norm(whole.detach(), 2))
     assert exact <= float(certvit.bound(opened).upper)
 
 
-def _matrices(source: tuple[int, int], target: tuple[int, int]) -> tuple[Tensor, Tensor]:
+def _resize_matrices(source: tuple[int, int], target: tuple[int, int]) -> tuple[Tensor, Tensor]:
     resize = PixelResize(source, target)
     return resize.rows, resize.columns
 
@@ -120,7 +120,7 @@ class Halves(PixelDenoiser):
 def test_a_denoiser_works_at_the_size_of_the_images_and_the_resize_comes_behind_it() -> None:
     denoiser = Halves()
     noisy = torch.randn(4, 1, 12, 12)
-    smoothed = classifier(at(12), torch.device("cpu"), "float32", denoiser)
+    smoothed = classifier(opened_at(12), torch.device("cpu"), "float32", denoiser)
     own = certvit.network(DIGITS)
     small = interpolate(noisy / 2, (8, 8), mode="bilinear", antialias=True)
     with torch.no_grad():
@@ -130,14 +130,14 @@ def test_a_denoiser_works_at_the_size_of_the_images_and_the_resize_comes_behind_
 
 def test_tokens_are_not_dropped_where_a_pixel_belongs_to_several() -> None:
     """Patches are certified in the pixels of the images; tokens are patches of the resized ones."""
-    model = PixelModel(OWN.perturbed_at(16), _plain())
+    model = PixelModel(OWN.perturbed_at(16), _plain_network())
     with pytest.raises(UsageError, match="resizes the images"):
         seen_part(model, "tokens")
     assert seen_part(model, "auto").hides == "pixels"
-    assert seen_part(PixelModel(OWN, _plain()), "auto").hides == "tokens"
+    assert seen_part(PixelModel(OWN, _plain_network()), "auto").hides == "tokens"
 
 
-def _plain() -> nn.Module:
+def _plain_network() -> nn.Module:
     return timm.create_model(
         "vit_tiny_patch16_224", img_size=8, patch_size=4, in_chans=1, embed_dim=8, depth=1,
         num_heads=2, num_classes=3,

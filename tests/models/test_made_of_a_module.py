@@ -79,7 +79,7 @@ class Doubled(nn.Linear):
         return state
 
 
-def hooked(register: Callable[[nn.Module], Any]) -> nn.Module:
+def with_seeded_hook(register: Callable[[nn.Module], Any]) -> nn.Module:
     net = Steep()
     register(net.fc)
     return net
@@ -97,13 +97,15 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "extra state": ByExtraState,
     "gradients of weights": ByGradient,
     "weights that are handed out": lambda: nn.Sequential(nn.Flatten(), Doubled(4, 2)),
-    "hook of the weights that are handed out": lambda: hooked(
+    "hook of the weights that are handed out": lambda: with_seeded_hook(
         lambda fc: fc.register_state_dict_post_hook(
             lambda module, state, prefix, metadata: halves(state, prefix)
         )
     ),
-    "hook before loading": lambda: hooked(lambda fc: fc._register_load_state_dict_pre_hook(halves)),
-    "hook after loading": lambda: hooked(
+    "hook before loading": lambda: with_seeded_hook(
+        lambda fc: fc._register_load_state_dict_pre_hook(halves)
+    ),
+    "hook after loading": lambda: with_seeded_hook(
         lambda fc: fc.register_load_state_dict_post_hook(
             lambda module, keys: setattr(module, "weight", nn.Parameter(module.weight / 2))
         )
@@ -177,13 +179,13 @@ class Times50(nn.Parameter):
             return Tensor._make_subclass(Times50, self.data.clone(), False)
 
 
-def linear() -> nn.Module:
+def seeded_linear() -> nn.Module:
     layer = nn.Linear(4, 2)
     layer.weight = Times50(layer.weight.data)
     return nn.Sequential(nn.Flatten(), layer)
 
 
-def convolution() -> nn.Module:
+def seeded_convolution() -> nn.Module:
     layer = nn.Conv2d(1, 2, 2)
     layer.weight = Times50(layer.weight.data)
     return nn.Sequential(layer, nn.Flatten())
@@ -210,7 +212,7 @@ class Elsewhere(Functional):
         return functional.linear(x.flatten(1), self.there[0])
 
 
-@pytest.mark.parametrize("build", [linear, convolution, Functional, Elsewhere])
+@pytest.mark.parametrize("build", [seeded_linear, seeded_convolution, Functional, Elsewhere])
 def test_a_tensor_of_another_type_has_no_bound(build: Callable[[], nn.Module]) -> None:
     from certcli.lipschitz.network import bound_network
 
@@ -222,7 +224,7 @@ def test_a_tensor_of_another_type_has_no_bound(build: Callable[[], nn.Module]) -
     assert "Times50" in result.bound.why
 
 
-@pytest.mark.parametrize("build", [linear, convolution, Functional])
+@pytest.mark.parametrize("build", [seeded_linear, seeded_convolution, Functional])
 def test_a_module_with_a_tensor_of_another_type_is_not_loaded(
     build: Callable[[], nn.Module],
 ) -> None:
@@ -231,7 +233,7 @@ def test_a_module_with_a_tensor_of_another_type_is_not_loaded(
 
 
 @contextmanager
-def replaced(**methods: Any) -> Iterator[None]:
+def with_part_replaced(**methods: Any) -> Iterator[None]:
     saved = {name: getattr(nn.Module, name) for name in methods}
     try:
         for name, method in methods.items():
@@ -253,7 +255,7 @@ def test_networks_are_proven_where_torch_has_compiled_another_one() -> None:
     def noted_again(self: nn.Module, state: Any) -> None:
         restored(self, state)
 
-    with replaced(__init__=noted, __setstate__=noted_again):
+    with with_part_replaced(__init__=noted, __setstate__=noted_again):
         module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
         assert certvit.bound(certvit.load(module, **OPTIONS)).upper.finite
 
@@ -271,7 +273,7 @@ class Between(nn.Module):
         return self.second(self.between(self.first(x.flatten(1))))
 
 
-def times(factor: float) -> Callable[[Tensor], Tensor]:
+def scaled_module(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * factor
 
 
@@ -319,8 +321,8 @@ class Slotted:
 FUNCTIONS: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "relu": lambda: torch.relu,
     "sin": lambda: torch.sin,
-    "twice": lambda: times(2.0),
-    "thrice": lambda: times(3.0),
+    "twice": lambda: scaled_module(2.0),
+    "thrice": lambda: scaled_module(3.0),
     "power 2": lambda: functools.partial(torch.pow, exponent=2),
     "power 3": lambda: functools.partial(torch.pow, exponent=3),
     "plus 0": lambda: torch.zeros(4).add,

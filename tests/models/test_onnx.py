@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import certvit
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
+from tests.helpers.onnx_graph import Node, graph_of
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -18,7 +19,7 @@ onnxruntime = pytest.importorskip("onnxruntime")
 SIZE = (3, 16, 16)
 
 
-def small_vit() -> nn.Module:
+def one_block_vit() -> nn.Module:
     return timm.create_model(
         "vit_tiny_patch16_224",
         img_size=16,
@@ -55,7 +56,7 @@ def small_resnet() -> nn.Module:
     )
 
 
-NETWORKS = {"vit": small_vit, "swin": small_swin, "resnet": small_resnet}
+NETWORKS = {"vit": one_block_vit, "swin": small_swin, "resnet": small_resnet}
 
 
 def filled(net: nn.Module) -> nn.Module:
@@ -69,7 +70,7 @@ def filled(net: nn.Module) -> nn.Module:
     return net.eval()
 
 
-def exported(net: nn.Module, path: Path, opset: int, dynamo: bool = False) -> Path:
+def exported_onnx(net: nn.Module, path: Path, opset: int, dynamo: bool = False) -> Path:
     """Write a network as a batch of one; the older exporter names the batch and takes any."""
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1))
     if dynamo:
@@ -84,7 +85,7 @@ def exported(net: nn.Module, path: Path, opset: int, dynamo: bool = False) -> Pa
     return path
 
 
-def relative(ours: Tensor, theirs: Tensor) -> float:
+def relative_distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
 
 
@@ -102,31 +103,31 @@ def relative(ours: Tensor, theirs: Tensor) -> float:
 def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     tmp_path: Path, name: str, opset: int, dynamo: bool
 ) -> None:
-    """Constants in the file are float32: its bounds differ from those of the network by 1e-6."""
+    """Or better ones. Constants in the file are float32: bounds of equal maps differ by 1e-6."""
     net = filled(NETWORKS[name]())
-    path = exported(net, tmp_path / "net.onnx", opset, dynamo)
+    path = exported_onnx(net, tmp_path / "net.onnx", opset, dynamo)
     read, size = network_of_onnx(path, read_model(path)[0])
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
         logits = net.double()(images)
-        assert relative(read.double()(images), logits) < 1e-6
+        assert relative_distance(read.double()(images), logits) < 1e-6
     assert size == SIZE
     net.float()
     ours = certvit.load(path, mean=0.5, std=0.5)
     theirs = certvit.load(net, mean=0.5, std=0.5, input_size=SIZE)
     assert ours.reading.doubts == ()
     assert certvit.bound(ours).upper <= certvit.bound(theirs).upper * (1 + 1e-6)
-    if name == "vit":
-        labels = certvit.network(theirs)(images.float()).argmax(1)
-        radii = [
-            [
-                row.radius
-                for row in certvit.certify(each, images, labels, method="local", effort="norms")
-            ]
-            for each in (ours, theirs)
+    labels = certvit.network(theirs)(images.float()).argmax(1)
+    radii = [
+        [
+            row.radius
+            for row in certvit.certify(each, images, labels, method="local", effort="norms")
         ]
-        assert min(radii[1]) > 0
-        assert radii[0] == pytest.approx(radii[1], rel=1e-3)
+        for each in (ours, theirs)
+    ]
+    assert max(radii[1]) > 0
+    # an exporter folds statistics into the convolution before them: one map in place of two
+    assert all(one >= other * (1 - 1e-3) for one, other in zip(*radii, strict=True))
 
 
 def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -> None:
@@ -139,21 +140,13 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -
     }
     scales = torch.tensor([0.1, 0.03, 0.7])
     for name, (stored, factor) in weights.items():
-        graph = helper.make_graph(
-            [
-                helper.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=1),
-                helper.make_node("Flatten", ["x"], ["f"]),
-                helper.make_node("MatMul", ["f", "w"], ["y"]),
-            ],
-            "g",
-            [helper.make_tensor_value_info("x", kinds.FLOAT, ("b", 1, 4, 4))],
-            [helper.make_tensor_value_info("y", kinds.FLOAT, ("b", 3))],
-            [stored, helper.make_tensor("s", kinds.FLOAT, (3,), scales.tolist())],
-        )
-        opset = [helper.make_opsetid("", 21)]
+        nodes: list[Node] = [
+            ("DequantizeLinear", ["q", "s"], ["w"], {"axis": 1}),
+            ("Flatten", ["x"], ["f"]),
+            ("MatMul", ["f", "w"], ["y"]),
+        ]
         path = tmp_path / f"{name}.onnx"
-        model = helper.make_model(graph, opset_imports=opset, ir_version=10)
-        path.write_bytes(model.SerializeToString())
+        path.write_bytes(graph_of(nodes, opset=21, q=stored, s=scales.numpy()))
         # ONNX Runtime's default session rounds the inputs of such products to 8 bits, and is doubted
         with pytest.warns(UserWarning, match="other logits"):
             checkpoint = certvit.load(path, mean=0.0, std=1.0)
@@ -162,13 +155,13 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -
         session = onnxruntime.InferenceSession(path.read_bytes(), options)
         pixels = torch.rand(1, 1, 4, 4, generator=torch.Generator().manual_seed(1))
         as_written = torch.from_numpy(session.run(None, {"x": pixels.numpy()})[0])
-        assert relative(certvit.network(checkpoint)(pixels), as_written) < 1e-5
+        assert relative_distance(certvit.network(checkpoint)(pixels), as_written) < 1e-5
         (weight,) = (value for value in checkpoint.tensors.values() if value.dim() == 2)
         assert torch.equal(weight, (rows * factor).float() * scales[:, None])
 
 
 def test_files_of_equal_weights_and_other_operators_have_other_digests(tmp_path: Path) -> None:
-    path = exported(filled(small_resnet()), tmp_path / "net.onnx", 17)
+    path = exported_onnx(filled(small_resnet()), tmp_path / "net.onnx", 17)
     digests = set()
     for op in ("Relu", "Tanh", "Sigmoid"):
         model = read_model(path)[0]
@@ -178,7 +171,7 @@ def test_files_of_equal_weights_and_other_operators_have_other_digests(tmp_path:
         checkpoint = certvit.load(path, mean=0.5, std=0.5)
         assert certvit.load(path, mean=0.5, std=0.5).digest == checkpoint.digest
         digests.add(checkpoint.digest)
-        path = exported(filled(small_resnet()), tmp_path / "net.onnx", 17)
+        path = exported_onnx(filled(small_resnet()), tmp_path / "net.onnx", 17)
     assert len(digests) == 3
 
 
@@ -201,11 +194,11 @@ def test_what_is_recognised_has_the_factors_of_the_file(tmp_path: Path) -> None:
             return self.head(x.mean(1))
 
     net = filled(Spelled())
-    path = exported(net, tmp_path / "net.onnx", 17)
+    path = exported_onnx(net, tmp_path / "net.onnx", 17)
     read, _ = network_of_onnx(path, read_model(path)[0])
     kinds = {type(part).__name__: part for part in read.children()}
     assert {"Attention", "GELU"} <= set(kinds)
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
-        assert relative(read.double()(images), net.double()(images)) < 1e-6
+        assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
     assert kinds["Attention"].scale == pytest.approx(0.4 * 0.7 / 0.9, rel=1e-7)

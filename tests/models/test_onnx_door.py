@@ -12,9 +12,8 @@ import pytest
 import certvit
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
+from tests.helpers.onnx_graph import SIZE, graph_of
 from tests.soundness.onnx_edits import edited_onnx
-
-SIZE = (1, 4, 4)
 
 
 def test_without_the_package_one_line_says_what_to_install(
@@ -27,36 +26,19 @@ def test_without_the_package_one_line_says_what_to_install(
     assert 'pip install "certvit[onnx]"' in getattr(done.exception, "hint", done.output)
 
 
-def graph_of(nodes: list[Any], *, sizes: tuple[Any, ...] = ("b", *SIZE), **tensors: Any) -> bytes:
-    """Return a file with input x, result y, these operators and constants."""
-    onnx = pytest.importorskip("onnx")
-    pytest.importorskip("onnxruntime")
-    helper = onnx.helper
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [helper.make_node(*node[:3], **(node[3] if len(node) > 3 else {})) for node in nodes],
-        "g",
-        [helper.make_tensor_value_info("x", kind, sizes)],
-        [helper.make_tensor_value_info("y", kind, None)],
-        [onnx.numpy_helper.from_array(np.asarray(value), name) for name, value in tensors.items()],
-    )
-    opset = [helper.make_opsetid("", 17), helper.make_opsetid("com.example", 1)]
-    return helper.make_model(graph, opset_imports=opset, ir_version=8).SerializeToString()
-
-
 WEIGHT = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
 FLAT: list[Any] = [("Flatten", ["x"], ["f"])]
 LINEAR: list[Any] = [*FLAT, ("MatMul", ["f", "w"], ["y"])]
 
 
-def changed(change: Callable[[Any], None], nodes: list[Any] = LINEAR) -> bytes:
+def changed_model(change: Callable[[Any], None], nodes: list[Any] = LINEAR) -> bytes:
     data = graph_of(nodes, w=WEIGHT)
     model = pytest.importorskip("onnx").ModelProto.FromString(data)
     change(model)
     return model.SerializeToString()
 
 
-def outside(model: Any) -> None:
+def move_values_outside(model: Any) -> None:
     tensor = model.graph.initializer[0]
     tensor.ClearField("raw_data")
     tensor.data_location = 1
@@ -74,7 +56,7 @@ def control(model: Any) -> None:
     one.g.name = "inner"
 
 
-def huge(name: str, *inputs: str, **attributes: Any) -> bytes:
+def file_of_huge_constants(name: str, *inputs: str, **attributes: Any) -> bytes:
     """Return a file whose constants would be 10^12 numbers."""
     nodes = [(name, list(inputs), ["c"], attributes), *FLAT, ("MatMul", ["f", "w"], ["z"])]
     nodes.append(("Add", ["z", "c"], ["y"]))
@@ -98,9 +80,9 @@ BAD: dict[str, Callable[[], bytes]] = {
     "truncated": lambda: graph_of(LINEAR, w=WEIGHT)[:-9],
     "messages of two bytes": lambda: b"\x3a\x80\x80\x80\x02" + b"\x0a\x00" * 2**21,
     "nested groups": lambda: b"\x3b" * 10**6,
-    "values elsewhere": lambda: changed(outside),
-    "functions": lambda: changed(function),
-    "control flow": lambda: changed(control),
+    "values elsewhere": lambda: changed_model(move_values_outside),
+    "functions": lambda: changed_model(function),
+    "control flow": lambda: changed_model(control),
     "another domain": lambda: graph_of(
         [*FLAT, ("MatMul", ["f", "w"], ["y"], {"domain": "com.example"})], w=WEIGHT
     ),
@@ -115,12 +97,12 @@ BAD: dict[str, Callable[[], bytes]] = {
     "four images at once": lambda: graph_of(LINEAR, sizes=(4, *SIZE), w=WEIGHT),
     "an image of 10^12 pixels": lambda: graph_of(LINEAR, sizes=(1, 1, 10**6, 10**6), w=WEIGHT),
     "nothing of the image": lambda: graph_of([("Relu", ["w"], ["y"])], w=WEIGHT),
-    "ConstantOfShape": lambda: huge("ConstantOfShape", "many"),
-    "Expand": lambda: huge("Expand", "one", "many"),
-    "Tile": lambda: huge("Tile", "one", "many"),
-    "Range": lambda: huge("Range", "zero", "end", "step"),
-    "a sum of all pairs": lambda: huge("Add", "row", "column"),
-    "a product of all pairs": lambda: huge("MatMul", "column", "row"),
+    "ConstantOfShape": lambda: file_of_huge_constants("ConstantOfShape", "many"),
+    "Expand": lambda: file_of_huge_constants("Expand", "one", "many"),
+    "Tile": lambda: file_of_huge_constants("Tile", "one", "many"),
+    "Range": lambda: file_of_huge_constants("Range", "zero", "end", "step"),
+    "a sum of all pairs": lambda: file_of_huge_constants("Add", "row", "column"),
+    "a product of all pairs": lambda: file_of_huge_constants("MatMul", "column", "row"),
 }
 
 

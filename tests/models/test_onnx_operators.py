@@ -11,6 +11,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import READERS
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
+from tests.helpers.onnx_graph import Node, graph_of
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -23,12 +24,12 @@ def normal(*shape: int) -> Any:
     return _RANDOM.normal(size=shape).astype(np.float32)
 
 
-def whole(*numbers: int) -> Any:
+def integer_list(*numbers: int) -> Any:
     return np.array(numbers)
 
 
 FOUR, ROW = normal(4), normal(6)
-PLACES = whole(3, 0, 2, 1, 5, 4)
+PLACES = integer_list(3, 0, 2, 1, 5, 4)
 Row = tuple[str, list[Any], dict[str, Any]]
 """Operator; its inputs, "x" the image (b, 4, 4, 6) and "" left out; its attributes."""
 ROWS: list[Row] = [
@@ -59,11 +60,11 @@ ROWS: list[Row] = [
     *((op, [ROW, ROW[::-1].copy()], {}) for op in ("LessOrEqual", "GreaterOrEqual")),
     *((op, [ROW > 0, FOUR[:1] > 0], {}) for op in ("And", "Or")),
     ("Not", [ROW > 0], {}),
-    ("Mod", [PLACES - 3, whole(2)], {}),
-    ("Div", [PLACES - 3, whole(2)], {}),
+    ("Mod", [PLACES - 3, integer_list(2)], {}),
+    ("Div", [PLACES - 3, integer_list(2)], {}),
     ("Shape", [normal(3, 2)], {"end": 1}),
     ("Size", [normal(3, 2)], {}),
-    ("ConstantOfShape", [whole(6)], {"value": np.array([3], np.float32)}),
+    ("ConstantOfShape", [integer_list(6)], {"value": np.array([3], np.float32)}),
     ("Range", [np.array(7), np.array(-5), np.array(-2)], {}),
     ("DequantizeLinear", [PLACES.astype(np.int8), np.float32(0.3), np.int8(2)], {}),
     ("Constant", [], {"value": ROW}),
@@ -86,37 +87,37 @@ ROWS: list[Row] = [
     ("AveragePool", ["x"], {"kernel_shape": [3, 3], "pads": [1, 1, 1, 1], "strides": [1, 3]}),
     ("AveragePool", ["x"], {"kernel_shape": [3, 3], "auto_pad": "SAME_UPPER"}),
     ("Resize", ["x", "", np.array([1, 1, 2, 3], np.float32)], {}),
-    ("Resize", ["x", "", "", whole(1, 4, 4, 12)], {"nearest_mode": "round_prefer_ceil"}),
+    ("Resize", ["x", "", "", integer_list(1, 4, 4, 12)], {"nearest_mode": "round_prefer_ceil"}),
     (
         "Resize",
         ["x", "", np.array([1, 1, 3, 2], np.float32)],
         {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"},
     ),
-    ("Resize", ["x", "", "", whole(1, 4, 7, 9)], {"mode": "linear"}),
+    ("Resize", ["x", "", "", integer_list(1, 4, 7, 9)], {"mode": "linear"}),
     (
         "Resize",
-        ["x", "", "", whole(1, 4, 7, 9)],
+        ["x", "", "", integer_list(1, 4, 7, 9)],
         {"mode": "linear", "coordinate_transformation_mode": "align_corners"},
     ),
     ("DepthToSpace", ["x"], {"blocksize": 2}),
     ("DepthToSpace", ["x"], {"blocksize": 2, "mode": "CRD"}),
     ("SpaceToDepth", ["x"], {"blocksize": 2}),
     ("Einsum", ["x", normal(4, 6, 3)], {"equation": "bchw,cwo->bcho"}),
-    ("Reshape", ["x", whole(0, 2, -1, 3)], {}),
+    ("Reshape", ["x", integer_list(0, 2, -1, 3)], {}),
     ("Transpose", ["x"], {"perm": [0, 3, 1, 2]}),
-    ("Unsqueeze", ["x", whole(1, -1)], {}),
-    ("Squeeze", [normal(1, 6, 1), whole(0, 2)], {}),
-    ("Split", ["x", whole(1, 3)], {"axis": 1}),
-    ("Slice", ["x", whole(5, 1), whole(0, 3), whole(3, 1), whole(-2, 1)], {}),
-    ("Gather", ["x", whole(2, 0)], {"axis": -1}),
+    ("Unsqueeze", ["x", integer_list(1, -1)], {}),
+    ("Squeeze", [normal(1, 6, 1), integer_list(0, 2)], {}),
+    ("Split", ["x", integer_list(1, 3)], {"axis": 1}),
+    ("Slice", ["x", integer_list(5, 1), integer_list(0, 3), integer_list(3, 1), integer_list(-2, 1)], {}),
+    ("Gather", ["x", integer_list(2, 0)], {"axis": -1}),
     ("Gather", ["x", np.array([[1, 0], [2, 2]])], {"axis": 1}),
     ("Concat", ["x", normal(1, 4, 2, 6), "x"], {"axis": 2}),
-    ("Expand", [FOUR[:1], whole(6)], {}),
-    ("Tile", ["x", whole(1, 2, 1, 1)], {}),
-    ("Pad", ["x", whole(0, 0, 1, 2, 0, 0, 0, 1), np.float32(0.4)], {}),
-    *((f"Reduce{name}", ["x", whole(1, -1)], {}) for name in ("Mean", "Max", "Min", "L1", "L2")),
-    *((f"Reduce{name}", ["x", whole(2)], {"keepdims": 0}) for name in ("Sum", "SumSquare")),
-    ("ReduceProd", [np.stack([PLACES, PLACES + 1]), whole(0)], {}),
+    ("Expand", [FOUR[:1], integer_list(6)], {}),
+    ("Tile", ["x", integer_list(1, 2, 1, 1)], {}),
+    ("Pad", ["x", integer_list(0, 0, 1, 2, 0, 0, 0, 1), np.float32(0.4)], {}),
+    *((f"Reduce{name}", ["x", integer_list(1, -1)], {}) for name in ("Mean", "Max", "Min", "L1", "L2")),
+    *((f"Reduce{name}", ["x", integer_list(2)], {"keepdims": 0}) for name in ("Sum", "SumSquare")),
+    ("ReduceProd", [np.stack([PLACES, PLACES + 1]), integer_list(0)], {}),
 ]  # fmt: skip
 OLD: list[Row] = [
     ("Upsample", ["x"], {"scales": [1.0, 1.0, 2.0, 3.0]}),
@@ -127,37 +128,22 @@ OLD: list[Row] = [
 """Of opset 8; "f" is the image (b, 96)."""
 
 
-def written(path: Path, row: Row, opset: int) -> Path:
+def written_operator(path: Path, row: Row, opset: int) -> Path:
     """Write y = op(...), or x times op(...) of constants."""
     op, inputs, attributes = row
-    helper, to_tensor = onnx.helper, onnx.numpy_helper.from_array
     names = [each if isinstance(each, str) else f"c{place}" for place, each in enumerate(inputs)]
+    constants = {
+        name: each for name, each in zip(names, inputs, strict=True) if not isinstance(each, str)
+    }
     for name, value in attributes.items():
-        attributes[name] = to_tensor(value) if isinstance(value, np.ndarray) else value
-    depends = "x" in names or "f" in names
-    nodes = [helper.make_node("Flatten", ["x"], ["f"])] if "f" in names else []
+        is_array = isinstance(value, np.ndarray)
+        attributes[name] = onnx.numpy_helper.from_array(value) if is_array else value
+    depends = not {"x", "f"}.isdisjoint(names)
     outputs = ["y", "z"] if op == "Split" else ["y" if depends else "c"]
-    nodes.append(helper.make_node(op, names, outputs, **attributes))
+    nodes: list[Node] = [("Flatten", ["x"], ["f"]), (op, names, outputs, attributes)]
     if not depends:
-        nodes.append(helper.make_node("Cast", ["c"], ["d"], to=1))
-        nodes.append(helper.make_node("Mul", ["x", "d"], ["y"]))
-    constants = [
-        to_tensor(np.asarray(each), name)
-        for name, each in zip(names, inputs, strict=True)
-        if not isinstance(each, str)
-    ]
-    kind = onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", kind, (1, *SIZE))],
-        [helper.make_tensor_value_info("y", kind, None)],
-        constants,
-    )
-    opsets = [helper.make_opsetid("", opset)]
-    path.write_bytes(
-        helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    )
+        nodes += [("Cast", ["c"], ["d"], {"to": 1}), ("Mul", ["x", "d"], ["y"])]
+    path.write_bytes(graph_of(nodes, sizes=(1, *SIZE), opset=opset, **constants))
     return path
 
 
@@ -166,7 +152,7 @@ def test_every_reader_computes_what_onnx_runtime_does(tmp_path: Path) -> None:
     assert {row[0] for row in (*ROWS, *OLD)} == READERS.keys()
     images = torch.from_numpy(normal(2, *SIZE))
     for place, row in enumerate((*ROWS, *OLD)):
-        path = written(tmp_path / f"{place}.onnx", row, 21 if place < len(ROWS) else 8)
+        path = written_operator(tmp_path / f"{place}.onnx", row, 21 if place < len(ROWS) else 8)
         net, _ = network_of_onnx(path, read_model(path)[0])
         session = onnxruntime.InferenceSession(path.read_bytes())
         theirs = np.concatenate([session.run(None, {"x": x[None].numpy()})[0] for x in images])

@@ -20,10 +20,10 @@ from tests.models.test_converters import (
     STATISTICS,
     TORCHVISION,
     TRANSFORMERS,
-    plain,
     prefixed,
-    saved,
+    save_in,
     transformers_folder,
+    vit_net,
 )
 from tests.models.transformers_logits import PIXELS, weights
 
@@ -32,7 +32,7 @@ QUERY = "vit.encoder.layer.0.attention.attention.query.weight"
 INDEX = "swin.encoder.layers.0.blocks.0.attention.self.relative_position_index"
 
 
-def without(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+def without_entries(tensors: dict[str, Tensor], name: str) -> dict[str, Tensor]:
     return {key: value for key, value in tensors.items() if key != name}
 
 
@@ -42,7 +42,7 @@ def endless() -> dict[str, Any]:
     return found
 
 
-def edited(name: str, edit: Edit, **config: Any) -> Callable[[Path], str]:
+def edited_by(name: str, edit: Edit, **config: Any) -> Callable[[Path], str]:
     """Return what writes a checkpoint of transformers with edited tensors."""
     row = TRANSFORMERS[name]
     return lambda folder: transformers_folder(
@@ -51,16 +51,16 @@ def edited(name: str, edit: Edit, **config: Any) -> Callable[[Path], str]:
 
 
 def torchvision_edited(name: str, edit: Edit) -> Callable[[Path], str]:
-    return lambda folder: saved(folder, edit(dict(TORCHVISION[name][0]().state_dict())))
+    return lambda folder: save_in(folder, edit(dict(TORCHVISION[name][0]().state_dict())))
 
 
 REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
     "CLIP": (
-        lambda folder: saved(folder, {"vision_model.embeddings.class_embedding": torch.ones(4)}), Hints(), "CLIPModel"
+        lambda folder: save_in(folder, {"vision_model.embeddings.class_embedding": torch.ones(4)}), Hints(), "CLIPModel"
     ),
-    "ResNet": (lambda folder: saved(folder, {"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}), Hints(), "ResNet"),
+    "ResNet": (lambda folder: save_in(folder, {"layer1.0.conv1.weight": torch.ones(4, 4, 3, 3)}), Hints(), "ResNet"),
     "another image size": (
-        lambda folder: saved(folder, plain()), Hints("vit_tiny_patch16_224", {**SMALL, "img_size": 32}), "another image"
+        lambda folder: save_in(folder, vit_net()), Hints("vit_tiny_patch16_224", {**SMALL, "img_size": 32}), "another image"
     ),
     "no classifier of transformers": (
         lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, architectures=["ViTModel"]), Hints(), "ViTModel"
@@ -78,12 +78,12 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, num_hidden_layers=3), Hints(), "disagree"
     ),
     "a representation layer": (
-        lambda folder: saved(folder, {**plain(), "pre_logits.fc.weight": torch.ones(12, 12)}),
+        lambda folder: save_in(folder, {**vit_net(), "pre_logits.fc.weight": torch.ones(12, 12)}),
         Hints("vit_tiny_patch16_224", SMALL),
         "representation",
     ),
     "half of a torchvision ViT": (
-        lambda folder: saved(
+        lambda folder: save_in(
             folder, {"class_token": torch.ones(4), "encoder.layers.encoder_layer_0.ln_1.weight": torch.ones(4)}
         ),
         Hints(),
@@ -94,17 +94,17 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         Hints(),
         "SwinForImageClassification",
     ),
-    "query and key of other widths": (edited("vit", lambda t: {**t, QUERY: torch.ones(16, 9)}), Hints(), "do not fit"),
-    "a key without its query": (edited("vit", lambda t: without(t, QUERY)), Hints(), "unexpected"),
-    "a key of no attention": (edited("vit", lambda t: {**t, "vit.key.weight": torch.ones(2)}), Hints(), "unexpected"),
+    "query and key of other widths": (edited_by("vit", lambda t: {**t, QUERY: torch.ones(16, 9)}), Hints(), "do not fit"),
+    "a key without its query": (edited_by("vit", lambda t: without_entries(t, QUERY)), Hints(), "unexpected"),
+    "a key of no attention": (edited_by("vit", lambda t: {**t, "vit.key.weight": torch.ones(2)}), Hints(), "unexpected"),
     "two names of one tensor": (
-        edited("vit", lambda t: {**t, QUERY.replace("attention.attention.query", "attention.q_proj"): t[QUERY] + 1}),
+        edited_by("vit", lambda t: {**t, QUERY.replace("attention.attention.query", "attention.q_proj"): t[QUERY] + 1}),
         Hints(),
         "two tensors",
     ),
-    "another order of positions": (edited("swin", lambda t: {**t, INDEX: torch.zeros(16, 16).long()}), Hints(), "index"),
+    "another order of positions": (edited_by("swin", lambda t: {**t, INDEX: torch.zeros(16, 16).long()}), Hints(), "index"),
     "positions of no layer": (
-        edited("swin", lambda t: {**t, INDEX.replace("layers.0", "layers.7"): torch.zeros(16, 16).long()}),
+        edited_by("swin", lambda t: {**t, INDEX.replace("layers.0", "layers.7"): torch.zeros(16, 16).long()}),
         Hints(),
         "unexpected",
     ),
@@ -115,15 +115,15 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         Hints(),
         "Expected `int` <= 4096",
     ),
-    "a dictionary that contains itself": (lambda folder: saved(folder, endless()), Hints(), "none of them is a dictionary"),
+    "a dictionary that contains itself": (lambda folder: save_in(folder, endless()), Hints(), "none of them is a dictionary"),
     "blocks without numbers": (
-        lambda folder: saved(folder, {**plain(), "blocks.x.y": torch.ones(1)}), Hints(), "looks like a timm"
+        lambda folder: save_in(folder, {**vit_net(), "blocks.x.y": torch.ones(1)}), Hints(), "looks like a timm"
     ),
     "no averaged weights": (
-        lambda folder: saved(folder, plain()), Hints("vit_tiny_patch16_224", SMALL, weights="ema"), "no averaged"
+        lambda folder: save_in(folder, vit_net()), Hints("vit_tiny_patch16_224", SMALL, weights="ema"), "no averaged"
     ),
     "averaged weights alone": (
-        lambda folder: saved(folder, prefixed("model_ema.")),
+        lambda folder: save_in(folder, prefixed("model_ema.")),
         Hints("vit_tiny_patch16_224", SMALL, weights="raw"),
         "no raw",
     ),
@@ -163,13 +163,13 @@ REFUSED: dict[str, tuple[Callable[[Path], str], Hints, str]] = {
         lambda folder: transformers_folder(TRANSFORMERS["vit"], folder, image_size=32), Hints(), "pos_embed"
     ),
     "one class": (
-        edited("vit", lambda t: {k: v[:1] if "classifier" in k else v for k, v in t.items()}, id2label={"0": "a"}),
+        edited_by("vit", lambda t: {k: v[:1] if "classifier" in k else v for k, v in t.items()}, id2label={"0": "a"}),
         Hints(),
         "one class",
     ),
-    "integers": (edited("vit", lambda t: {k: v.to(torch.int8) for k, v in t.items()}), Hints(), "is integer"),
+    "integers": (edited_by("vit", lambda t: {k: v.to(torch.int8) for k, v in t.items()}), Hints(), "is integer"),
     "a torchvision ViT of nobody's depth": (
-        lambda folder: saved(folder, dict(VisionTransformer(16, 8, 1, 2, 768, 24, num_classes=3).state_dict())),
+        lambda folder: save_in(folder, dict(VisionTransformer(16, 8, 1, 2, 768, 24, num_classes=3).state_dict())),
         Hints(**STATISTICS),
         "number of heads",
     ),

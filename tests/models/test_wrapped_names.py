@@ -17,7 +17,7 @@ from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
 from certcli.system.errors import ArchitectureError
 from tests.models.test_converters import STATISTICS, TRANSFORMERS, transformers_folder
-from tests.models.test_wrapping import HINTS, Tensors, network, opened
+from tests.models.test_wrapping import HINTS, Tensors, opened_wrapping, wrapped_network
 from tests.models.transformers_logits import weights
 
 Wrap = Callable[[Tensors], dict[str, Tensor]]
@@ -29,7 +29,7 @@ def under(prefix: str) -> Wrap:
     return lambda state: {prefix + name: value for name, value in state.items()}
 
 
-def within(part: str, *, at: str = "blocks.0.") -> Wrap:
+def within_module(part: str, *, at: str = "blocks.0.") -> Wrap:
     return lambda state: {name.replace(at, f"{at}{part}."): value for name, value in state.items()}
 
 
@@ -40,7 +40,7 @@ def head_as(prefix: str, rest: str = "") -> Wrap:
     }
 
 
-def beside(prefix: str = "", **more: Tensor) -> Wrap:
+def with_more(prefix: str = "", **more: Tensor) -> Wrap:
     """The network under a prefix, and tensors; `__` stands for a dot."""
     added = {name.replace("__", "."): value for name, value in more.items()}
     return lambda state: {**under(prefix)(state), **added}
@@ -71,32 +71,32 @@ READ: dict[str, tuple[Wrap, str]] = {
             "_fsdp_wrapped_module._checkpoint_wrapped_module.",
         )
     },
-    "FSDP in a block": (within("_fsdp_wrapped_module"), ""),
-    "checkpoints in a block": (within("_checkpoint_wrapped_module"), ""),
-    "a word in a block": (within("wrapped"), "'blocks.0.wrapped."),
-    "compiled attention": (within("_orig_mod", at="attn."), ""),
+    "FSDP in a block": (within_module("_fsdp_wrapped_module"), ""),
+    "checkpoints in a block": (within_module("_checkpoint_wrapped_module"), ""),
+    "a word in a block": (within_module("wrapped"), "'blocks.0.wrapped."),
+    "compiled attention": (within_module("_orig_mod", at="attn."), ""),
     "the head beside": (head_as("head", "backbone."), ""),
     "the head in a Sequential": (head_as("head.1"), "'head.1."),
     "both": (head_as("model.head.1", "model.backbone."), "'model.head.1."),
-    "thop": (beside(total_ops=0 * ONE, blocks__0__total_params=ONE), "'blocks.0.total_params'"),
-    "SWA": (beside("module.", n_averaged=torch.tensor(7)), "'n_averaged'"),
-    "Lightning": (beside("model.", criterion__weight=torch.ones(5)), "'criterion.weight'"),
-    "deep": (beside("a.model.", a__loss_fn__weight=ONE, train_acc__tp=ONE), "'a.loss_fn.weight'"),
+    "thop": (with_more(total_ops=0 * ONE, blocks__0__total_params=ONE), "'blocks.0.total_params'"),
+    "SWA": (with_more("module.", n_averaged=torch.tensor(7)), "'n_averaged'"),
+    "Lightning": (with_more("model.", criterion__weight=torch.ones(5)), "'criterion.weight'"),
+    "deep": (with_more("a.model.", a__loss_fn__weight=ONE, train_acc__tp=ONE), "'a.loss_fn.weight'"),
     "weight norm": (weight_normed(*(f"head.parametrizations.weight.original{i}" for i in (0, 1))), "'head.weight'"),
     "weight norm of old": (weight_normed("head.weight_g", "head.weight_v"), "'head.weight'"),
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tensors() -> Tensors:
+@pytest.fixture(scope="module", name="tensors")
+def wrapped_tensors() -> Tensors:
     torch.manual_seed(0)
-    return network()
+    return wrapped_network()
 
 
 @pytest.mark.parametrize("name", READ)
 def test_added_parts_are_taken_off_and_said(name: str, tensors: Tensors, tmp_path: Path) -> None:
     wrap, said = READ[name]
-    read = opened(wrap(tensors), tmp_path)
+    read = opened_wrapping(wrap(tensors), tmp_path)
     assert read.tensors.keys() == tensors.keys()
     for key, value in tensors.items():
         tolerance = 2**-22 if "norm" in name and key == "head.weight" else 0.0  # its two roundings
@@ -106,11 +106,13 @@ def test_added_parts_are_taken_off_and_said(name: str, tensors: Tensors, tmp_pat
 
 @pytest.mark.parametrize("classes", [3, 10])
 def test_the_classes_of_a_wrapped_head_are_counted(classes: int, tmp_path: Path) -> None:
-    read = opened(head_as("head.1", "backbone.")(network(num_classes=classes)), tmp_path)
+    read = opened_wrapping(
+        head_as("head.1", "backbone.")(wrapped_network(num_classes=classes)), tmp_path
+    )
     assert read.record.classes == classes
 
 
-def twice(first: str, second: str) -> Wrap:
+def under_two_names(first: str, second: str) -> Wrap:
     return lambda state: {
         **under(first)(state),
         **under(second)({name: value + 1 for name, value in state.items()}),
@@ -118,26 +120,26 @@ def twice(first: str, second: str) -> Wrap:
 
 
 REFUSED: dict[str, tuple[Wrap, str]] = {
-    "student and teacher": (twice("student.", "teacher."), "'student'.*'teacher'"),
-    "model and ema": (twice("model.", "ema."), "'model'.*'ema'"),
-    "a copy beside": (twice("", "ema_model."), "'ema_model'"),
-    "two of nobody's names": (twice("first.", "second."), "'first', 'second'"),
-    "two, deep": (twice("a.first.", "a.second."), "'a/first', 'a/second'|'first', 'second'"),
+    "student and teacher": (under_two_names("student.", "teacher."), "'student'.*'teacher'"),
+    "model and ema": (under_two_names("model.", "ema."), "'model'.*'ema'"),
+    "a copy beside": (under_two_names("", "ema_model."), "'ema_model'"),
+    "two of nobody's names": (under_two_names("first.", "second."), "'first', 'second'"),
+    "two, deep": (under_two_names("a.first.", "a.second."), "'a/first', 'a/second'|'first', 'second'"),
     "LoRA of PEFT": (
-        beside("base_model.model.", **{f"base_model__model__{QKV}lora_A__default__weight": torch.ones(2, 24)}),
+        with_more("base_model.model.", **{f"base_model__model__{QKV}lora_A__default__weight": torch.ones(2, 24)}),
         "lora_A.*merged",
     ),
-    "LoRA by another name": (beside(**{f"{QKV}linear_a_q__weight": torch.ones(2, 24)}), "linear_a_q"),
+    "LoRA by another name": (with_more(**{f"{QKV}linear_a_q__weight": torch.ones(2, 24)}), "linear_a_q"),
     "an adapter with a base layer": (
-        within("base_layer", at=QKV), "base_layer.*merged"
+        within_module("base_layer", at=QKV), "base_layer.*merged"
     ),
-    "an adapter in a block": (beside(blocks__0__adapter__down__weight=torch.ones(2, 24)), "adapter.down"),
-    "a temperature": (beside("model.", temperature=ONE), "'temperature'"),
-    "another head": (beside("model.", aux__weight=torch.ones(5, 24)), "'aux.weight'"),
+    "an adapter in a block": (with_more(blocks__0__adapter__down__weight=torch.ones(2, 24)), "adapter.down"),
+    "a temperature": (with_more("model.", temperature=ONE), "'temperature'"),
+    "another head": (with_more("model.", aux__weight=torch.ones(5, 24)), "'aux.weight'"),
     "two layers of the head": (
         lambda state: {**head_as("head.1")(state), "head.3.weight": torch.ones(10, 10)}, "head.1.weight.*head.3.weight"
     ),
-    "a norm in the block's loss": (beside(blocks__0__loss__weight=torch.ones(24)), "blocks.0.loss"),
+    "a norm in the block's loss": (with_more(blocks__0__loss__weight=torch.ones(24)), "blocks.0.loss"),
     "a norm of a block": (
         lambda state: {
             **{name: value for name, value in state.items() if not name.startswith("norm.")},
@@ -148,8 +150,8 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
     "a norm twice": (
         lambda state: {**under("backbone.")(state), "norm.weight": ONE}, "'backbone.norm.weight' and 'norm.weight'"
     ),
-    "one name by two wrappers": (beside(_a__cls_token=ONE), "'cls_token' and '_a.cls_token'"),
-    "a count that is none": (beside(global_scale=1.5 * ONE), "global_scale"),
+    "one name by two wrappers": (with_more(_a__cls_token=ONE), "'cls_token' and '_a.cls_token'"),
+    "a count that is none": (with_more(global_scale=1.5 * ONE), "global_scale"),
     "a flat shard": (lambda state: {"_fsdp_wrapped_module._flat_param": torch.ones(99)}, "_flat_param.*FSDP"),
     "pruned": (
         lambda state: {
@@ -158,8 +160,8 @@ REFUSED: dict[str, tuple[Wrap, str]] = {
         },
         "head.weight_mask.*pruned",
     ),
-    "scales": (beside(head__weight_scale=ONE), "head.weight_scale.*quantised"),
-    "spectral norm": (beside(head__parametrizations__weight__0___u=torch.ones(10)), "parametrizations.*parametrized"),
+    "scales": (with_more(head__weight_scale=ONE), "head.weight_scale.*quantised"),
+    "spectral norm": (with_more(head__parametrizations__weight__0___u=torch.ones(10)), "parametrizations.*parametrized"),
     "half of it": (lambda state: {name: value for name, value in state.items() if "mlp" not in name}, "mlp.fc1"),
 }  # fmt: skip
 
@@ -176,7 +178,7 @@ def test_what_may_change_the_function_is_refused_by_its_name(
     if by == "config.json":
         (tmp_path / by).write_text(json.dumps(config))
     with pytest.raises(ArchitectureError, match=named) as refused:
-        opened(wrap(tensors), tmp_path, HINTS if by == "--arch" else Hints())
+        opened_wrapping(wrap(tensors), tmp_path, HINTS if by == "--arch" else Hints())
     hint = refused.value.hint.lower()
     assert hint
     assert "name the architecture" not in hint  # it is named
@@ -197,7 +199,7 @@ def test_a_network_of_two_is_chosen_by_its_prefix(
     weights_of: str, first: str, second: str, tensors: Tensors, tmp_path: Path
 ) -> None:
     hints = Hints(HINTS.arch, HINTS.arch_args, HINTS.mean, HINTS.std, weights=weights_of)
-    read = opened(twice(first, second)(tensors), tmp_path, hints)
+    read = opened_wrapping(under_two_names(first, second)(tensors), tmp_path, hints)
     expected = tensors["pos_embed"] + (weights_of in ("second", "ema"))
     assert torch.equal(read.tensors["pos_embed"], expected)
 
@@ -216,7 +218,7 @@ def test_a_new_head_of_torchvision_is_read(name: str, prefix: str, tmp_path: Pat
     theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9).eval()
     theirs.heads = make().eval()  # type: ignore[assignment]
     content = {**under(prefix)(dict(theirs.state_dict())), "criterion.weight": torch.ones(3)}
-    read = opened(content, tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
+    read = opened_wrapping(content, tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
     pixels = torch.rand(2, 3, 16, 16, dtype=torch.float64)
     mean, std = (torch.tensor(value).view(-1, 1, 1) for value in STATISTICS.values())
     torch.testing.assert_close(
@@ -231,7 +233,7 @@ def test_two_layers_of_torchvisions_head_are_named(tmp_path: Path) -> None:
     theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9)
     theirs.heads = nn.Sequential(nn.Linear(24, 5), nn.Tanh(), nn.Linear(5, 3))
     with pytest.raises(ArchitectureError, match=r"'heads\.0\.weight' and 'heads\.2\.weight'"):
-        opened(theirs.state_dict(), tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
+        opened_wrapping(theirs.state_dict(), tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
 
 
 @pytest.mark.parametrize("prefix", ["base_model.model.", "module.", "model."])

@@ -21,19 +21,19 @@ HINTS = Hints(ARCH, SMALL, (0.5,), (0.5,))
 Tensors = dict[str, Tensor]
 
 
-@pytest.fixture(scope="module")
-def tensors() -> Tensors:
+@pytest.fixture(scope="module", name="tensors")
+def network_tensors() -> Tensors:
     torch.manual_seed(0)
-    return network()
+    return wrapped_network()
 
 
-def network(**arguments: Any) -> Tensors:
+def wrapped_network(**arguments: Any) -> Tensors:
     arch = arguments.pop("arch", ARCH)
     arguments = {**SMALL, "num_classes": 10, **arguments}
     return dict(build.create(arch, arguments, initialise=True).state_dict())
 
 
-def opened(content: Any, folder: Path, hints: Hints = HINTS) -> build.OpenCheckpoint:
+def opened_wrapping(content: Any, folder: Path, hints: Hints = HINTS) -> build.OpenCheckpoint:
     torch.save(content, folder / "x.pth")
     return open_checkpoint(str(folder / "x.pth"), hints)
 
@@ -56,7 +56,7 @@ WRAPPINGS = {
 
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_wrapped_weights_are_read(name: str, tensors: Tensors, tmp_path: Path) -> None:
-    read = opened(WRAPPINGS[name](tensors), tmp_path)
+    read = opened_wrapping(WRAPPINGS[name](tensors), tmp_path)
     assert all(torch.equal(read.tensors[key], value) for key, value in tensors.items())
     assert read.reading.doubts == ()
 
@@ -65,18 +65,18 @@ def test_two_networks_in_one_file_are_a_question(tensors: Tensors, tmp_path: Pat
     other = {key: 1.5 * value for key, value in tensors.items()}
     content = {"model": tensors, "model_state_dict": other, "epoch": 3}
     with pytest.raises(ArchitectureError, match="'model', 'model_state_dict': which") as caught:
-        opened(content, tmp_path)
+        opened_wrapping(content, tmp_path)
     assert caught.value.hint == "--weights model"
     chosen = Hints(ARCH, SMALL, (0.5,), (0.5,), weights="model_state_dict")
-    read = opened(content, tmp_path, chosen)
+    read = opened_wrapping(content, tmp_path, chosen)
     assert torch.equal(read.tensors["pos_embed"], other["pos_embed"])
     with pytest.raises(ArchitectureError, match="no weights 'x'"):
-        opened(content, tmp_path, Hints(ARCH, SMALL, weights="x"))
+        opened_wrapping(content, tmp_path, Hints(ARCH, SMALL, weights="x"))
 
 
 def test_a_file_without_tensors_says_what_it_holds(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"'epoch', 'a\?b', and none"):
-        opened({"epoch": 3, "a\x1bb": "text"}, tmp_path)
+        opened_wrapping({"epoch": 3, "a\x1bb": "text"}, tmp_path)
 
 
 NORMALISED = {
@@ -97,14 +97,14 @@ def test_the_normaliser_around_a_network_gives_the_statistics(
     std = torch.tensor([0.25, 0.5, 0.75])
     content = {outer + mean_name: mean.view(1, 3, 1, 1), outer + std_name: std.view(1, 3, 1, 1)}
     content |= {outer + inner + key: value for key, value in tensors.items()}
-    read = opened(content, tmp_path, Hints(ARCH, SMALL))
+    read = opened_wrapping(content, tmp_path, Hints(ARCH, SMALL))
     model = build.create(ARCH, {**SMALL, "num_classes": 10}, initialise=True)
     model.load_state_dict(tensors)
     pixels = torch.rand(2, 3, 16, 16)
     expected = model((pixels - mean.view(-1, 1, 1)) / std.view(-1, 1, 1))
     torch.testing.assert_close(build.load(read)(pixels), expected)
     assert f"the file's '{mean_name}'" in read.reading.line()
-    other = opened(content, tmp_path, HINTS)
+    other = opened_wrapping(content, tmp_path, HINTS)
     assert any("--mean says 0.5" in doubt for doubt in other.reading.doubts)
     assert other.record.input.mean == (0.5,) * 3
 
@@ -113,7 +113,7 @@ def test_a_normaliser_of_another_scale_is_named(tensors: Tensors, tmp_path: Path
     content = {"mean": torch.full((3,), 127.5), "std": torch.full((3,), 127.5)}
     content |= {f"model.{key}": value for key, value in tensors.items()}
     with pytest.raises(ArchitectureError, match=r"normaliser.*127\.5.*another scale"):
-        opened(content, tmp_path)
+        opened_wrapping(content, tmp_path)
 
 
 ADVICE: dict[str, tuple[dict[str, Any], str]] = {
@@ -131,7 +131,7 @@ def test_the_hint_follows_from_the_tensors_and_reads_the_file(name: str, tmp_pat
     """The hint of a file that does not fit is typed, and then it fits."""
     arguments, advised = ADVICE[name]
     with pytest.raises(ArchitectureError, match=name) as caught:
-        opened(network(**copy.copy(arguments)), tmp_path)
+        opened_wrapping(wrapped_network(**copy.copy(arguments)), tmp_path)
     assert advised in caught.value.hint
     arch = ARCH
     given = dict(SMALL)
@@ -145,7 +145,7 @@ def test_the_hint_follows_from_the_tensors_and_reads_the_file(name: str, tmp_pat
             given[key] = (
                 int(given[key]) if key in ("reg_tokens", "in_chans", "embed_dim") else given[key]
             )
-    opened(network(**arguments), tmp_path, Hints(arch, given, (0.5,), (0.5,)))
+    opened_wrapping(wrapped_network(**arguments), tmp_path, Hints(arch, given, (0.5,), (0.5,)))
 
 
 def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
     return found
 
 
-def images(size: Sequence[int]) -> Tensor:
+def seeded_images(size: Sequence[int]) -> Tensor:
     return torch.rand(2, *size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
@@ -145,12 +145,12 @@ def transformers_network(
     return network.from_pretrained(folder).eval().double()
 
 
-def _answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def _transformers_answer(kind: str, arguments: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     network: Any = transformers_network(kind, arguments, folder)
     config = json.loads((folder / "config.json").read_text())
-    inputs = normalised(images((3, config["image_size"], config["image_size"])))
+    inputs = normalised(seeded_images((3, config["image_size"], config["image_size"])))
     with torch.no_grad():
         found = {"logits": network(inputs).logits, "features": features(network.base_model, inputs)}
     shapes = {
@@ -204,7 +204,9 @@ def _tried(
     assert here.finite
     apart = 0.0 if here == there else abs(10 ** (here.log10() - there.log10()) - 1)
     with torch.no_grad():
-        difference = float((model(images(spec.size)) - original(images(spec.size))).abs().max())
+        difference = float(
+            (model(seeded_images(spec.size)) - original(seeded_images(spec.size))).abs().max()
+        )
     return Tried(kind, difference, apart)
 
 
@@ -269,7 +271,7 @@ def _of_others(folder: Path) -> Iterator[Tried]:
         )
 
 
-def table() -> list[str]:
+def logits_table() -> list[str]:
     """Return the lines of the table of docs/checkpoints.md: all files of a kind in one row."""
     found: list[Tried] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -291,14 +293,14 @@ def table() -> list[str]:
     return lines
 
 
-def main() -> None:
+def main_of_transformers() -> None:
     import transformers
 
     known = json.loads(FILE.read_text()) if FILE.exists() else {}
     found = {}
     for name, (kind, arguments) in ROWS.items():
         with tempfile.TemporaryDirectory() as folder:
-            found[name] = _answer(kind, arguments, Path(folder))
+            found[name] = _transformers_answer(kind, arguments, Path(folder))
         if "--write" not in sys.argv:
             assert found[name]["shapes"] == known[name]["shapes"], f"{name}: other tensors"
             for output in ("logits", "features"):
@@ -310,9 +312,9 @@ def main() -> None:
     if "--write" in sys.argv:
         FILE.write_text(json.dumps(found, separators=(",", ":")).replace('},"', '},\n"') + "\n")
     else:
-        print("\n".join(table()))
+        print("\n".join(logits_table()))
     print(f"transformers {transformers.__version__}: {len(found)} networks")
 
 
 if __name__ == "__main__":
-    main()
+    main_of_transformers()

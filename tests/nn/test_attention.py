@@ -92,7 +92,7 @@ def stir(module: nn.Module, size: float, seed: int = 0) -> None:
             parameter.copy_(size * torch.randn(parameter.shape, generator=generator))
 
 
-def network(name: str, place: str, size: float, seed: int = 0, span: float = 1.0) -> Lone:
+def attention_network(name: str, place: str, size: float, seed: int = 0, span: float = 1.0) -> Lone:
     """The replacement with random weights. Where only bounded rows have a bound they come out of a
     LayerNorm.
     """
@@ -115,7 +115,7 @@ def starts(scale: float) -> Tensor:
     return (0.5 + scale * tokens).clamp(0, 1)
 
 
-def steepest(net: nn.Module, x: Tensor, steps: int = 6) -> float:
+def steepest_ratio(net: nn.Module, x: Tensor, steps: int = 6) -> float:
     """The largest singular value of the dense Jacobian that gradient ascent finds from all starts
     at once.
     """
@@ -156,11 +156,11 @@ def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(
     count.
     """
     size, span = spread
-    net = network(*case, size, span=span)
+    net = attention_network(*case, size, span=span)
     result = bound_network(net, (8, WIDTH), 3)
     assert result.upper.finite, result.bound.why
     # 1e-9: rounding of the measured singular value, in float64 on matrices of 32 columns
-    assert steepest(net, starts(1 / (size * span))) <= float(result.upper) * (1 + 1e-9)
+    assert steepest_ratio(net, starts(1 / (size * span))) <= float(result.upper) * (1 + 1e-9)
     outcome = propagate(trace_network(net, (8, WIDTH)), TrainableArithmetic(CPU, 50))
     base = outcome.context.settle(outcome.logits).base
     base.backward()
@@ -173,7 +173,7 @@ def test_no_slope_exceeds_the_bound_and_the_estimate_agrees(
 
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_an_image_does_not_depend_on_the_batch_and_proj_comes_last(name: str, place: str) -> None:
-    net = network(name, place, 1.0)
+    net = attention_network(name, place, 1.0)
     x = torch.randn(3, 8, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():
         together = net(x)
@@ -224,14 +224,14 @@ def _symmetric(place: str, width: int = 32) -> nn.Module:
     return old.double().eval()
 
 
-def _tokens(width: int = 32) -> Tensor:
+def _random_tokens(width: int = 32) -> Tensor:
     noise = torch.randn(
         4, 16, width, generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )
     return nn.functional.layer_norm(noise, (width,))
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
+def _relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).detach().norm() / wanted.detach().norm())
 
 
@@ -242,14 +242,14 @@ def test_starts_keep_the_function_of_symmetric_logits(name: str, place: str) -> 
     off by 1 or more.
     """
     old = _symmetric(place)
-    x = _tokens()
+    x = _random_tokens()
     new = replacement(name, old).double()
     stir(new, 0.3)
     with torch.no_grad():
         wanted = old(x)
-        assert _relative(new(x), wanted) > 0.9
+        assert _relative_error(new(x), wanted) > 0.9
         new.start(AttentionWeights.of(old))
-        assert _relative(new(x), wanted) < 0.3
+        assert _relative_error(new(x), wanted) < 0.3
 
 
 @pytest.mark.parametrize("place", ["tokens", "windows"])
@@ -266,7 +266,7 @@ def test_tied_logits_start_as_the_old_ones(place: str) -> None:
         query = weights.head(weights.query, h)
         wanted = weights.scale * query.T @ query
         # directions below 1 % of the largest eigenvalue are lifted to it, by design
-        assert _relative(2 * tied.T @ tied / 16**0.5, wanted) < 0.02
+        assert _relative_error(2 * tied.T @ tied / 16**0.5, wanted) < 0.02
         value = weights.head(weights.value, h)
         out = weights.proj_weight[:, 16 * h : 16 * (h + 1)]
         lacking = new.proj.weight.detach()[:, 16 * h : 16 * (h + 1)] @ tied - out @ value
@@ -282,16 +282,16 @@ def test_starts_without_scores_of_their_own() -> None:
     both ends.
     """
     old = _symmetric("tokens")
-    x = _tokens()
+    x = _random_tokens()
     norm, conv = (replacement(name, old).double() for name in ("lnorm-attention", "conv-attention"))
     with torch.no_grad():
         for new in (norm, conv):
             new.start(AttentionWeights.of(old))
         same = x[:, :1].expand(-1, 16, -1)
-        assert _relative(conv(same)[:, 1:-1], old(same)[:, 1:-1]) < 1e-12
+        assert _relative_error(conv(same)[:, 1:-1], old(same)[:, 1:-1]) < 1e-12
         old.qkv.weight[:32] = 0
         norm.start(AttentionWeights.of(old))
-        assert _relative(norm(x), old(x)) < 1e-12
+        assert _relative_error(norm(x), old(x)) < 1e-12
 
 
 NETWORKS: dict[str, tuple[str, dict[str, object], str]] = {

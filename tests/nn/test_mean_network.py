@@ -11,7 +11,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.training_images import seen_by
 from certcli.finetune.stiefel import orthogonalise
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.build import OpenCheckpoint, create, initialise, load_double, with_network
 from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
@@ -53,13 +53,13 @@ def test_a_mean_has_the_mean_of_its_members_logits_and_pair_constants(case: str)
     expected = torch.stack([model(view) for view in views for model in each]).mean(0)
     # the heads are divided in float32: half a unit of 2^-24 in each of some hundred products near 1
     torch.testing.assert_close(mean(images), expected, rtol=0, atol=1e-5)
-    features = [float(prove(model, 10).bound.parts[1].value) for model in each]
+    features = [float(prove_network(model, 10).bound.parts[1].value) for model in each]
     apart = [
         torch.cdist(*[tensors["head.out.weight"].double()] * 2)
         for tensors in (m.tensors for m in members)
     ]
     rms = torch.stack(apart).square().mean(0).sqrt()
-    pairs = prove(mean, 10).pairs
+    pairs = prove_network(mean, 10).pairs
     assert pairs is not None
     assert bool(
         (pairs <= rms * torch.tensor(features).square().mean().sqrt() * (1 + 1e-6)).all()
@@ -75,7 +75,7 @@ def test_members_of_constant_one_have_the_root_mean_square_of_their_pairs() -> N
     orthogonalise(net)
     assert [len(member.head.hidden) for member in net.members] == [2, 1]
     model = PixelModel(InputSpec((1, 8, 8), (0.0,), (1.0,)), net).double().eval()
-    pairs = prove(model, 10).pairs
+    pairs = prove_network(model, 10).pairs
     assert pairs is not None
     apart = (
         torch.cdist(net.head.weight, net.head.weight) * 2
@@ -102,8 +102,8 @@ def test_a_mean_of_anything_else_is_refused(case: str) -> None:
         create("certvit_lip_digits", arguments, initialise=False)
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> list[Path]:
+@pytest.fixture(name="files")
+def member_files(tmp_path: Path) -> list[Path]:
     paths = [tmp_path / f"{seed}.safetensors" for seed in range(2)]
     for seed, path in enumerate(paths):
         certvit("init", "certvit_lip_digits", "--seed", seed, "-o", path)

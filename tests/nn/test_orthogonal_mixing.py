@@ -19,7 +19,7 @@ from certcli.nn.pyramid import LipschitzPyramid
 from certcli.system.errors import ArchitectureError
 
 
-def _scaled(mixing: OrthogonalMixing) -> OrthogonalMixing:
+def _tokens_of_norm(mixing: OrthogonalMixing) -> OrthogonalMixing:
     with torch.no_grad():
         for number, part in enumerate(mixing.maps):
             part.weight.copy_(torch.randn(4, 4) * (0.5 + number))
@@ -77,7 +77,7 @@ def test_attention_between_maps_of_each_place_keeps_a_constant_of_1(mixing: str)
 
 def test_orthogonal_mixing_applies_each_heads_matrix_to_its_channels() -> None:
     torch.manual_seed(0)
-    mixing = _scaled(OrthogonalMixing(4, 6, 3))
+    mixing = _tokens_of_norm(OrthogonalMixing(4, 6, 3))
     x = torch.randn(2, 4, 6)
     expected = [part.weight @ x[..., 2 * h : 2 * h + 2] for h, part in enumerate(mixing.maps)]
     torch.testing.assert_close(mixing(x), torch.cat(expected, dim=-1) + mixing.shift)

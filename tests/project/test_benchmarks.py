@@ -102,7 +102,7 @@ def test_the_class_of_four_digits_is_the_largest(
     monkeypatch.setattr(sys, "argv", words)
     four_digits.main()
     for split, count in {"train": 12, "val": 6, "test": 6}.items():
-        pixels, labels = datasets.load("digits", four_digits.SPEC, split).tensors()
+        pixels, labels = datasets.load_dataset("digits", four_digits.SPEC, split).tensors()
         values = dict(zip(map(quantised, pixels[:, 0]), labels.tolist(), strict=True))
         files = sorted((folder / split).glob("*/*.png"))
         assert len(files) == count

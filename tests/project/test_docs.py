@@ -15,7 +15,7 @@ from certcli.attack.torchattacks_spec import INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, program
-from certcli.cli.shared.completion import NAMES
+from certcli.cli.shared.command import NAMES
 from certcli.cli.shared.reference import reference
 from certcli.constrain.settings import PENALTIES
 from certcli.finetune.losses import LOSSES
@@ -336,7 +336,7 @@ def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     """Only torchattacks:NAME: the doctor names no attack of the registry, and pages tell how to
     install it.
     """
-    monkeypatch.setattr(doctor, "_version", lambda package: "missing")
+    monkeypatch.setattr(doctor, "_installed_version", lambda package: "missing")
     (finding,) = doctor._torchattacks()
     assert PREFIX + "NAME" in finding.remark
     assert [name for name in ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)] == []

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from certcli.report.audit_page import steps
+from certcli.report.audit_page import certified_steps
 from certcli.report.page import HtmlPage, Table, proven_steps, render
 
 
@@ -18,7 +18,7 @@ def value_at(points: Sequence[tuple[float, float]], radius: float) -> float:
 def test_curves_of_asked_shares_are_never_above_what_is_certified(seed: int) -> None:
     draw = random.Random(seed)
     radii = [draw.choice([-1.0, 0.0, draw.uniform(0, 2)]) for _ in range(30)]
-    exact = steps(radii)
+    exact = certified_steps(radii)
     asked = sorted(draw.uniform(0.1, 2) for _ in range(draw.randint(1, 4)))
     shares = [(at, sum(radius >= at for radius in radii) / len(radii)) for at in asked]
     curve = proven_steps([(0.0, sum(radius >= 0 for radius in radii) / len(radii)), *shares])

@@ -34,7 +34,7 @@ from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.activations import MaxMin
@@ -135,9 +135,9 @@ def local(
 
 PROVING: dict[str, Callable[[PixelModel, int, str], ProvingCertifier]] = {
     "lipschitz": lambda model, classes, name: LipschitzCertifier(
-        model, prove(model, classes), name
+        model, prove_network(model, classes), name
     ),
-    "box": lambda model, classes, name: BoxCertifier(model, prove(model, classes), name),
+    "box": lambda model, classes, name: BoxCertifier(model, prove_network(model, classes), name),
     "local-lip": lambda model, classes, name: LocalLipCertifier(
         model, classes, model.input_size, name
     ),
@@ -392,7 +392,11 @@ def _farthest(
 
 def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkpoint) -> None:
     model = build.load_double(certified, torch.device("cpu"))
-    pixels = datasets.load("digits", certified.record.input, "test").fetch(list(range(12))).double()
+    pixels = (
+        datasets.load_dataset("digits", certified.record.input, "test")
+        .fetch(list(range(12)))
+        .double()
+    )
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
     assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 6
     for name in ("float32", "fp16"):
@@ -431,7 +435,7 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
     model = network(Computing)
     with pytest.raises(NoRule, match="a constant that the network computes"):
         NeighbourErrors(model, SIZE, PRECISIONS["float32"])
-    bound = prove(model, 3)
+    bound = prove_network(model, 3)
     assert LipschitzCertifier(model, bound).arithmetic == REAL  # nobody named another
     with pytest.raises(NoBoundError, match="no certificate in float64"):
         LipschitzCertifier(model, bound, "float64")

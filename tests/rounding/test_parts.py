@@ -23,7 +23,7 @@ from certcli.enclosure.zonotopes.table import rules as zonotope_rules
 from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
@@ -163,7 +163,7 @@ def test_images_share_sizes_that_are_no_less_than_their_own(
 def test_a_graph_that_is_given_is_of_this_network_with_the_leaves_of_one_domain() -> None:
     model = network(CASES["linear"])
     other = network(CASES["linear"])
-    traced = prove(model, 5).traced
+    traced = prove_network(model, 5).traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (), traced)._traced is traced
     assert NeighbourErrors(model, SIZE, FLOAT32, (zonotope_rules,), traced)._traced is not traced
     assert NeighbourErrors(other, SIZE, FLOAT32, (), traced)._traced is not traced

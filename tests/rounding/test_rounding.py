@@ -19,7 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.real import as_real
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -280,7 +280,7 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
     body = model.net[:3](pixels)
     real = ((body @ hidden.weight.T) @ model.net[5].weight.T).argmax(1).tolist()
     assert tops != real  # the file is one that rounding decides
-    bound = prove(model, 10)
+    bound = prove_network(model, 10)
     for certifier in (
         LipschitzCertifier(model, bound),
         *(k(model, 10, (1, 6, 6)) for k in (LocalLipCertifier, BcpCertifier)),

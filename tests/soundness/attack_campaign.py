@@ -40,7 +40,7 @@ from certcli.certify.proof_options import ARITHMETICS, REAL, Proof
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS as CHAINS
@@ -139,7 +139,7 @@ def proving(method: str, arithmetic: str) -> Callable[[PixelModel], Certifier]:
         if method in chains:
             return chains[method](model, classes, model.input_size, name)
         kind = BoxCertifier if method == "box" else LipschitzCertifier
-        return kind(model, prove(model, classes), name)
+        return kind(model, prove_network(model, classes), name)
 
     return make
 

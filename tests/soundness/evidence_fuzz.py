@@ -24,8 +24,8 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import run as comparison
 from certcli.cli.log import view
-from certcli.evaluation.claim import statuses, verdict
-from certcli.evaluation.evidence import as_json, command_of
+from certcli.evaluation.claim import statuses, unverified_reasons
+from certcli.evaluation.evidence import command_of, evidence_document
 from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification
@@ -164,7 +164,7 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
     found = statuses(claims, len(record.evidence))
     measured = False
     for entry, about, status in zip(record.evidence, raw["evidence"], found, strict=True):
-        sentence = view.sentence(entry)
+        sentence = view.evidence_sentence(entry)
         if entry.digest != checkpoint.digest:
             continue
         if entry.command not in COMMANDS and (
@@ -172,7 +172,7 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
         ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
-            document = as_json(entry, checkpoint.digest)
+            document = evidence_document(entry, checkpoint.digest)
             wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
         elif (
@@ -182,7 +182,7 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
             lies += [f"{sentence}: not called measured"] * ("(measured" not in sentence)
     if any(claim.status == "refuted" for claim in claims):
         return "refuted", lies
-    if verdict(claims):
+    if unverified_reasons(claims):
         return "not verified", lies
     return ("true, or the author's word" if measured else "true"), lies
 

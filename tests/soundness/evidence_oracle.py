@@ -21,7 +21,7 @@ from certcli.cli.verify.options import VerifyScope
 from certcli.cli.verify.run import certify_again
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS
-from certcli.evaluation.record_lines import describe
+from certcli.evaluation.record_lines import describe_images
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import CertvitError
 from certcli.verification.evidence import Recertified, Request, check
@@ -125,7 +125,12 @@ class Laboratory:
             name: getattr(certifier, name) for name in ("promise", "failure", "arithmetic", "norm")
         }
         parameters = json.loads(json.dumps(dict(certifier.parameters)))
-        return {**stated, "parameters": parameters, "dataset": describe(images), "rows": rows}
+        return {
+            **stated,
+            "parameters": parameters,
+            "dataset": describe_images(images),
+            "rows": rows,
+        }
 
     def truth_of(self, number: int, entry: Raw) -> Raw:
         """Return the truth about the images that an entry of `certify` or `finetune` names."""

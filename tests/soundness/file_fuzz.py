@@ -27,7 +27,7 @@ from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Replacement
-from certcli.checkpoint.schema import ReportFields, decode
+from certcli.checkpoint.schema import ReportFields, decode_json
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import load_training_state, save_training_state
@@ -287,7 +287,7 @@ class Laboratory:
 
     def of_report(self, rng: random.Random) -> int:
         try:
-            verify_laws(decode(edit_text(self.report_text, rng), ReportFields))
+            verify_laws(decode_json(edit_text(self.report_text, rng), ReportFields))
         except ValueError:
             return 3
         return 0
@@ -310,7 +310,7 @@ class Laboratory:
         for old in Path("images/a").iterdir():
             old.unlink()
         Path(f"images/a/x.{ending}").write_bytes(edit_bytes(content, rng))
-        datasets.load("images", SPEC, "all").tensors()
+        datasets.load_dataset("images", SPEC, "all").tensors()
         return 0
 
     def of_table(self, rng: random.Random) -> int:
@@ -318,7 +318,7 @@ class Laboratory:
         Path("table/labels.csv").write_bytes(
             rows.replace(b"png,", rng.choice((b"png,", b"png", b"/../x")))
         )
-        datasets.load("table", SPEC, "all").tensors()
+        datasets.load_dataset("table", SPEC, "all").tensors()
         return 0
 
 

@@ -45,7 +45,7 @@ IMAGES = 10
 def passes(share: float, demand: float | None = None) -> bool:
     """Tell whether a gate passes on a share of the images."""
     asked = verdicts.Demand(GATE if demand is None else demand)
-    return verdicts.decided(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
+    return verdicts.verdict_of(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
 
 
 GATE = max(number / 100 for number in range(100) if passes(1.0, number / 100))
@@ -121,7 +121,7 @@ class Runs:
     def __init__(self, net: Path, folder: Path) -> None:
         self.net = Checkpoint.read(net)
         self.path = folder / "edited.jsonl"
-        self.images = datasets.load("digits", self.net.record.input, "test").limit(IMAGES)
+        self.images = datasets.load_dataset("digits", self.net.record.input, "test").limit(IMAGES)
         self.certifier = methods.prepare("lipschitz", self.net, BatchDevice(device="cpu").pick())
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
         self.settings = AttackSettings()

@@ -26,7 +26,7 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_attention import Copies
-from tests.nn.test_attention import PLACES, WIDTH, network, replacement, stir
+from tests.nn.test_attention import PLACES, WIDTH, attention_network, replacement, stir
 
 FOLDER = Path(certcli.lipschitz.__file__).parent
 NUMERICS = (arithmetic, convolution, eigenvalues, outward, spectral)
@@ -52,7 +52,7 @@ ROWS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "error function": (lambda: f(lambda m, x: torch.erf(x).erf()).eval(), IMAGE),
     # many tokens with small scores: the constants of positions are then less than those of any
     # softmax
-    "windows": (lambda: network("scsa-attention", "windows", 0.05), (8, WIDTH)),
+    "windows": (lambda: attention_network("scsa-attention", "windows", 0.05), (8, WIDTH)),
     "many tokens": (_many_tokens, (49, WIDTH)),
 }
 

@@ -314,7 +314,7 @@ def pretended_cuda() -> Iterator[torch.device]:
         for name, value in _ABOUT.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(
-            mock.patch.object(trace, "patched", return_value=None)
+            mock.patch.object(trace, "patched_function", return_value=None)
         )  # it sees what is replaced here
         # a tensor of CUDA is torch's own
         types = (*foreign_tensors._OWN, OnDevice)

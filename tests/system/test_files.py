@@ -16,7 +16,7 @@ import torch
 
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs, orphans
-from certcli.checkpoint.shards import INDEX, named
+from certcli.checkpoint.shards import INDEX, shards_of_index
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import attempt, certvit
@@ -207,8 +207,8 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     foreign.write_bytes(raw)
     assert read_tensors(index)[0]["t2"][0] == 2
     write_shards(index, tensors, {}, True, 32)
-    assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in named(index))}
-    assert len(named(index)) == 3
+    assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in shards_of_index(index))}
+    assert len(shards_of_index(index)) == 3
 
 
 def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
         index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32
     )
     assert seen[-1] == ([], False, 4), "two whole files, a torn one, and the index's"
-    assert left(tmp_path) == {INDEX, *(path.name for path in named(index))}
+    assert left(tmp_path) == {INDEX, *(path.name for path in shards_of_index(index))}
 
 
 def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:

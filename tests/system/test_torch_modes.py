@@ -56,7 +56,7 @@ def state() -> tuple[object, ...]:
         torch.is_grad_enabled(),
         nn.Module.__call__,
         nn.Module.__getattr__,
-        pinned.patched(),
+        pinned.patched_function(),
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.view import sentence
+from certcli.cli.log.view import evidence_sentence
 from certcli.system.errors import NoBoundError
 from tests.helpers.commands import console
 
@@ -273,7 +273,7 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
 @pytest.mark.parametrize("after", [None, 0.5])
 def test_an_accuracy_may_stand_alone(before: float | None, after: float | None) -> None:
     result = {**KEPT, "accuracy_before": before, "accuracy_after": after}
-    text = sentence(Evidence("adapt", {"calibration": "digits"}, result, "0" * 64))
+    text = evidence_sentence(Evidence("adapt", {"calibration": "digits"}, result, "0" * 64))
     accuracies = text.partition("accuracy ")[2]
     unknown = (before, after).count(None)
     assert accuracies.count("not stated") == unknown % 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from certcli.checkpoint.schema import Json, ReportFields, decode
+from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.report.document import from_json
 from certcli.system.errors import Refused
 from certcli.verification.documents import contradictions, entries_of, kind_of
@@ -79,8 +79,8 @@ def require_judged(report: Any) -> None:
         for number in EXTREME if type(value) in (int, float) else ():
             text = json.dumps(put(report, place, number))
             with contextlib.suppress(Refused):
-                if (kind := kind_of(decode(text, Json))) == "lipschitz":
-                    verify_laws(decode(text, ReportFields))
+                if (kind := kind_of(decode_json(text, Json))) == "lipschitz":
+                    verify_laws(decode_json(text, ReportFields))
                 elif kind == "audit":
                     from_json(text)
                 else:

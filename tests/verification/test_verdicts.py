@@ -46,7 +46,7 @@ WHOLES: list[tuple[list[Claim], str, bool]] = [
 @pytest.mark.parametrize(("found", "status", "whole"), WHOLES)
 def test_the_parts_decide_the_whole(found: list[Claim], status: str, whole: bool) -> None:
     assert claims.statuses(found, 1) == [status]
-    assert (claims.verdict(found) == []) is whole
+    assert (claims.unverified_reasons(found) == []) is whole
 
 
 ROWS = [(True, 0.5), (True, 0.2), (False, 9.0), (True, 0.0)]

@@ -19,7 +19,7 @@ from certcli.attack.watched_model import (
     count_targets,
     seeded,
 )
-from certcli.evaluation.perturbation import Region, along, per_image
+from certcli.evaluation.perturbation import Region, beside_pixels, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
 MOMENTUM = 0.75
@@ -202,8 +202,10 @@ def _ascend(
         runs.rises = runs.rises + (value > runs.value)
         runs.value = value
         higher = value > runs.best_value
-        runs.best = torch.where(along(higher, clean), runs.point, runs.best)
-        runs.best_gradient = torch.where(along(higher, clean), runs.gradient, runs.best_gradient)
+        runs.best = torch.where(beside_pixels(higher, clean), runs.point, runs.best)
+        runs.best_gradient = torch.where(
+            beside_pixels(higher, clean), runs.gradient, runs.best_gradient
+        )
         runs.best_value = torch.where(higher, value, runs.best_value)
         remaining -= 1
         if remaining == 0:
@@ -213,9 +215,11 @@ def _ascend(
             runs.halved = stuck
             runs.earlier = runs.best_value
             runs.rises = torch.zeros_like(runs.rises)
-            runs.step = torch.where(along(stuck, clean), runs.step / 2, runs.step)
-            runs.point = torch.where(along(stuck, clean), runs.best, runs.point)
-            runs.gradient = torch.where(along(stuck, clean), runs.best_gradient, runs.gradient)
+            runs.step = torch.where(beside_pixels(stuck, clean), runs.step / 2, runs.step)
+            runs.point = torch.where(beside_pixels(stuck, clean), runs.best, runs.point)
+            runs.gradient = torch.where(
+                beside_pixels(stuck, clean), runs.best_gradient, runs.gradient
+            )
             stretch = remaining = max(stretch - shorter, shortest)
             if targets is not None and settings.give_up and successes is not None:
                 runs = runs.keep(-runs.best_value <= runs.best_value - runs.start)

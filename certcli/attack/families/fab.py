@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from certcli.attack.families.margin import targeted_margin
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import AttackSearch, climb_with, count_targets
-from certcli.evaluation.perturbation import Norm, Region, along, image_norms, per_image
+from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms, per_image
 
 FAB_STEPS = 100  # Croce & Hein's; torchattacks' default is 10
 # eta, beta, alpha_max
@@ -120,7 +120,7 @@ def _search(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tenso
             # the norm of NaN is never the least
             nearer = (won & (length > 0) & (length < smallest[rows])).nonzero().flatten()
             nearest[rows[nearer]], smallest[rows[nearer]] = point[nearer], length[nearer]
-            point = torch.where(along(won, clean), clean + (point - clean) * BACK, point)
+            point = torch.where(beside_pixels(won, clean), clean + (point - clean) * BACK, point)
         if settings.give_up and successes is not None and (step + 1) % look == 0:
             norms = smallest[rows]
             limit = region.of(at).radii(clean)

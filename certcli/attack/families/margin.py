@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched, count_shared_targets, count_targets, craft_with
-from certcli.evaluation.perturbation import Region, along
+from certcli.evaluation.perturbation import Region, beside_pixels
 
 MARGIN_STEPS = 40
 AIMED = 5
@@ -134,7 +134,7 @@ def ascend(
                     gradient = momentum = MOMENTUM * momentum + _unit_mean(gradient)
                 point = point.detach()
                 higher = value > height
-                peak = torch.where(along(higher, images), point, peak)
+                peak = torch.where(beside_pixels(higher, images), point, peak)
                 height = torch.where(higher, value, height)
                 # a pixel at the edge of the box cannot follow: without it the step keeps its length
                 # in l2
@@ -155,7 +155,9 @@ def _unit_mean(gradient: Tensor) -> Tensor:
     """
     largest = gradient.abs().flatten(1).amax(dim=1)
     usable = (largest > 0) & largest.isfinite()
-    scaled = gradient / along(torch.where(usable, largest, torch.ones_like(largest)), gradient)
-    scaled = torch.where(along(largest.isinf(), gradient), gradient.sign(), scaled)
+    scaled = gradient / beside_pixels(
+        torch.where(usable, largest, torch.ones_like(largest)), gradient
+    )
+    scaled = torch.where(beside_pixels(largest.isinf(), gradient), gradient.sign(), scaled)
     size = scaled.abs().flatten(1).mean(dim=1)
-    return scaled / along(torch.where(size > 0, size, torch.ones_like(size)), gradient)
+    return scaled / beside_pixels(torch.where(size > 0, size, torch.ones_like(size)), gradient)

@@ -40,7 +40,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 
 STEPS = 24
@@ -314,4 +314,4 @@ class BoxCertifier(LipschitzCertifier):
 def prepare(checkpoint: Checkpoint, device: torch.device, options: Proof) -> BoxCertifier:
     """Make the checkpoint's proven bound ready. NoBoundError when none is finite."""
     model = load_double(checkpoint, device)
-    return BoxCertifier(model, prove(model, checkpoint.record.classes), options.arithmetic)
+    return BoxCertifier(model, prove_network(model, checkpoint.record.classes), options.arithmetic)

@@ -22,7 +22,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import DataError
@@ -59,7 +59,7 @@ class LocalLipCertifier(ProvingCertifier):
     ) -> None:
         self.network = SequentialNetwork(model, size)
         super().__init__(model, size, arithmetic)
-        bound = prove(model, classes)
+        bound = prove_network(model, classes)
         self._pairs = None if bound.pairs is None else bound.pairs.double().to(self._device)
         self.statement = f"certificates: proven image by image; {self.spoken_of}, [0, 1] images"
         self.title = f"{self.method}: layer by layer around each image (global bound {bound.upper})"

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import agree, close, movement_of_margins, noise_like
+from certcli.engine.replay import close, logits_agree, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -120,7 +120,7 @@ def require_alone(model: PixelModel) -> None:
         alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    if bool(torch.isfinite(alone).all()) and not agree(together, alone, movement_of_margins):
+    if bool(torch.isfinite(alone).all()) and not logits_agree(together, alone, movement_of_margins):
         raise UsageError(BESIDE)
 
 

@@ -16,7 +16,7 @@ from certcli.certify.smoothing.pixel_denoiser import (
     PixelDenoiser,
     millions,
 )
-from certcli.checkpoint.file import require_numbers, tensors_digest
+from certcli.checkpoint.file import require_weights, tensors_digest
 from certcli.models.diffusion import LATENT, assembled
 from certcli.models.program import program_digest
 from certcli.system.errors import ArchitectureError, UsageError, one_line
@@ -140,7 +140,7 @@ def _diffusers(unet: Any, scheduler: Any, channels: int) -> tuple[Any, Any, str]
 
     def stored() -> dict[str, Tensor]:
         state = {name: value.detach().cpu().clone() for name, value in unet.state_dict().items()}
-        require_numbers(state, "the denoiser")
+        require_weights(state, "the denoiser")
         return state
 
     return assembled(described[0], described[1], stored, channels, f"the {type(unet).__name__}")
@@ -170,6 +170,6 @@ def _module(module: nn.Module) -> ModuleSource:
         (path, key, value) for path, part in parts.items() for key, value in vars(part).items()
     ]
     tensors |= {f"{path}.{key}": value for path, key, value in places if isinstance(value, Tensor)}
-    require_numbers(tensors, f"the denoiser {name}")
+    require_weights(tensors, f"the denoiser {name}")
     digest = hashlib.sha256(f"{tensors_digest(tensors)} {program_digest(net)}".encode()).hexdigest()
     return ModuleSource(net, digest, takes_sigma)

@@ -23,7 +23,7 @@ from certcli.evaluation import radii, training_images
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove
+from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system import errors, reading
@@ -200,7 +200,7 @@ def write_adapted(
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
     path = output.target("adapt", source.ckpt, source, data, mode, state=state.KEY)
-    state_path = groups.beside(path, "state")
+    state_path = inputs.path_beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
     teach = [
@@ -229,7 +229,9 @@ def write_adapted(
     if not team().leads:
         fit(adapter, state_path, mode.resume, locks, sink)
         proves = team().rank == team().size - 1
-        team().everyone(_proven("upper_before", adapter.teacher, checkpoint) if proves else None)
+        team().everyone(
+            _bound_fields("upper_before", adapter.teacher, checkpoint) if proves else None
+        )
         return
     reference = fidelity.measure_reference(
         adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
@@ -237,7 +239,7 @@ def write_adapted(
     outputs.require_own_state(state_path, state.KEY, adapter.identity, output.force or mode.resume)
     outputs.hold_state(state_path, locks)
     fit(adapter, state_path, mode.resume, locks, sink)
-    result = training_images.remember(
+    result = training_images.remember_images(
         adapter.result(), used
     )  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
@@ -247,9 +249,9 @@ def write_adapted(
         took_part=not len(unseen),
         refitted=settings.refit,
     )
-    after = _proven("upper_after", build.load(result, machine.pick()), checkpoint)
+    after = _bound_fields("upper_after", build.load(result, machine.pick()), checkpoint)
     before = team().everyone(
-        None if team().several else _proven("upper_before", adapter.teacher, checkpoint)
+        None if team().several else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
     trade = trade_document(adapter.trade)
     inputs.say_wider(checkpoint, result, sink)
@@ -277,7 +279,7 @@ def write_adapted(
             "peak_memory_bytes": memory,
         }
     )
-    fidelity.show(end_to_end, sink)
+    fidelity.show_fidelity(end_to_end, sink)
     sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
     show_trade(adapter.trade, sink)
     sink.table(
@@ -288,10 +290,10 @@ def write_adapted(
     sink.text(f"wrote {path}; peak memory {memory / 2**30:.1f} GiB")
 
 
-def _proven(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
+def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove(model, checkpoint.record.classes).upper, name)
+    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

@@ -155,7 +155,7 @@ class AttackOutput:
         "is missed, 9 if the images do not decide.",
         "--min-robust",
         metavar="A",
-        read=options.share,
+        read=options.typed_share,
     )
     records: options.Records = None
     resume: options.Resume = False

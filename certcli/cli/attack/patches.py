@@ -30,7 +30,7 @@ Row = dict[str, Any]
 MOST_AT_ONCE = 16
 
 
-def require(
+def asks_for_patches(
     attacks: Attacks, data: AttackedImages, patches: options.Patches, results: AttackOutput
 ) -> bool:
     """Whether patches are looked for; UsageError for options of the other kind."""
@@ -60,7 +60,7 @@ def require(
     return True
 
 
-def attack(
+def attack_by_patches(
     source: Source,
     attacks: Attacks,
     data: AttackedImages,
@@ -79,7 +79,7 @@ def attack(
     defended = patches
     certified: dict[str, list[int]] | None = None
     if data.only_certified is not None:
-        defended, certified = _certified(data.only_certified, checkpoint, images)
+        defended, certified = _certified_by_records(data.only_certified, checkpoint, images)
         patches = replace(patches, patches=patches.patches or list(certified))
         defence = "patch"
     sizes = sorted(set(patches.sizes(checkpoint.record.input.size[1:])))
@@ -113,7 +113,7 @@ def attack(
                     [place for place, index in enumerate(images.indices.tolist()) if index in those]
                 )
             with sink.progress(f"attack ({patch})", total=len(part)) as bar:
-                for batch in _attacked(
+                for batch in _attacked_batches(
                     targets[patch], part, patch, settings, file, device, machine.batch_size
                 ):
                     rows_of.setdefault(str(patch), []).extend(batch.rows)
@@ -123,8 +123,8 @@ def attack(
                 raise DataError(
                     f"no image is certified against {patch}", "leave out --only-certified"
                 )
-    resumed = _compute_again(read, spelled[0], results, output.output is not None) if read else None
-    parts = [_part(patch, rows) for patch, rows in rows_of.items()]
+    resumed = _attack_again(read, spelled[0], results, output.output is not None) if read else None
+    parts = [_patch_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
     fallen = [
@@ -155,7 +155,7 @@ def attack(
         "norm": "patch",
         "parameters": about,
     }
-    document |= {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
+    document |= {"checkpoint": checkpoint.digest, "dataset": record_lines.describe_images(images)}
     sink.document(document | ({} if resumed is None else {"resumed": resumed.to_json()}), gate)
     whom = "the network" if defence == "none" else "the defended classifier"
     sink.table(
@@ -182,7 +182,7 @@ def attack(
     }
     result = {
         **first,
-        "dataset": record_lines.describe(images),
+        "dataset": record_lines.describe_images(images),
         "curve": curve,
         "parts": parts if len(parts) > 1 else [],
     }
@@ -190,7 +190,7 @@ def attack(
     gate.enforce()
 
 
-def _part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
+def _patch_part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
     right = sum(row["prediction"] == row["label"] for row in rows)
     withstood = sum(row["robust"][ATTACK] for row in rows)
     attacked = list(share_interval(withstood, len(rows)))
@@ -219,7 +219,7 @@ class _Batch:
     find: Callable[[], list[Row]]
 
 
-def _compute_again(
+def _attack_again(
     read: Sequence[_Batch], patch: str, results: AttackOutput, every: bool
 ) -> Resumed:
     """Attack batches that were read again; DataError when one does not agree.
@@ -242,7 +242,7 @@ def _compute_again(
     return compute_again(pieces, disagreements, gate=bool(results.minimum), every=every)
 
 
-def _attacked(
+def _attacked_batches(
     target: PatchTarget,
     images: Images,
     patch: threat.Patch,
@@ -291,7 +291,7 @@ def _targets(
     return targets, dict(certifier.parameters)
 
 
-def _certified(
+def _certified_by_records(
     path: Path, checkpoint: Checkpoint, images: Images
 ) -> tuple[options.Patches, dict[str, list[int]]]:
     """The options of the records of `certify --method patch`, and the images certified."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import certified_radii, examples, selected_examples
+from certcli.attack import certified_radii, examples
 from certcli.attack.checks import Flag, raised
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
@@ -35,7 +35,7 @@ from certcli.evaluation.radii import (
 )
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.models import build, overrides
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
@@ -138,12 +138,12 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = selected_examples.choose(records_of[0], name) if results.gallery is not None else []
+        shown = examples.choose(records_of[0], name) if results.gallery is not None else []
         if results.gallery is None or not shown:
             return
         gathered = [[exhibit] for exhibit in shown]
         if compared is not None:
-            second = selected_examples.beside(
+            second = examples.beside(
                 shown,
                 self.load(compared),
                 Path(str(results.compare)).stem,
@@ -152,10 +152,9 @@ class Session:
             )
             gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        names = class_names(record.classes, record.class_names, self.images.classes)
         _draw(
             gathered,
-            names,
+            names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             f"{name} on {self.images.name} ({self.images.split})",
             self.images,
@@ -185,7 +184,7 @@ class PassCounter:
         self._bar.advance(0, f"{self.stage}, {self.count} passes")
 
 
-def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
+def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> None:
     """A counterexample within a certified radius is a bug, first of all; then --min-robust."""
     if findings.contradiction is not None:
         gate.demand(
@@ -203,7 +202,7 @@ def gate_of(findings: AttackFindings, minimum: float | None, gate: Gate) -> None
         )
 
 
-def table(
+def show_attacks(
     sink: Sink, findings: AttackFindings, images: str, transfer: bool, certified: bool
 ) -> None:
     """One row an attack and radius, and the worst case below them."""
@@ -261,7 +260,7 @@ def table(
 
 
 def _draw(
-    rows: list[list[selected_examples.Exhibit]],
+    rows: list[list[examples.Exhibit]],
     names: list[str],
     path: Path,
     about: str,
@@ -269,7 +268,7 @@ def _draw(
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: selected_examples.Exhibit) -> AttackedImage:
+    def picture(shown: examples.Exhibit) -> AttackedImage:
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
         if not shown.crafted_here:
             caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
@@ -311,9 +310,11 @@ def report_attacks(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
         )
     output.claim(source, attacks, data, results)
-    if patch_attacked.require(attacks, data, patches, results):
+    if patch_attacked.asks_for_patches(attacks, data, patches, results):
         require_one("patches are looked for", "certvit attack --norm patch without torchrun")
-        patch_attacked.attack(source, attacks, data, patches, machine, results, output, talk.sink())
+        patch_attacked.attack_by_patches(
+            source, attacks, data, patches, machine, results, output, talk.sink()
+        )
         return
     sink = talk.sink()
     gate = Gate()
@@ -347,12 +348,12 @@ def report_attacks(
     if outcome is None:
         return
     findings, records = outcome
-    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe(images)}
+    about = {"checkpoint": checkpoint.digest, "dataset": record_lines.describe_images(images)}
     document = {**about, **findings.to_json(), **facts}
     unchecked = {} if certificates is None else {"authors_word": ["certified_only", "own_radii"]}
-    gate_of(findings, results.minimum, gate)
+    attack_gate(findings, results.minimum, gate)
     sink.document({**document, **unchecked, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    table(
+    show_attacks(
         sink,
         findings,
         f"{images.name} ({images.split})",
@@ -369,8 +370,9 @@ def report_attacks(
         for name in evidence_schema.AttackResult.__struct_fields__
         if name in document
     }
-    parameters = parameters_of(tasks, settings, **facts)
-    output.write_evidence(checkpoint.with_evidence("attack", parameters, result), sink)
+    output.write_evidence(
+        checkpoint.with_evidence("attack", parameters_of(tasks, settings, **facts), result), sink
+    )
     gate.enforce()
 
 

@@ -20,7 +20,7 @@ from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Outp
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation import radii, records, training_images, verdicts
 from certcli.images import datasets, labelled
-from certcli.images.names import class_names
+from certcli.images.names import names_of_classes
 from certcli.report import compare, formats
 from certcli.report.document import Audit, from_json, to_json
 from certcli.report.machine import as_annotations
@@ -59,7 +59,7 @@ def report_audit(
     sink, device = talk.sink(), machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
     data = _first_images(checkpoint.record, data, sink)
-    images = _images(checkpoint.record, data, sink)
+    images = _audited_images(checkpoint.record, data, sink)
     if images is not None:
         answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
         images = records.digested(answered, team())
@@ -77,7 +77,7 @@ def report_audit(
         return
     if images is not None:
         findings.seen = training_images.doubts(checkpoint.record, images)[1]
-        findings.seen += inputs.differences(checkpoint, images)
+        findings.seen += inputs.differing_answers(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
     typed = Typed(
@@ -91,7 +91,7 @@ def report_audit(
     document = document_builder.compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
         document.changes = compare.changes(earlier, document)
-    gate = _gate_of(document)
+    gate = _audit_gate(document)
     _show_audit(document, checkpoint.reading.line(), sink)
     record = checkpoint.record
     _write_reports(
@@ -100,7 +100,9 @@ def report_audit(
         checkpoint,
         reports,
         output,
-        class_names(record.classes, record.class_names, () if images is None else images.classes),
+        names_of_classes(
+            record.classes, record.class_names, () if images is None else images.classes
+        ),
         plan,
         sink,
     )
@@ -119,7 +121,7 @@ def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
     return replace(data, dataset=datasets.PHOTOGRAPHS)
 
 
-def _images(record: Record, data: Evaluation, sink: Sink) -> labelled.Images | None:
+def _audited_images(record: Record, data: Evaluation, sink: Sink) -> labelled.Images | None:
     """The images to judge by, in turn; None when none were named and none of its own are here."""
     if data.dataset is None and record.dataset is None:
         return None
@@ -165,7 +167,7 @@ def _read_earlier(path: Path) -> Audit:
         ) from refusal
 
 
-def _gate_of(document: Audit) -> Gate:
+def _audit_gate(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
@@ -282,7 +284,7 @@ def _write_reports(
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
         pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.anonymous)
-        formats.save(path, formats.text_of(document, suffix, pictures))
+        formats.save_text(path, formats.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))

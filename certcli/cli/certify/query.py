@@ -57,7 +57,7 @@ def require_read(context: typer.Context) -> None:
 
 def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
-    from certcli.report.formats import save
+    from certcli.report.formats import save_text
 
     started = Sink.invocation.started or time.perf_counter()
     target, source = options.target, Path(options.source.ckpt)
@@ -91,7 +91,7 @@ def answer_query(options: CertifyOptions, sink: Sink) -> None:
             f"proven for every input of the box, of the network that is read, in {arithmetic}"
         )
     if target.result is not None:
-        save(target.result, result_text(verdict, example, query, size))
+        save_text(target.result, result_text(verdict, example, query, size))
     if verdict == VIOLATED:
         raise GateError(f"{source} reaches an unsafe output; {runtime.name} confirms it")
     if verdict == UNKNOWN:

@@ -46,7 +46,9 @@ class CertifyTask:
     demand: CertifiedDemand
 
 
-def choose(task: CertifyTask, options: CertifyOptions, sink: Sink) -> method_choice.MethodChoice:
+def choose_methods(
+    task: CertifyTask, options: CertifyOptions, sink: Sink
+) -> method_choice.MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
     if first != AUTO:
@@ -67,7 +69,7 @@ def run_all(
     results: list[Result] = []
     for method in (choice.method, *choice.beside):
         try:
-            result = _run(method, choice, task, options, sink)
+            result = _certify_by(method, choice, task, options, sink)
         except NoBoundError as failure:
             # gate and document speak of the first: no other may stand in its place
             if method == choice.method:
@@ -78,7 +80,7 @@ def run_all(
     return results
 
 
-def _options_of(
+def _method_options(
     method: str,
     choice: method_choice.MethodChoice,
     task: CertifyTask,
@@ -115,7 +117,7 @@ def _decides(options: CertifyOptions) -> bool:
     return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
-def _run(
+def _certify_by(
     method: str,
     choice: method_choice.MethodChoice,
     task: CertifyTask,
@@ -131,7 +133,7 @@ def _run(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and _decides(options)):
-        chosen = _options_of(method, choice, task, options)
+        chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare(
             method,
             task.checkpoint,
@@ -255,15 +257,21 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         target.attack_records, checkpoint.digest, images, options.local.norm
     )
     task = CertifyTask(checkpoint, images, threats, demand)
-    choice = choose(task, options, sink)
+    choice = choose_methods(task, options, sink)
     results = run_all(choice, task, options, sink)
     if not results:  # a process that leads no others
         return
     first = results[0]
     demand.check(first.accuracy, gate)
-    document = view.document(results, choice.reason or None, checkpoint.digest, images)
-    sink.document({**document, "seen": shares_seen, "doubts": sink.doubts}, gate)
-    view.table(results, images, attacked, sink)
+    sink.document(
+        {
+            **view.document(results, choice.reason or None, checkpoint.digest, images),
+            "seen": shares_seen,
+            "doubts": sink.doubts,
+        },
+        gate,
+    )
+    view.show_certificates(results, images, attacked, sink)
     if choice.method not in (
         "smoothing",
         "patch",
@@ -272,10 +280,10 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
             first.accuracy.clean, images, checkpoint, sink, [row.prediction for row in first.rows]
         )
     if target.plot is not None:
-        view.plot(
+        view.draw_shares(
             results,
             attacked,
-            _name(options.source.ckpt),
+            _network_name(options.source.ckpt),
             images,
             target.plot,
             threats[-1].radius,
@@ -289,13 +297,14 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     }
     written: Checkpoint = checkpoint
     for result in reversed(results):  # the first named comes last, where `log` looks for it
-        parameters = {**about, "method": result.certifier.method}
-        written = written.with_evidence("certify", parameters, view.evidence(result, images))
+        written = written.with_evidence(
+            "certify", {**about, "method": result.certifier.method}, view.evidence(result, images)
+        )
     output.write_evidence(written, sink)
     gate.enforce()
 
 
-def _name(ckpt: str) -> str:
+def _network_name(ckpt: str) -> str:
     """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
     path = Path(ckpt)
     return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -75,7 +75,7 @@ def document(
     """
     fields: dict[str, Any] = {
         "checkpoint": checkpoint,
-        "dataset": record_lines.describe(images),
+        "dataset": record_lines.describe_images(images),
         **results[0].to_json(),
     }
     if reason is not None:
@@ -87,7 +87,7 @@ def document(
 
 def evidence(result: Result, images: Images) -> dict[str, Any]:
     """Return the evidence of a method, at the radii it was drawn for, for the checkpoint."""
-    fields = {**result.to_json(), "dataset": record_lines.describe(images)}
+    fields = {**result.to_json(), "dataset": record_lines.describe_images(images)}
     drawn = {
         key: share
         for key, share in fields["certified"].items()
@@ -97,16 +97,16 @@ def evidence(result: Result, images: Images) -> dict[str, Any]:
     return {name: fields[name] for name in EVIDENCE if name in fields}
 
 
-def table(
+def show_certificates(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
     """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
     where = f"{images.name} ({images.split}), {number_of(len(images))}"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
-        _table(results[0], where, shares, sink)
+        _show_method(results[0], where, shares, sink)
     else:
-        _side_by_side(results, where, shares, sink)
+        _show_methods(results, where, shares, sink)
     if results[0].resumed is not None:
         sink.text(f"{results[0].resumed}")
     if attacked:
@@ -123,7 +123,7 @@ def table(
         )
 
 
-def _side_by_side(
+def _show_methods(
     results: Sequence[Result], where: str, attacked: Mapping[Threat, float], sink: Sink
 ) -> None:
     threats = results[0].accuracy.threats
@@ -161,7 +161,7 @@ def _side_by_side(
         )
 
 
-def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
+def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], sink: Sink) -> None:
     accuracy = result.accuracy
 
     def row(
@@ -204,7 +204,7 @@ def _table(result: Result, where: str, attacked: Mapping[Threat, float], sink: S
     sink.text(result.certifier.statement)
 
 
-def plot(
+def draw_shares(
     results: Sequence[Result],
     attacked: dict[Threat, dict[int, bool]],
     network: str,

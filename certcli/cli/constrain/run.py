@@ -114,12 +114,12 @@ def write_constrained(
             "clean_before": end_to_end["accuracy_before"],
             "clean_after": end_to_end["accuracy_after"],
             "layers": [
-                {"path": _short(r.path), **{name: getattr(r, name) for name in FIELDS}}
+                {"path": _layer_name(r.path), **{name: getattr(r, name) for name in FIELDS}}
                 for r in results
             ],
         }
     )
-    fidelity.show(end_to_end, sink)
+    fidelity.show_fidelity(end_to_end, sink)
     sink.text(f"network's bound: {before} -> {bounds[1]}")
     _show_norms(
         f"Norms (proven) before and after, prox {settings.prox}, beta {settings.beta:g}, "
@@ -195,7 +195,7 @@ def _show_norms(title: str, results: Sequence[Any], sink: Sink) -> None:
         ["layer", "before", "after", "error", "on others", "iterations", "gap"],
         [
             (
-                _short(r.path),
+                _layer_name(r.path),
                 f"{r.before:.4g}",
                 f"{r.after:.4g}",
                 percent(r.error) + ("" if r.feasible else " infeasible"),
@@ -213,9 +213,11 @@ def _remark_on_layers(
 ) -> None:
     """Name layers that did not change, lack images, did not converge, or have a surrogate norm."""
     if absent:
-        sink.warn(f"never called as a module, hence unchanged: {', '.join(map(_short, absent))}")
+        sink.warn(
+            f"never called as a module, hence unchanged: {', '.join(map(_layer_name, absent))}"
+        )
     for path, reason in refused.items():
-        sink.warn(f"left as it is: {_short(path)}: {reason}")
+        sink.warn(f"left as it is: {_layer_name(path)}: {reason}")
     remarks: dict[str, list[Any]] = {
         "fewer independent inputs than width in {}: more, or more varied, images help": [
             r for r in results if r.rank < r.inputs
@@ -229,9 +231,9 @@ def _remark_on_layers(
     for remark, layers in remarks.items():
         several = len(layers) > 1
         if layers:
-            first = f"{_short(layers[0].path)}{', ...' * several}"
+            first = f"{_layer_name(layers[0].path)}{', ...' * several}"
             sink.note(remark.format(f"{len(layers)} layer{'s' * several} ({first})"))
 
 
-def _short(path: str) -> str:
+def _layer_name(path: str) -> str:
     return path.removeprefix("net.")

@@ -39,11 +39,11 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
     sink = talk.sink()
     gate = output.Gate()
     findings = [
-        Finding("certvit", _version("certvit")),
+        Finding("certvit", _installed_version("certvit")),
         Finding("Python", platform.python_version()),
-        Finding("torch", _version("torch")),
-        _torchvision(),
-        Finding("timm", _version("timm")),
+        Finding("torch", _installed_version("torch")),
+        _torchvision_finding(),
+        Finding("timm", _installed_version("timm")),
         *_torchattacks(),
         *_machine(),
     ]
@@ -63,16 +63,16 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
     gate.enforce()
 
 
-def _version(package: str) -> str:
+def _installed_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
         return "missing"
 
 
-def _torchvision() -> Finding:
+def _torchvision_finding() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
-    installed = _version("torchvision")
+    installed = _installed_version("torchvision")
     done = run_isolated("import timm")
     if done.returncode == 0:
         return Finding("torchvision", installed)
@@ -89,8 +89,8 @@ def _torchvision() -> Finding:
 
 
 def _torchattacks() -> list[Finding]:
-    version_here = _version("torchattacks")
-    requests = _version("requests")
+    version_here = _installed_version("torchattacks")
+    requests = _installed_version("requests")
     if version_here == "missing":
         remark = f"attacks named {PREFIX}NAME are refused, all others work: {INSTALL}"
         return [Finding("torchattacks", version_here, remark)]

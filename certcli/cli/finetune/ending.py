@@ -85,7 +85,7 @@ def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
     )
 
 
-def doubt(
+def doubt_training(
     before: Accuracy | None, clean: float, images: int, record: Record, under_noise: bool = False
 ) -> TrainingDoubt | None:
     """Return why this training is not done; None where nothing speaks against it.
@@ -106,7 +106,7 @@ def doubt(
     return None
 
 
-def end(ending: TrainingDoubt, sink: Sink) -> None:
+def end_in_doubt(ending: TrainingDoubt, sink: Sink) -> None:
     """Say it in the last line. EndedAtChanceError where training ruined the network."""
     hint = "a smaller --lr, --loss ce, weaker noise or attacks; the file is written all the same"
     if ending.ruined:
@@ -157,7 +157,7 @@ class Final:
         return f"validation clean {clean}, {certified}, bound {evidence['upper_text']} (proven)"
 
 
-def affordable(images: int, left: float | None, costs: tuple[float, float]) -> int:
+def affordable_images(images: int, left: float | None, costs: tuple[float, float]) -> int:
     """Return how many of the images are certified in the seconds that are left, FEWEST at least.
 
     Args:
@@ -176,31 +176,33 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
     started = time.perf_counter()
     certifier = _certifier(checkpoint)
     proven = time.perf_counter()
-    if isinstance(certifier, str) or _hopeless(certifier, epsilon) is not None:
-        _clean(checkpoint, few)
+    if isinstance(certifier, str) or _why_hopeless(certifier, epsilon) is not None:
+        _clean_accuracy(checkpoint, few)
     else:
-        _certified(certifier, few, epsilon)
+        _certified_shares(certifier, few, epsilon)
     return proven - started, (time.perf_counter() - proven) / len(few)
 
 
-def prove(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
+def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
     """Prove the bound in float64, rounded outward; count the certified validation images."""
 
     started = time.perf_counter()
-    about: dict[str, Any] = {"dataset": record_lines.describe(validation)}
+    about: dict[str, Any] = {"dataset": record_lines.describe_images(validation)}
     certifier = _certifier(checkpoint)
     if isinstance(certifier, str):
         sink.note(certifier)
-        clean = _clean(checkpoint, validation)
+        clean = _clean_accuracy(checkpoint, validation)
         return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
     sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
     about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
-    why = _hopeless(certifier, epsilon)
+    why = _why_hopeless(certifier, epsilon)
     if why is not None:
         sink.note(f"skipped the certificates: {why}")
-        return Final({**about, "clean": _clean(checkpoint, validation), "certified": 0.0}, why)
+        return Final(
+            {**about, "clean": _clean_accuracy(checkpoint, validation), "certified": 0.0}, why
+        )
     started = time.perf_counter()
-    clean, certified = _certified(certifier, validation, epsilon, sink)
+    clean, certified = _certified_shares(certifier, validation, epsilon, sink)
     spent = time.perf_counter() - started
     sink.note(f"certified {len(validation)} validation images in {spent:.0f} s")
     return Final({**about, "clean": clean, "certified": certified})
@@ -215,18 +217,18 @@ def _certifier(checkpoint: Checkpoint) -> Any:
         return failure.message
 
 
-def _hopeless(certifier: Any, epsilon: float) -> str | None:
+def _why_hopeless(certifier: Any, epsilon: float) -> str | None:
 
     return hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
-def _clean(checkpoint: Checkpoint, images: Images) -> float:
+def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:
     """Return the accuracy in float64, of which a certificate would speak."""
 
     return sum(image_doubts.right_of(build.load_double(checkpoint), images)) / len(images)
 
 
-def _certified(
+def _certified_shares(
     certifier: Any, images: Images, epsilon: float, sink: Sink | None = None
 ) -> tuple[float, float]:
     """Return the clean accuracy and the share certified at epsilon."""

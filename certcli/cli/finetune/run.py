@@ -16,7 +16,7 @@ from certcli.checkpoint.outputs import (
 )
 from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import ending, options
-from certcli.cli.shared import groups, inputs
+from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
 from certcli.finetune import loop, optimisers, shards, start
@@ -56,8 +56,8 @@ class Training:
         reads = (order, order.source, order.data)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = (
-            groups.beside(self.path, "state"),
-            groups.beside(self.path, "last"),
+            inputs.path_beside(self.path, "state"),
+            inputs.path_beside(self.path, "last"),
         )
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
@@ -190,7 +190,7 @@ class Training:
             )
         train, validation = (
             datasets.require_classes(
-                datasets.load(name, record.input, split, data.data_dir),
+                datasets.load_dataset(name, record.input, split, data.data_dir),
                 record.classes,
                 record.class_names,
             )
@@ -326,20 +326,20 @@ class Training:
         sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
-        count = ending.affordable(len(images), left, self.proof_costs)
+        count = ending.affordable_images(len(images), left, self.proof_costs)
         if count < len(images):
             sink.note(
                 f"certified: {count} of {len(images)} images, to keep to {settings.time_budget}"
             )
             images = validation.limit(count, settings.seed)
-        final = ending.prove(derived, images, epsilon, sink)
+        final = ending.prove_trained(derived, images, epsilon, sink)
         about: dict[str, Any] = {"split": "val", "epsilon": epsilon}
         if len(images) < len(validation):
             about["images"] = len(images)
         derived.with_evidence("finetune", about, final.evidence).write(
             self.path, True, output.shard_bytes()
         )
-        doubt = ending.doubt(
+        doubt = ending.doubt_training(
             self.before,
             final.evidence["clean"],
             len(images),
@@ -373,7 +373,7 @@ class Training:
         if advice:
             sink.note(advice)
         if doubt is not None:
-            ending.end(doubt, sink)
+            ending.end_in_doubt(doubt, sink)
 
     def _spent(self) -> str:
         """Return the time so far, of the budget where there is one."""

@@ -37,7 +37,7 @@ class Architecture:
 
     def build(self) -> "Checkpoint":
         """Return the new checkpoint. UsageError for options that contradict published weights."""
-        from certcli.cli.shared.inputs import numbers, parse_arguments
+        from certcli.cli.shared.inputs import parse_arguments, typed_numbers
         from certcli.models.build import initialise
         from certcli.models.mean import mean_of
         from certcli.models.open import open_checkpoint
@@ -47,8 +47,8 @@ class Architecture:
         from_options = Hints(
             None,
             parse_arguments(self.arch_arg),
-            numbers("--mean", self.mean),
-            numbers("--std", self.std),
+            typed_numbers("--mean", self.mean),
+            typed_numbers("--std", self.std),
         )
         if self.member:
             arguments = dict(from_options.arch_args)

@@ -21,16 +21,17 @@ from certcli.cli.lipschitz.options import (
 )
 from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared import groups, inputs
-from certcli.cli.shared.output import Gate, Sink
+from certcli.cli.shared.output import Sink
 from certcli.evaluation import fidelity, image_doubts
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
+from certcli.evaluation.record_lines import describe_images
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.measured.jacobian import block_norms, hoelder_bounds
+from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
 from certcli.models import build, weights
-from certcli.system.errors import GateError, NoBoundError, UsageError
+from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
 
 EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
@@ -81,7 +82,7 @@ def report_bound(
     view.show_bound(audited, show.layers, show.worst, sink)
     report |= show_views(audited, nearby, chosen, sink)
     view.explain_bound(audited, lower, report["attention_weight"], sink)
-    gate = bound_gate(audited, maximum)
+    gate = view.bound_gate(audited, maximum)
     sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
     about = {"images": data.limit if slope.estimate else 0}
     evidence = {name: report[name] for name in EVIDENCE}
@@ -107,7 +108,10 @@ def prove_source(
         )
     model = build.load(checkpoint, machine.pick())
     return Audited(
-        Path(source.ckpt).name, checkpoint, model, network.prove(model, checkpoint.record.classes)
+        Path(source.ckpt).name,
+        checkpoint,
+        model,
+        network.prove_network(model, checkpoint.record.classes),
     )
 
 
@@ -207,25 +211,12 @@ def _jacobians(
     return measured[0].to_json()
 
 
-def bound_gate(audited: Audited, maximum: float | None) -> Gate:
-    gate = Gate()
-    upper = audited.proven.upper
-    if maximum is not None and not upper.finite:
-        why = f"no finite bound: {audited.proven.bound.why}"
-        hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
-        gate.demand(False, NoBoundError(why, hint))
-    elif maximum is not None:
-        of = " of the features" if audited.of_features else ""
-        gate.demand(upper <= maximum, GateError(f"the bound{of} {upper} exceeds --max {maximum:g}"))
-    return gate
-
-
-Row = tuple[int, "NearImage"]
+Row = tuple[int, NearImage]
 """An image's position in its split, and what is proven near it."""
 
 
 def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundImages:
-    """Return the network for these near_balls, before anything is measured.
+    """Return the network for these balls, before anything is measured.
 
     Raises:
         UsageError: a radius is as wide as the box, or the network ends in features.
@@ -237,7 +228,7 @@ def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundIm
 
 
 def near_balls(options: LipschitzOptions) -> list[Around]:
-    """Return the near_balls that were asked for."""
+    """Return the balls that were asked for."""
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
@@ -256,12 +247,7 @@ def show_near_images(
     return {
         "norm": options.near.norm,
         "seed": data.seed,
-        "dataset": {
-            "name": images.name,
-            "split": images.split,
-            "images": len(images),
-            "digest": images.digest,
-        },
+        "dataset": describe_images(images),
         "images": [_near_document(index, near) for index, near in rows],
     }
 
@@ -383,7 +369,7 @@ def measure_block_slopes(
     slopes: dict[str, list[Tensor]] = {}
     above: dict[str, float] = {}
     for images in batches():
-        for path, values in block_norms(model, images, iterations, seed).items():
+        for path, values in block_jacobian_norms(model, images, iterations, seed).items():
             slopes.setdefault(path, []).append(values.cpu())
         if not above:  # dense Jacobians are slow: two images are enough for a comparison
             above = {

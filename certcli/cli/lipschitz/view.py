@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certcli.cli.shared.output import Sink, percent
+from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
@@ -15,6 +15,7 @@ from certcli.lipschitz.numerics.real import Real
 from certcli.models.build import OpenCheckpoint
 from certcli.models.pixels import PixelModel
 from certcli.nn.residual import attention_weight
+from certcli.system.errors import GateError, NoBoundError
 
 USABLE = 1e-3
 """Smallest radius of use: a quarter of a grey level of one pixel."""
@@ -215,7 +216,9 @@ def block_rows(bound: NetworkBound) -> list[BlockRow]:
     place = {charge.path: number for number, charge in enumerate(bound.charges)}
     chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
     chosen.sort(
-        key=lambda row: max((place[path] for path in place if _within(path, row.name)), default=-1)
+        key=lambda row: max(
+            (place[path] for path in place if _is_within(path, row.name)), default=-1
+        )
     )
     return chosen + _last_map_row(bound, chosen)
 
@@ -274,7 +277,7 @@ def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:
     return abs(row.constant.log10() - sum(constant.log10() for constant in constants)) < SAME
 
 
-def _within(path: str, name: str) -> bool:
+def _is_within(path: str, name: str) -> bool:
     return path == name or path.startswith(f"{name}.")
 
 
@@ -284,3 +287,16 @@ def _log_share(row: BlockRow, whole: float, shown: Sequence[BlockRow]) -> str:
     if inside or whole < 1e-9 or not row.constant.finite or row.constant == 0.0:
         return ""
     return percent(row.constant.log10() / whole, 0)
+
+
+def bound_gate(audited: Audited, maximum: float | None) -> Gate:
+    gate = Gate()
+    upper = audited.proven.upper
+    if maximum is not None and not upper.finite:
+        why = f"no finite bound: {audited.proven.bound.why}"
+        hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
+        gate.demand(False, NoBoundError(why, hint))
+    elif maximum is not None:
+        of = " of the features" if audited.of_features else ""
+        gate.demand(upper <= maximum, GateError(f"the bound{of} {upper} exceeds --max {maximum:g}"))
+    return gate

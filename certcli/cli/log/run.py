@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.shards import ENDING, named
+from certcli.checkpoint.shards import ENDING, shards_of_index
 from certcli.cli.log import view
-from certcli.cli.log.view import AS_STATED, chance, of_features, power
+from certcli.cli.log.view import AS_STATED, bound_words, bounds_features, promise_words
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.evidence import Decoded, understood
 from certcli.evaluation.radii import (
@@ -55,7 +55,7 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
 def _checkpoints_in(folder: Path) -> list[Path]:
     """Its files and indexes; neither states nor what an index names."""
     indexes = list(folder.glob(f"*{ENDING}"))
-    parts = {part for index in indexes for part in named(index)}
+    parts = {part for index in indexes for part in shards_of_index(index)}
     files = [
         file
         for file in folder.glob("*.safetensors")
@@ -77,20 +77,20 @@ def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> Non
         fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
         entries.append({entry.command: entry for entry in fresh if entry is not None})
     every: dict[str, list[_Cell | None]] = {
-        "clean": [_clean(each) for each in entries],
-        "attacked": [_attacked(each) for each in entries],
-        "certified": _certified(entries, "l2"),
-        "certified against patches": _certified(entries, "patch"),
-        "validation clean": [_validation(each, "clean") for each in entries],
-        "validation certified": [_validation(each, "certified") for each in entries],
-        "Lipschitz bound": [_bound(each) for each in entries],
-        "slope measured": [_slope(each) for each in entries],
-        "attention weight": [_weight(each) for each in entries],
+        "clean": [_clean_cell(each) for each in entries],
+        "attacked": [_attacked_cell(each) for each in entries],
+        "certified": _certified_cells(entries, "l2"),
+        "certified against patches": _certified_cells(entries, "patch"),
+        "validation clean": [_validation_cell(each, "clean") for each in entries],
+        "validation certified": [_validation_cell(each, "certified") for each in entries],
+        "Lipschitz bound": [_bound_cell(each) for each in entries],
+        "slope measured": [_slope_cell(each) for each in entries],
+        "attention weight": [_weight_cell(each) for each in entries],
     }
     columns = {title: column for title, column in every.items() if any(column)}
     rows = [
-        [name, *(_spelled(column[number], column) for column in columns.values())]
-        for number, name in enumerate(_names([path for path, _ in read]))
+        [name, *(_spelled_cell(column[number], column) for column in columns.values())]
+        for number, name in enumerate(_shortest_names([path for path, _ in read]))
     ]
     with_results = [row for row in rows if set(row[1:]) - {"-"}]
     if with_results:
@@ -130,60 +130,60 @@ class _Cell:
     remark: str = ""
 
 
-def _spelled(cell: _Cell | None, column: Sequence[_Cell | None]) -> str:
+def _spelled_cell(cell: _Cell | None, column: Sequence[_Cell | None]) -> str:
     if cell is None:
         return "-"
-    radius = cell.radius if _common(column, "radius") is None else None
-    images = cell.images if _common(column, "images") is None else None
+    radius = cell.radius if _common_value(column, "radius") is None else None
+    images = cell.images if _common_value(column, "images") is None else None
     text = cell.share + ("" if radius is None else f" at {radius}")
     text += "" if images is None else f", n = {images}"
     return text + (f" ({cell.remark})" if cell.remark else "")
 
 
-def _common(column: Sequence[_Cell | None], name: str) -> Any:
+def _common_value(column: Sequence[_Cell | None], name: str) -> Any:
     """What all cells of the column have in common under this name; None where they differ."""
     values = {getattr(cell, name) for cell in column if cell is not None}
     return values.pop() if len(values) == 1 else None
 
 
 def _heading(title: str, column: Sequence[_Cell | None]) -> str:
-    radius = _common(column, "radius")
-    images = _common(column, "images")
+    radius = _common_value(column, "radius")
+    images = _common_value(column, "images")
     text = title + (" (measured)" if title == "attacked" else "")
     return text + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
 
 
-def _names(paths: Sequence[Path]) -> list[str]:
+def _shortest_names(paths: Sequence[Path]) -> list[str]:
     """Files by the shortest path that tells them apart, without the ending that all of them have."""
     common = os.path.commonpath([path.absolute().parent for path in paths])
     names = [os.path.relpath(path.absolute(), common) for path in paths]
     return [name.removesuffix(".safetensors") for name in names]
 
 
-def _result(entries: Entries, command: str) -> Any:
+def _result_of(entries: Entries, command: str) -> Any:
     return entries[command].result if command in entries else None
 
 
-def _clean(entries: Entries) -> _Cell | None:
-    result = _result(entries, "certify") or _result(entries, "attack")
+def _clean_cell(entries: Entries) -> _Cell | None:
+    result = _result_of(entries, "certify") or _result_of(entries, "attack")
     remark = "" if "certify" in entries else "measured"
     if remark == "" and entries["certify"].result.norm == "patch":
         remark = "behind masks"
     return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
 
 
-def _attacked(entries: Entries) -> _Cell | None:
-    result = _result(entries, "attack")
+def _attacked_cell(entries: Entries) -> _Cell | None:
+    result = _result_of(entries, "attack")
     if result is None:
         return None
     norm = "" if result.norm == "l2" else f"{result.norm} "
     return _Cell(attacked_percent(result.robust), result.images, norm + result.threat.attacked())
 
 
-def _certified(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
+def _certified_cells(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most share, else at its smallest; one kind."""
     results = [
-        result if (result := _result(each, "certify")) and result.norm == kind else None
+        result if (result := _result_of(each, "certify")) and result.norm == kind else None
         for each in entries_of
     ]
     shown = Counter(
@@ -195,12 +195,14 @@ def _certified(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
             cells.append(None)
             continue
         threat, share = min(result.shares, key=lambda one: (-shown[one[0]], one[0]))
-        cells.append(_Cell(proven_percent(share), result.images, threat.proven(), chance(result)))
+        cells.append(
+            _Cell(proven_percent(share), result.images, threat.proven(), promise_words(result))
+        )
     return cells
 
 
-def _validation(entries: Entries, name: str) -> _Cell | None:
-    result = _result(entries, "finetune")
+def _validation_cell(entries: Entries, name: str) -> _Cell | None:
+    result = _result_of(entries, "finetune")
     if result is None:
         return None
     count = result.dataset.images if result.dataset else entries["finetune"].parameters.images
@@ -213,20 +215,22 @@ def _validation(entries: Entries, name: str) -> _Cell | None:
     )
 
 
-def _bound(entries: Entries) -> _Cell | None:
-    result = _result(entries, "lipschitz") or _result(entries, "finetune")
+def _bound_cell(entries: Entries) -> _Cell | None:
+    result = _result_of(entries, "lipschitz") or _result_of(entries, "finetune")
     if result is None or result.log10_upper is None:
         return None if result is None else _Cell("none")
-    return _Cell(power(result.log10_upper) + (" (of features)" if of_features(result) else ""))
+    return _Cell(
+        bound_words(result.log10_upper) + (" (of features)" if bounds_features(result) else "")
+    )
 
 
-def _slope(entries: Entries) -> _Cell | None:
-    result = _result(entries, "lipschitz")
+def _slope_cell(entries: Entries) -> _Cell | None:
+    result = _result_of(entries, "lipschitz")
     return None if result is None or result.lower is None else _Cell(rounded_down(result.lower, 3))
 
 
-def _weight(entries: Entries) -> _Cell | None:
-    result = _result(entries, "lipschitz")
+def _weight_cell(entries: Entries) -> _Cell | None:
+    result = _result_of(entries, "lipschitz")
     if result is None or result.attention_weight is None:
         return None
     return _Cell(f"{rounded_up(result.attention_weight, 2)} (measured)")

@@ -13,7 +13,7 @@ from typing import Any
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.evidence import as_json, command_of, understood
+from certcli.evaluation.evidence import command_of, evidence_document, understood
 from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import (
     attacked_percent,
@@ -39,7 +39,7 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
         [
-            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled(s.shown)))
+            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled_values(s.shown)))
             for s in record.lineage
         ],
     )
@@ -51,7 +51,7 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
                 (
                     command_of(entry),
                     "this network" if entry.digest == checkpoint.digest else "STALE",
-                    sentence(entry),
+                    evidence_sentence(entry),
                 )
                 for entry in record.evidence
             ],
@@ -60,11 +60,11 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
         sink.text(STALE)
 
 
-def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def spelled_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Values by name, nested ones by paths of names; empty values and `no` are left out."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from spelled(value, f"{prefix}{name}.")
+            yield from spelled_values(value, f"{prefix}{name}.")
         elif isinstance(value, (list, tuple)) and any(
             isinstance(item, (Mapping, list, tuple)) for item in value
         ):
@@ -72,12 +72,12 @@ def spelled(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
         elif value is True:
             yield f"{prefix}{name}"
         elif value is not None and value is not False and value not in ("", [], ()):
-            yield f"{prefix}{name}={_number(value)}"
+            yield f"{prefix}{name}={_spelled_number(value)}"
 
 
-def _number(value: Any) -> str:
+def _spelled_number(value: Any) -> str:
     if isinstance(value, (list, tuple)):
-        return " ".join(map(_number, value))
+        return " ".join(map(_spelled_number, value))
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
@@ -94,7 +94,7 @@ def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "evidence": [
             {
-                **as_json(entry, checkpoint.digest),
+                **evidence_document(entry, checkpoint.digest),
                 "stale": entry.digest != checkpoint.digest,
                 "status": "unverified",
             }
@@ -106,7 +106,7 @@ def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
 # ---- an entry of evidence as a sentence
 
 
-def sentence(entry: Evidence) -> str:
+def evidence_sentence(entry: Evidence) -> str:
 
     decoded = understood(entry)
     return (
@@ -116,7 +116,7 @@ def sentence(entry: Evidence) -> str:
     )
 
 
-def _lipschitz(result: Any, about: Any) -> str:
+def _lipschitz_words(result: Any, about: Any) -> str:
     parts = [_bound_of(result)]
     if result.lower is not None:
         parts.append(f"slope {rounded_down(result.lower, 4)} (measured)")
@@ -128,23 +128,23 @@ def _lipschitz(result: Any, about: Any) -> str:
 def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
-    return f"bound {power(result.log10_upper)} ({'proven, of features' if of_features(result) else 'proven'})"
+    return f"bound {bound_words(result.log10_upper)} ({'proven, of features' if bounds_features(result) else 'proven'})"
 
 
-def of_features(result: Any) -> bool:
+def bounds_features(result: Any) -> bool:
     """Tell whether a bound is one of features: of a network without a classifier."""
     return getattr(result, "bound_of", "") == "features"
 
 
-def _certify(result: Any, about: Any) -> str:
+def _certify_words(result: Any, about: Any) -> str:
     n = result.images
     shares = ", ".join(
         f"{share_text(share, n, proven_percent)} at {threat.proven()}"
         for threat, share in result.shares
     )
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
-    text = f"{_images(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
-    promise = chance(result) or "proven"
+    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
+    promise = promise_words(result) or "proven"
     radius = result.average_radius
     mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
     method = (
@@ -153,12 +153,12 @@ def _certify(result: Any, about: Any) -> str:
     return f"{text} ({method}, {promise}){mean}"
 
 
-def chance(result: Any) -> str:
+def promise_words(result: Any) -> str:
     """The promise of certificates that hold with a probability; nothing for proofs."""
     return f"probability {confidence(result.failure)}" if result.failure else ""
 
 
-def _attack(result: Any, about: Any) -> str:
+def _attack_words(result: Any, about: Any) -> str:
     n = result.images
     each = ", ".join(
         f"{name} {share_text(share, n, attacked_percent)}" for name, share in result.attacks.items()
@@ -166,22 +166,24 @@ def _attack(result: Any, about: Any) -> str:
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
     radius = f"{result.norm} {result.threat.attacked()}"
     withstood = f"withstand {radius} {share_text(result.robust, n, attacked_percent)}"
-    text = f"{_images(result)}: clean {share_text(result.clean, n)}, {withstood}"
+    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, {withstood}"
     return f"{text} (measured; {each}){flags}"
 
 
-def _finetune(result: Any, about: Any) -> str:
+def _finetune_words(result: Any, about: Any) -> str:
     count = result.dataset.images if result.dataset else about.images
     certified = f"certified {share_text(result.certified, count, proven_percent)} at {proven_radius(about.epsilon)}"
     images = (
-        _images(result) if result.dataset else "all validation images, their number is not stated"
+        _images_words(result)
+        if result.dataset
+        else "all validation images, their number is not stated"
     )
     if not result.dataset and about.images is not None:
         images = f"{about.images} validation image{'s' * (about.images != 1)}"
     return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
 
 
-def _fidelity(result: Any, about: Any) -> str:
+def _fidelity_words(result: Any, about: Any) -> str:
     n = result.images
     parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
     parts.append(f"logit error {percent(result.logits_error)}")
@@ -195,12 +197,16 @@ def _fidelity(result: Any, about: Any) -> str:
 
 
 _WORDS: Mapping[str, Callable[[Any, Any], str]] = {
-    "lipschitz": _lipschitz, "certify": _certify, "attack": _attack, "finetune": _finetune, "adapt": _fidelity,
-    "constrain": _fidelity,
-}  # fmt: skip
+    "lipschitz": _lipschitz_words,
+    "certify": _certify_words,
+    "attack": _attack_words,
+    "finetune": _finetune_words,
+    "adapt": _fidelity_words,
+    "constrain": _fidelity_words,
+}
 
 
-def _images(result: Any) -> str:
+def _images_words(result: Any) -> str:
     """How many images of which dataset; attacks on certified images state fewer than it has."""
     images = result.dataset
     count = getattr(result, "images", None) or images.images
@@ -208,7 +214,7 @@ def _images(result: Any) -> str:
     return f"{text} of {images.name} ({images.split})" if images else text
 
 
-def power(log10: float) -> str:
+def bound_words(log10: float) -> str:
     """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
     if not -300 < log10 < 5:
         return power_of_ten(log10)

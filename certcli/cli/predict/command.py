@@ -105,7 +105,7 @@ def predict(
                 if names and one.prediction is not None:
                     row["name"] = names[one.prediction]
                 if one.top:
-                    row["top"] = [_choice(choice, names) for choice in one.top]
+                    row["top"] = [_named_choice(choice, names) for choice in one.top]
                 rows.append({**row, "proven": list(one.proven)} if pictures.prove else row)
             bar.advance(len(part))
     about = {} if defended is None else {**defended.about, "parameters": dict(defended.parameters)}
@@ -124,7 +124,7 @@ def predict(
         sink.text(defended.statement)
 
 
-def _choice(choice: ClassProbability, names: Sequence[str] | None) -> dict[str, Any]:
+def _named_choice(choice: ClassProbability, names: Sequence[str] | None) -> dict[str, Any]:
     words = {} if names is None else {"name": names[choice.prediction]}
     return {"class": choice.prediction, **words, "probability": choice.probability}
 

@@ -17,8 +17,10 @@ with such fields and the attribute `panel`, as `certify.local_options.Local`, is
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -34,7 +36,7 @@ from typing import (
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from certcli.cli.shared import completion, inputs
+from certcli.cli.shared import inputs
 from certcli.cli.shared.options import Reads
 from certcli.system import errors, reading
 from certcli.system.options import NOTE, Option, choices, require_choices
@@ -49,6 +51,17 @@ SHARED_OFTEN = (
 """Fields that everybody needs in the first week."""
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
+NAMES = {
+    "--attack": "certcli.attack.catalogue:ATTACKS",
+    "--loss": "certcli.finetune.losses:LOSSES",
+    "--method": "certcli.certify.methods:METHODS",
+    "audit --method": "certcli.cli.audit.options:METHODS",
+    "--prox": "certcli.constrain.settings:PENALTIES",
+}
+"""Option, or command and option -> where its names are: a registry, or a tuple of names."""
+ARCHITECTURES = ("--arch", "ARCH")
+WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "NAME"}
+"""What stands for a value of a type where the option names nothing better; a flag takes no value."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -88,13 +101,13 @@ def command(
             kind = hints[parameter.name]
             if is_dataclass(kind):
                 groups[parameter.name] = kind
-                options = _options(kind, parameter.default)
+                options = _flat_options(kind, parameter.default)
             else:
                 options = [parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY)]
             for option in options:
                 if option.name in flat:
                     raise TypeError(f"{function.__name__} has two options {option.name}")
-                flat[option.name] = _described(function.__name__, option)
+                flat[option.name] = _with_words(function.__name__, option)
 
         if often:
             flat["help_all"] = _HELP_ALL
@@ -111,11 +124,11 @@ def command(
                         f"certvit {function.__name__} --help",
                     )
             inputs.require_early(values)
-            built = {name: _build(kind, values) for name, kind in groups.items()}
+            built = {name: _build_group(kind, values) for name, kind in groups.items()}
             function(**built, **values)
 
         wrapper: Any = expanded
-        shown = sorted(flat.values(), key=_place)
+        shown = sorted(flat.values(), key=_place_in_help)
         wrapper.__signature__ = inspect.Signature(shown, return_annotation=None)
         wrapper.__annotations__ = {option.name: option.annotation for option in shown} | {
             "return": None
@@ -162,28 +175,19 @@ _HELP_ALL = inspect.Parameter(
 )
 
 
-def _described(command: str, option: inspect.Parameter) -> inspect.Parameter:
+def _with_words(command: str, option: inspect.Parameter) -> inspect.Parameter:
     """The option with a word for its value, and with the names that the shell completes."""
     info = info_of(option.annotation)
     if info is None:
         return option
-    return _noted(
-        option,
-        info,
-        completion.described(
-            command, spelling(option.name, info)[-1], get_args(option.annotation)[0], info
-        ),
-    )
-
-
-def _noted(option: inspect.Parameter, old: Any, new: Any) -> inspect.Parameter:
     base, *notes = get_args(option.annotation)
+    new = with_completion(command, spelling(option.name, info)[-1], base, info)
     return option.replace(
-        annotation=Annotated[(base, *(new if note is old else note for note in notes))]
+        annotation=Annotated[(base, *(new if note is info else note for note in notes))]
     )
 
 
-def _place(option: inspect.Parameter) -> int:
+def _place_in_help(option: inspect.Parameter) -> int:
     info = info_of(option.annotation)
     panel = getattr(info, "rich_help_panel", None)
     return (
@@ -191,7 +195,7 @@ def _place(option: inspect.Parameter) -> int:
     )
 
 
-def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
+def _flat_options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
     """A group's fields as keyword parameters; `defaults`: an instance with the command's own."""
     hints = hints_of(kind)
     options = []
@@ -199,12 +203,12 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
         if field.name not in hints:
             continue
         default = (
-            _default(field)
+            _field_default(field)
             if defaults is inspect.Parameter.empty
             else getattr(defaults, field.name)
         )
         if is_dataclass(hints[field.name]):
-            options += _options(hints[field.name], default)
+            options += _flat_options(hints[field.name], default)
         else:
             options.append(
                 inspect.Parameter(
@@ -217,11 +221,11 @@ def _options(kind: Any, defaults: Any) -> list[inspect.Parameter]:
     return options
 
 
-def _build(kind: Any, values: dict[str, Any]) -> Any:
+def _build_group(kind: Any, values: dict[str, Any]) -> Any:
     hints = hints_of(kind)
     group = kind(
         **{
-            name: _build(hint, values) if is_dataclass(hint) else values.pop(name)
+            name: _build_group(hint, values) if is_dataclass(hint) else values.pop(name)
             for name, hint in hints.items()
         }
     )
@@ -271,7 +275,7 @@ def _typer_hint(name: str, base: Any, note: Option, panel: str | None) -> Any:
     return Annotated[(base, typer_option, *marks)]
 
 
-def _default(field: Field[Any]) -> Any:
+def _field_default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return field.default_factory()
     return inspect.Parameter.empty if field.default is MISSING else field.default
@@ -305,3 +309,50 @@ def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Ma
             for note in get_args(hint)[1:] if get_origin(hint) is Annotated else ():
                 if isinstance(note, kind) and value is not None:
                     yield spelling(name, info_of(hint))[-1], note, value
+
+
+def with_completion(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | ArgumentInfo:
+    """Return Typer's note with a word for the value and the names to complete.
+
+    Args:
+        command: the command's name.
+        spelled: the option's long spelling, or the argument's metavar.
+        base: the type of the value: one of WORDS, or a list or union with None of it.
+        info: the note.
+    """
+    completed = copy(info)
+    if completed.metavar is None:
+        completed.metavar = WORDS.get(_type_of_value(base), "VALUE")
+    target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
+    if target is not None:
+        completed.autocompletion = _registered(target)
+    elif spelled in ARCHITECTURES:
+        completed.autocompletion = _architectures
+    return completed
+
+
+def _type_of_value(base: Any) -> Any:
+    if get_origin(base) is None:
+        return base
+    return next((_type_of_value(part) for part in get_args(base) if part is not type(None)), None)
+
+
+def _registered(target: str) -> Callable[[str], list[Any]]:
+    def complete(incomplete: str) -> list[Any]:
+        module, _, attribute = target.partition(":")
+        entries = getattr(import_module(module), attribute)
+        pairs = [
+            (entry, "") if isinstance(entry, str) else (entry.name, entry.summary)
+            for entry in entries
+        ]
+        return [pair for pair in pairs if pair[0].startswith(incomplete)]
+
+    return complete
+
+
+def _architectures(incomplete: str) -> Iterator[str]:
+    """Return the names of timm's models and of ours. Takes the seconds that torch takes to load."""
+    import_module("certcli.models.build")
+    import timm
+
+    yield from timm.list_models(f"{incomplete}*")

@@ -74,12 +74,12 @@ def fidelity_document(
     return document
 
 
-def show(record: Mapping[str, Any], sink: Sink) -> None:
+def show_fidelity(record: Mapping[str, Any], sink: Sink) -> None:
     images = "calibration images" if record["took_part"] else "held-out images"
     uses = ["used to choose eta"] if record.get("chose") else []
     uses += ["seen in training"] if record["trained_on"] else []
     where = f"{images} of {record['dataset']} ({', '.join([record['split'], *uses])})"
-    share = between(record["agreement"], record["agreement_interval"])
+    share = share_between(record["agreement"], record["agreement_interval"])
     sink.text(
         f"agreement with the original on {record['images']} {where}: same top-1 {share}, "
         f"relative logit error {100 * record['logits_error']:.1f} %"
@@ -109,7 +109,7 @@ def show(record: Mapping[str, Any], sink: Sink) -> None:
             )
     if record["accuracy_after"] is not None:
         names = ("accuracy_before", "accuracy_after")
-        before, after = (between(record[name], record[f"{name}_interval"]) for name in names)
+        before, after = (share_between(record[name], record[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
 
 
@@ -124,6 +124,6 @@ def _say_few_judges(images: int, sink: Sink) -> None:
         )
 
 
-def between(share: float, interval: list[float]) -> str:
+def share_between(share: float, interval: list[float]) -> str:
     """Format a share with its 95 % interval: \"79.0 % (70 to 86)\"."""
     return f"{100 * share:.1f} % ({percent_ends((interval[0], interval[1]), 0)})"

@@ -59,8 +59,8 @@ class Reading:
         return Hints(
             self.arch,
             inputs.parse_arguments(self.arch_arg),
-            inputs.numbers("--mean", self.mean),
-            inputs.numbers("--std", self.std),
+            inputs.typed_numbers("--mean", self.mean),
+            inputs.typed_numbers("--std", self.std),
             self.as_stated,
             self.weights,
             image_size=self.image_size,
@@ -159,7 +159,7 @@ class Evaluation(Data):
             )
 
         def load(split: str | None) -> Images:
-            loaded = datasets.load(name, record.input, split, self.data_dir)
+            loaded = datasets.load_dataset(name, record.input, split, self.data_dir)
             if loaded.unlabelled and unlabelled:
                 return loaded
             return datasets.require_classes(loaded, record.classes, record.class_names)
@@ -261,15 +261,6 @@ class BatchDevice(Device):
     )
 
 
-def _require_nameable(source: str) -> None:
-    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
-    if source.endswith(".onnx"):
-        raise UsageError(
-            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
-            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
-        )
-
-
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
@@ -288,7 +279,7 @@ class Output:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
         if self.output is not None:
             for group in groups:
-                _require_nameable(str(getattr(group, "ckpt", "")))
+                inputs.require_nameable(str(getattr(group, "ckpt", "")))
         self.shard_bytes()
         self._check(self._outputs(groups))
 
@@ -306,7 +297,7 @@ class Output:
             last: the last epoch's file is written beside it.
             state: a state file is written beside it, and its metadata has this key.
         """
-        _require_nameable(source)
+        inputs.require_nameable(source)
         self.shard_bytes()
         path = self.output or inputs.default_output(
             source, command, shards=self.shard_size is not None
@@ -315,7 +306,9 @@ class Output:
         from certcli.checkpoint.outputs import is_unfinished
 
         def unfinished(file: Path) -> bool:
-            return resumes(groups) and is_unfinished(file, beside(path, "state"), command)
+            return resumes(groups) and is_unfinished(
+                file, inputs.path_beside(path, "state"), command
+            )
 
         outputs = self._outputs(groups, unfinished if state is not None else lambda file: False)
         if (last or state is not None) and is_stream(path):
@@ -325,10 +318,10 @@ class Output:
         if self.output is None:
             outputs.writes("-o", path, continued=state is not None and unfinished(path))
         if last:
-            file = beside(path, "last")
+            file = inputs.path_beside(path, "last")
             outputs.writes("-o, the last epoch's file", file, continued=unfinished(file))
         if state is not None:
-            outputs.keeps_state(beside(path, "state"), state)
+            outputs.keeps_state(inputs.path_beside(path, "state"), state)
         self._check(outputs)
         return path
 
@@ -394,15 +387,6 @@ class Output:
 def resumes(groups: Sequence[object]) -> bool:
     """Tell whether one of the groups has --resume."""
     return any(getattr(part, "resume", False) for part in groups)
-
-
-def beside(path: Path, word: str) -> Path:
-    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
-    from certcli.checkpoint.shards import ENDING, is_index, stem
-
-    return path.with_name(
-        f"{stem(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
-    )
 
 
 @group("Output")

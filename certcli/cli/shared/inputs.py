@@ -99,7 +99,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     return arguments
 
 
-def numbers(option: str, text: str | None) -> tuple[float, ...] | None:
+def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     if text is None:
         return None
     try:
@@ -117,14 +117,34 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem
+    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
     parent = Path() if is_absent(path) else path.parent
-    return parent / f"{stem(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    return (
+        parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
+    )
+
+
+def path_beside(path: Path, word: str) -> Path:
+    """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
+    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
+
+    return path.with_name(
+        f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
+    )
+
+
+def require_nameable(source: str) -> None:
+    """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
+    if source.endswith(".onnx"):
+        raise UsageError(
+            f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
+            "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
+        )
 
 
 def size_in_bytes(option: str, text: str) -> int:
@@ -190,12 +210,12 @@ def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str
     from certcli.evaluation.training_images import doubts
 
     shares_seen, lines = doubts(checkpoint.record, images)
-    for doubt in [*lines, *differences(checkpoint, images)]:
+    for doubt in [*lines, *differing_answers(checkpoint, images)]:
         sink.doubt(doubt, first=True)
     return shares_seen
 
 
-def differences(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
+def differing_answers(checkpoint: OpenCheckpoint, images: Images) -> list[str]:
     """Return where the program that runs a file answers otherwise than the network read from it."""
     return checkpoint.differences(pixels for _, pixels, _ in images.batches(ANSWERED_AT_ONCE))
 

@@ -31,7 +31,7 @@ class Writes:
     figure: bool = False
 
 
-def share(text: str) -> float:
+def typed_share(text: str) -> float:
     """Return a share of the images, in [0, 1], which a gate demands."""
     try:
         value = float(text)

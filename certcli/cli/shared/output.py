@@ -23,8 +23,8 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, whole
-from certcli.system.errors import CertvitError, GateError, UndecidedError, plain
+from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, judge_all
+from certcli.system.errors import CertvitError, GateError, UndecidedError, plain_text
 
 WIDE = 160
 """Characters a line of a file or a pipe."""
@@ -56,7 +56,7 @@ class Gate:
             what: the share and its threat, "certified accuracy at 0.5".
             option: that demands it.
         """
-        look = whole(hits, images, Demand(demand))
+        look = judge_all(hits, images, Demand(demand))
         message = f"{what}, {look.counted(1)}, is below {option} {demand:g}"
         if look.verdict == UNDECIDED:
             message = f"{what}, {look.counted(1)}: {option} {demand:g} is not decided"
@@ -121,7 +121,7 @@ class Sink:
         self.quiet = quiet
         self._begun = False  # there is text on stdout, and a table stands apart from it
         self._out = Console(
-            file=sys.stdout, highlight=False, width=_width(), quiet=Sink.invocation.silent
+            file=sys.stdout, highlight=False, width=_line_width(), quiet=Sink.invocation.silent
         )
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
@@ -164,7 +164,7 @@ class Sink:
         if self.as_json:
             return
         # a cell may be broken anywhere: no piece of it may begin with "::"
-        cells = [[plain(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
+        cells = [[plain_text(cell).replace("::", ":\\x3a") for cell in row] for row in rows]
         layout = Layout(columns, cells, self._out.width)
         if self._begun:
             self._out.print()
@@ -210,7 +210,7 @@ class Sink:
 
     def _print(self, console: Console, line: str, style: str = "") -> None:
         """Print plainly, wrapped between words on a terminal; all words go through here."""
-        text = plain(line)
+        text = plain_text(line)
         if console.is_terminal or "COLUMNS" in os.environ:
             text = "\n".join(wrapped(part, console.width) for part in text.split("\n"))
         console.print(Text(text, style), soft_wrap=True)
@@ -262,7 +262,7 @@ class Bar:
 
     def reach(self, completed: int, remark: str = "") -> None:
         self._completed = completed
-        self._progress.update(self._task, completed=completed, remark=plain(remark))
+        self._progress.update(self._task, completed=completed, remark=plain_text(remark))
         self._say(completed)
 
     def within(self, part: float) -> None:
@@ -306,7 +306,7 @@ def wrapped(line: str, room: int) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def _width() -> int | None:
+def _line_width() -> int | None:
     """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
     return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 

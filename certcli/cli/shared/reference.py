@@ -89,14 +89,14 @@ def _panels(command: Callable[..., None]) -> dict[str, list[Row]]:
             continue
         row = (
             ", ".join(spelling(parameter.name, info)),
-            _default(parameter.default),
+            _default_text(parameter.default),
             getattr(info, "help", None) or "",
         )
         panels.setdefault(getattr(info, "rich_help_panel", None) or "", []).append(row)
     return panels
 
 
-def _default(value: Any) -> str:
+def _default_text(value: Any) -> str:
     if value is inspect.Parameter.empty:
         return "required"
     if value is None or value is False or value in ([], ""):  # 0 is a default that is shown

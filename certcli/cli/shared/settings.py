@@ -25,14 +25,16 @@ LARGEST = 2**20
 """Bytes of a settings file."""
 
 
-def take(context: Any) -> None:
+def take_settings(context: Any) -> None:
     """Give the called command its defaults. context: of the group, before the command's."""
     name = context.invoked_subcommand
     if name in COMMANDS:
-        context.default_map = {name: defaults(name, context.command.commands[name].params, context)}
+        context.default_map = {
+            name: defaults_in_files(name, context.command.commands[name].params, context)
+        }
 
 
-def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any]:
+def defaults_in_files(command: str, parameters: list[Any], context: Any) -> dict[str, Any]:
     """Return the defaults in the files by the name of their parameter, as words of a command line.
 
     Raises:
@@ -48,7 +50,7 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
     chosen: dict[str, Any] = {}
     for file, place in FILES:
         path = Path(file)
-        table = _table(path, place)
+        table = _settings_table(path, place)
         for other in table:
             if other not in COMMANDS:
                 raise UsageError(
@@ -66,7 +68,7 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
                 )
             parameter = allowed[key]
             where = f"{path}: [{command}] {key}"
-            words = _words(value, parameter.multiple, where)
+            words = _typed_words(value, parameter.multiple, where)
             try:
                 parameter.process_value(context, words)
             except Exception as failure:  # Typer's, of whichever click it brings
@@ -79,7 +81,7 @@ def defaults(command: str, parameters: list[Any], context: Any) -> dict[str, Any
     return chosen
 
 
-def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
+def _settings_table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     try:
         if reading.is_absent(path):
             return {}
@@ -95,12 +97,12 @@ def _table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     return table
 
 
-def _words(value: Any, several: bool, where: str) -> Any:
+def _typed_words(value: Any, several: bool, where: str) -> Any:
     """Return a value of TOML as it is typed."""
     if isinstance(value, list) and several:
-        return [_words(item, False, where) for item in value]
+        return [_typed_words(item, False, where) for item in value]
     if several:
-        return [_words(value, False, where)]
+        return [_typed_words(value, False, where)]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
     raise UsageError(

@@ -28,4 +28,4 @@ def verify(
     """Verify the statements of a file again from the weights; exit 7 unless all required ones hold."""
     from certcli.cli.verify import run
 
-    run.verify(VerifyOptions(files, scope, data, reading, machine), talk.sink())
+    run.verify_file(VerifyOptions(files, scope, data, reading, machine), talk.sink())

@@ -44,7 +44,7 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     records.require_same_network(run, checkpoint.digest, path)
     method = evidence.method_of(run, path)
     _require_few_draws(run, path, options.scope.draws)
-    images = _images(run, checkpoint, options.data, path, sink)
+    images = _recorded_images(run, checkpoint, options.data, path, sink)
     records.require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
     if certifier.reading:
@@ -134,7 +134,7 @@ def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
         )
 
 
-def _images(
+def _recorded_images(
     run: record_lines.Run,
     checkpoint: Checkpoint,
     data: groups.Evaluation,

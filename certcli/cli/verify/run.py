@@ -17,7 +17,7 @@ from certcli.certify.around import Around, AroundImages, NearImage
 from certcli.certify.methods import certify, options_of, prepare
 from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode
+from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
 from certcli.cli.log.run import files_of
 from certcli.cli.log.view import document_of
 from certcli.cli.shared import groups, inputs
@@ -54,7 +54,7 @@ from certcli.verification.laws import theorems, verify_laws
 from certcli.verification.report import SLACK
 
 
-def verify(options: VerifyOptions, sink: Sink) -> None:
+def verify_file(options: VerifyOptions, sink: Sink) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
 
     file = options.file
@@ -82,9 +82,9 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
     file = options.file
     try:
         text = read_bounded(file, LARGEST_REPORT)
-        kind = kind_of(decode(text, Json))
+        kind = kind_of(decode_json(text, Json))
         if kind == "lipschitz":
-            return kind, check_proof(options, text, sink)
+            return kind, check_proof_report(options, text, sink)
         return kind, check_results(options, text, kind, sink)
     except (OSError, Refused) as failure:
         raise CheckpointError(
@@ -93,10 +93,10 @@ def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedF
         ) from failure
 
 
-def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
+def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
-    report = decode(text, ReportFields)
+    report = decode_json(text, ReportFields)
     facts = {"nodes": len(report.proof), "theorems": theorems(report)}
     if not options.files.ckpts:
         words = (
@@ -106,7 +106,7 @@ def check_proof(options: VerifyOptions, text: bytes, sink: Sink) -> view.Checked
         return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
 
     checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*decode(text, Json), reports.SHAPES} - checked)
+    unread = unread_fields({*decode_json(text, Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify(report, checkpoint, unread, options.machine.pick())
@@ -124,7 +124,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
 
     checkpoint = options.open(sink)
     seed = options.data.seed
-    report = decode(text, Json)
+    report = decode_json(text, Json)
     unread = documents.unread_of(report)
     claims = []
     further: dict[int, dict[str, Any]] = {}
@@ -194,7 +194,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
         claims += [claim for name, claim in linked if name == str(path)]
         reason = view.failure(path, claims)
         gate.demand(not reason, GateError(reason))
-        view.table(path, claims, sink)
+        view.show_claims(path, claims, sink)
         document = document_of(path, checkpoint)
         entries = document["evidence"]
         for entry, status in zip(entries, statuses(claims, len(entries)), strict=True):
@@ -238,11 +238,13 @@ def certify_again(
         images = named.images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
             raise DataError("these are other images than those of the evidence: name its --dataset")
-        chosen = _chosen(images, scope.sample, sink)
+        chosen = _unpredictable_sample(images, scope.sample, sink)
         batch = machine.batch_size
         result = Recertified([], len(images), images.name, images.split, images.ahead is None)
-        values = {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser}
-        settings = options_of(request.method, values)
+        settings = options_of(
+            request.method,
+            {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser},
+        )
         device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
             certifier = prepare(request.method, checkpoint, device, settings)
@@ -259,13 +261,18 @@ def certify_again(
                 bar.advance(len(certificates))
         names = ("promise", "failure", "arithmetic", "norm", "domain")
         fields = {name: getattr(certifier, name) for name in names}
-        statement = {**certifier.about, **fields, "parameters": dict(certifier.parameters)}
-        return replace(result, rows=rows, stated=json.loads(json.dumps(statement)))
+        return replace(
+            result,
+            rows=rows,
+            stated=json.loads(
+                json.dumps({**certifier.about, **fields, "parameters": dict(certifier.parameters)})
+            ),
+        )
 
     return recertify
 
 
-def _chosen(images: Images, sample: int | None, sink: Sink) -> Images:
+def _unpredictable_sample(images: Images, sample: int | None, sink: Sink) -> Images:
     """Return a sample that the file's author cannot have predicted; all images without one."""
     if sample is None or sample >= len(images):
         return images
@@ -330,7 +337,7 @@ def _near_claim(
     )
 
 
-def _alike(claims: list[float], margins: list[float]) -> bool:
+def _same_margins(claims: list[float], margins: list[float]) -> bool:
     """Tell whether margins are the same up to another machine's rounding in float64."""
     size = max(map(abs, margins), default=0.0)
     pairs = zip(claims, margins, strict=False)
@@ -344,7 +351,7 @@ def _near_problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
     upper = proven.upper.tolist()
     if len(row.upper) != len(upper):
         yield f"{len(row.upper)} margins are stated, the network has {len(upper)}"
-    if not _alike(row.margins, proven.margins.tolist()):
+    if not _same_margins(row.margins, proven.margins.tolist()):
         yield "the margins at the image are other ones"
     elif row.rival != proven.rival:
         yield f"class {row.rival} is the nearest, as is stated, and {proven.rival} is"

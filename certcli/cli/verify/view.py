@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.claim import STATUSES, Claim, verdict
+from certcli.evaluation.claim import STATUSES, Claim, unverified_reasons
 from certcli.system.errors import GateError
 
 SHOWN = 40
@@ -43,13 +43,13 @@ def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
     refuted = [claim for claim in checked.claims if claim.status == "refuted"]
     shown = refuted if refuted or kind == RECORDS else checked.claims
     if shown:
-        table(file, shown, sink)
+        show_claims(file, shown, sink)
     if kind == RECORDS or not reason:
         sink.text(checked.words)
     gate.enforce()
 
 
-def table(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
+def show_claims(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
     rest = f", the first {SHOWN} of {len(claims)}" if len(claims) > SHOWN else ""
     rows = [(claim.title, claim.status, claim.why) for claim in claims[:SHOWN]]
     sink.table(f"Verification of {file}{rest}", ["claim", "status", "why"], rows)
@@ -58,7 +58,7 @@ def table(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
 def summary(claims: Sequence[Claim]) -> dict[str, Any]:
     counts = Counter(claim.status for claim in claims)
     return {
-        "verified": not verdict(claims),
+        "verified": not unverified_reasons(claims),
         "counts": {status: counts[status] for status in STATUSES},
         "claims": [asdict(claim) for claim in claims],
     }
@@ -71,5 +71,5 @@ def failure(file: Path, claims: Sequence[Claim]) -> str:
         first = refuted[0]
         more = f" {len(refuted)} of {len(claims)} claims;" if len(refuted) > 1 else ""
         return f"{file} is refuted:{more} {first.title}: {first.status} ({first.why})"
-    reasons = verdict(claims)
+    reasons = unverified_reasons(claims)
     return f"{file} is not verified: {reasons[0]}" if reasons else ""

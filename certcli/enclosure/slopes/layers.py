@@ -1,5 +1,6 @@
 """Pulls of layers: linear maps, norms, functions entry by entry, products. Proofs: docs/local.md, 13."""
 
+import functools
 import itertools
 import math
 import operator
@@ -23,6 +24,8 @@ from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
 from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
+from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_convolutions
+from certcli.engine.averages import Separable, register_averages
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule
 from certcli.nn.activations import ClippedReLU, MaxMin
@@ -44,20 +47,32 @@ def linear_function(ctx: PullContext, x: Form, weight: Any, bias: Any = None) ->
     return [(x, through(stored(weight, x.centre), ctx.gradient))]
 
 
-@pulls.module(nn.Conv2d)
-def convolution(ctx: PullContext, module: nn.Conv2d, x: Form) -> Pulled:
-    def back(weight: Tensor) -> Callable[[Tensor], Tensor]:
-        _, pull, *_ = torch.func.vjp(
-            lambda t: F.conv2d(
-                t, weight, None, module.stride, module.padding, module.dilation, module.groups
-            ),
-            torch.zeros_like(x.centre),
-        )
+def convolution_transposed(
+    ctx: PullContext, x: Form, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+) -> Pulled:
+    def back(kernel: Tensor) -> Callable[[Tensor], Tensor]:
+        run = lambda t: CONVOLUTIONS[kernel.dim()](t, kernel, None, **options)  # noqa: E731
+        _, pull, *_ = torch.func.vjp(run, torch.zeros_like(x.centre))
         return lambda t: torch.vmap(pull)(t)[0]
 
     gradient = ctx.gradient.worked()
-    weight = module.weight
     return [(x, gradient.linear(back(weight), back(weight.abs()), weight.numel()))]
+
+
+register_convolutions(pulls, Form, convolution_transposed)
+CONVOLUTION_PULLS = (
+    pulls.functions[F.conv2d],
+    *(pulls.modules[kind].apply for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+)
+
+
+def average_transposed(ctx: PullContext, x: Form, averaging: Separable) -> Pulled:
+    back = averaging.transposed
+    absolute = functools.partial(back, absolute=True)
+    return [(x, ctx.gradient.worked().linear(back, absolute, back.terms))]
+
+
+register_averages(pulls, Form, average_transposed)
 
 
 @pulls.module(LayerScale)

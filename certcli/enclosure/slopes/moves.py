@@ -70,7 +70,7 @@ def summed(ctx: PullContext, *args: Any, **named: Any) -> Pulled:
 
 
 pulls.function(
-    F.pad, torch.mean, torch.sum, F.adaptive_avg_pool2d, torch.cat, torch.concat, torch.stack, F.dropout
+    F.pad, torch.mean, torch.sum, torch.cat, torch.concat, torch.stack, F.dropout
 )(summed)  # fmt: skip
 pulls.method("mean", "sum")(summed)
 

@@ -24,7 +24,7 @@ from certcli.system.memory import out_of_memory
 
 LINEAR = (
     moves.summed, moves.moved, moves.nothing, moves.pixels, moves.same,
-    layers.linear, layers.linear_function, layers.convolution, layers.plus, layers.minus,
+    layers.linear, layers.linear_function, layers.plus, layers.minus, *layers.CONVOLUTION_PULLS,
 )  # fmt: skip
 """Pulls that read no value."""
 

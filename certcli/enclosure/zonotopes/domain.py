@@ -209,14 +209,9 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
     for node in traced.graph.nodes:
         supported = table.methods if node.op == "call_method" else table.functions
         if node.op in ("call_method", "call_function") and node.target not in supported:
-            name = (
-                node.target
-                if isinstance(node.target, str)
-                else getattr(node.target, "__name__", node.target)
-            )
-            raise NoRule(
-                f"{node.meta.get('path') or 'the network'}: no relaxation for the operation '{name}'"
-            )
+            name = getattr(node.target, "__name__", node.target)
+            where = node.meta.get("path") or "the network"
+            raise NoRule(f"{where}: no relaxation for the operation '{name}'")
 
 
 def prepared(
@@ -300,33 +295,22 @@ class LocalNetwork:
     def sizes(self) -> tuple[int, int, int, int]:
         """Entries of an image, of the largest sum, of the largest tensor; a block's symbols."""
         pixels = math.prod(self.size)
-        stream = 1
-        largest = math.prod(self.size)
-        fresh = 0
+        stream, largest, fresh = 1, pixels, 0
+        names = names_of_results(self.ending.trace)
         for node in self.ending.trace.graph.nodes:
             shape = node.meta.get("shape")
-            if node.op not in ("call_module", "call_function", "call_method") or not isinstance(
-                shape, tuple
-            ):
+            if node.name not in names or not isinstance(shape, tuple):
                 continue
             entries = math.prod(shape)
-            module = (
-                self.ending.trace.root.get_submodule(str(node.target))
-                if node.op == "call_module"
-                else None
-            )
+            of_module = node.op == "call_module"
+            root = self.ending.trace.root
+            module = root.get_submodule(str(node.target)) if of_module else None
             heads = getattr(module, "num_heads", None)
-            if isinstance(heads, int):
-                scores = heads * shape[-2] ** 2
-                fresh = max(fresh, 2 * scores + 4 * entries)
-                largest = max(largest, scores, 3 * entries)
-            if (
-                node.target in (operator.add, operator.iadd, torch.add)
-                and len(node.all_input_nodes) == 2
-            ):
-                stream = max(stream, entries)
-            largest = max(largest, entries)
-            fresh = max(fresh, 2 * entries)
+            sums = node.target in (operator.add, operator.iadd, torch.add)
+            stream = max(stream, entries) if sums and len(node.all_input_nodes) == 2 else stream
+            scores = heads * shape[-2] ** 2 if isinstance(heads, int) else 0
+            largest = max(largest, scores, 3 * entries if scores else entries)
+            fresh = max(fresh, 2 * scores + 4 * entries if scores else 2 * entries)
         return pixels, stream, largest, fresh
 
     @property

@@ -98,9 +98,8 @@ class Form:
     def somewhere(self) -> list[Tensor]:
         """Return the symbols of the image and two far points, from a fixed generator."""
         generator = torch.Generator().manual_seed(24)
-        move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64).to(
-            self.centre
-        )
+        move = torch.randn(self.space.ball, generator=generator, dtype=torch.float64)
+        move = move.to(self.centre)
         far = move.sign() if self.space.boxed else move / move.norm()
         if self.space.reach is None:
             return [torch.zeros_like(move), far, -far]
@@ -145,11 +144,8 @@ class Form:
     @property
     def ball_gram(self) -> Tensor:
         """Return A A^T of each fibre, (fibres, d, d), as computed."""
-        return self.once("gram", self._ball_gram)
-
-    def _ball_gram(self) -> Tensor:
         columns = self.ball.reshape(self.space.ball, -1, self.shape[-1]).movedim(0, -1)
-        return columns @ columns.mT
+        return self.once("gram", lambda: columns @ columns.mT)
 
     @property
     def ball_length(self) -> Tensor:
@@ -161,21 +157,18 @@ class Form:
     @property
     def ball_rise(self) -> Tensor:
         """Return sup A e entry by entry."""
-        reach = self.space.reach
-        return self.ball_length if reach is None else self.once("rise", lambda: self._moved(reach))
+        return self.once("rise", lambda: self._moved(self.space.reach))
 
     @property
     def ball_fall(self) -> Tensor:
         """Return sup -A e entry by entry."""
         reach = self.space.reach
-        return (
-            self.ball_length
-            if reach is None
-            else self.once("fall", lambda: self._moved(reach[::-1]))
-        )
+        return self.once("fall", lambda: self._moved(None if reach is None else reach[::-1]))
 
-    def _moved(self, reach: Reach) -> Tensor:
+    def _moved(self, reach: Reach | None) -> Tensor:
         coordinates = self.space.coordinates
+        if reach is None:
+            return self.ball_length
         if coordinates is None:
             return (norm1 if self.space.boxed else norm2)(self.ball, reach)
         among_pixels = norm2(coordinates.lifted(self.ball), reach)
@@ -315,9 +308,6 @@ class Form:
             self, slack=slack, node=node, row_sum_error=row_sum_error, image_of=None, _cache={}
         )
         return form.sized(self, lambda size: size + error)
-
-    def known_as(self, node: Node | None) -> "Form":
-        return replace(self, node=node, _cache=self._cache)
 
     def choose(self, token: int) -> "Form":
         """Return the one token at this place of axis 1, (1, n, d) -> (1, 1, d)."""

@@ -1,6 +1,6 @@
 """Relaxations of scalar functions applied entry by entry. Proofs: docs/local.md, sections 3 and 4."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -284,7 +284,7 @@ def relu(x: Form) -> Form:
     zero = torch.zeros_like(half)
     node = None if x.node is None else _hinge(x, x.node, low, high)
     fit = Fit(slope * x.centre + half, slope, zero, up(half + gamma(4) * x.size))
-    return _linear_fit(x, fit).known_as(node)
+    return replace(_linear_fit(x, fit), node=node)
 
 
 def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:

@@ -111,7 +111,7 @@ def scaled(x: Form, y: Form) -> Form:
     rounding = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
     node = _paired(x, y, TIMES, 1, rounding)
     node = None if node is None else replace(node, spread=spread)
-    return grouped(up_to_rest(x, y, TIMES, 1), spread).known_as(node)
+    return replace(grouped(up_to_rest(x, y, TIMES, 1), spread), node=node)
 
 
 def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:

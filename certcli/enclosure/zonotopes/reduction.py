@@ -1,5 +1,7 @@
 """Order reduction: fewer symbols for one form. Proof: docs/local.md, section 1."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def reduced(x: Form) -> Form:
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
     reduced = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
-    return grouped(reduced, root(dropped, fibres(x.slack[None])[0])).known_as(x.node)
+    return replace(grouped(reduced, root(dropped, fibres(x.slack[None])[0])), node=x.node)
 
 
 def by_fibres(x: Form) -> Form:
@@ -41,7 +43,7 @@ def by_fibres(x: Form) -> Form:
         return x
     ellipsoids = factor(rest_gram(x))
     bare = Form(x.space, x.centre, x.gens[: x.fixed], torch.zeros_like(x.slack))
-    return grouped(bare, ellipsoids).known_as(x.node)
+    return replace(grouped(bare, ellipsoids), node=x.node)
 
 
 def _sorted_out(x: Form, capacity: int) -> tuple[tuple[Block, ...], list[Tensor], list[Part]]:

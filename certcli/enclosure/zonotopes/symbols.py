@@ -77,37 +77,25 @@ def every_block(*several: Blocks) -> Blocks:
     return tuple(sorted(every, key=lambda block: block.order))
 
 
-def _places(blocks: Blocks, every: Blocks, fixed: int) -> Iterator[tuple[slice, slice]]:
-    """Yield columns of a form over some blocks with theirs over all, as long runs as there are."""
-    ends = itertools.accumulate((block.columns for block in every), initial=fixed)
-    starts = dict(zip(every, ends, strict=False))
-    first, place, end = 0, 0, fixed
-    for block in blocks:
-        if starts[block] != place + end - first:
-            yield slice(first, end), slice(place, place + end - first)
-            first, place = end, starts[block]
-        end += block.columns
-    yield slice(first, end), slice(place, place + end - first)
-
-
 def over(columns: Tensor, blocks: Blocks, every: Blocks, fixed: int) -> Tensor:
     """Return columns over some blocks as columns over all of `every`, 0 at others: (k, *s)."""
-    count = fixed + sum(block.columns for block in every)
-    spread = columns.new_zeros(count, *columns.shape[1:])
-    for these, there in _places(blocks, every, fixed):
-        spread[there] = columns[these]
-    return spread
+    parts = dict(runs(columns[fixed:], blocks))
+    missing = (block for block in every if block not in parts)
+    parts |= {block: columns.new_zeros(block.columns, *columns.shape[1:]) for block in missing}
+    return torch.cat([columns[:fixed], *(parts[block] for block in every)])
 
 
 def summed(x: tuple[Tensor, Blocks], y: tuple[Tensor, Blocks], fixed: int) -> tuple[Tensor, Blocks]:
     """Return the sum of two forms' columns, over the blocks of both."""
-    every = every_block(x[1], y[1])
     if x[1] == y[1]:
         return x[0] + y[0], x[1]
+    every = every_block(x[1], y[1])
     (columns, blocks), (fewer, some) = (x, y) if len(x[0]) >= len(y[0]) else (y, x)
-    total = columns.clone() if blocks == every else over(columns, blocks, every, fixed)
-    for these, there in _places(some, every, fixed):
-        total[there] += fewer[these]
+    total = over(columns, blocks, every, fixed)
+    places = dict(runs(total[fixed:], every))
+    total[:fixed] += fewer[:fixed]
+    for block, part in runs(fewer[fixed:], some):
+        places[block].add_(part)
     return total, every
 
 

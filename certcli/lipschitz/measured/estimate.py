@@ -96,10 +96,10 @@ class _Narrow(OperationMode):
 
 def copies_of(model: nn.Module) -> Copies:
     """Return the network in float64 and in float32."""
-    return {dtype: _copied(model, dtype) for dtype in (torch.float64, torch.float32)}
+    return {dtype: _copy_in_dtype(model, dtype) for dtype in (torch.float64, torch.float32)}
 
 
-def _copied(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _copy_in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     if all(parameter.dtype == dtype for parameter in model.parameters()):
         return model
     return copy.deepcopy(model).to(dtype)

@@ -47,7 +47,7 @@ def module_inputs(
     return inputs
 
 
-def block_norms(
+def block_jacobian_norms(
     model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0
 ) -> dict[str, Tensor]:
     """Return |J_block(x)|_2 from below, by power iteration, for each block and image: path ->

@@ -224,7 +224,7 @@ class Arithmetic:
     def _largest(self, gains: Tensor) -> float:
         return float(gains.detach().abs().max())
 
-    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Real]:
+    def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Scalar]:
         """Return |a^T b|_2 of pairs a, b (m, d) of one shape with m small, without forming the (d,
         d) products.
 

@@ -121,7 +121,7 @@ def conv_norm(
 
     Source: this module's docstring.
     """
-    axes = _geometry(weight, stride, padding, dilation, input_size, transposed)
+    axes = _geometry_axes(weight, stride, padding, dilation, input_size, transposed)
     if groups < 1 or len(weight) % groups:
         raise UsageError(f"{len(weight)} channels cannot be split into {groups} groups")
     with torch.no_grad():
@@ -141,13 +141,13 @@ def conv_norm(
         if disjoint and all(axis.holds_a_window for axis in axes):
             return unscale(bounds[0], exponent)
         if _is_small(kernels, axes):
-            bounds.append(max(spectral_norms(list(_dense(kernels, axes)))))
+            bounds.append(max(spectral_norms(list(_dense_operator(kernels, axes)))))
         elif not disjoint:
             bounds.append(_torus_norm(kernels, axes))
         return unscale(min(bounds), exponent)
 
 
-def _geometry(
+def _geometry_axes(
     weight: Tensor,
     stride: Sizes,
     padding: Padding,
@@ -218,7 +218,7 @@ def _is_small(kernels: Tensor, axes: list[_Axis]) -> bool:
     return len(kernels) * rows * columns <= _DENSE_ENTRIES and min(rows, columns) <= _DENSE_SIDE
 
 
-def _dense(kernels: Tensor, axes: list[_Axis]) -> Tensor:
+def _dense_operator(kernels: Tensor, axes: list[_Axis]) -> Tensor:
     """Return each group's convolution as a matrix, (g, out n n', in H H'), by exact assignment."""
     outputs = [axis.outputs for axis in axes]
     sizes = [axis.size for axis in axes]

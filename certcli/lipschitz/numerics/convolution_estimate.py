@@ -23,9 +23,9 @@ from torch.nn import functional
 
 from certcli.lipschitz.numerics.convolution import (
     _Axis,
-    _dense,
+    _dense_operator,
     _frequency_chunks,
-    _geometry,
+    _geometry_axes,
     _is_small,
     _polyphase,
     _waves,
@@ -37,17 +37,17 @@ _EXACT_WORK = 2**31  # of the eigenproblems of a cold start, (number) x (side)^3
 _LEAST = 1e-30
 
 
-def block_norms(
+def estimated_block_norms(
     blocks: Tensor, vectors: dict[str, Tensor], name: str, iterations: int = 1
 ) -> Tensor:
     """sigma(W_g) at once, with gradient u v^T: (g, m, n) -> (g,). Renews vectors[name], (g, m)."""
     fixed = blocks.detach()
     with torch.no_grad():
-        start = warm(vectors.get(name), blocks.shape[:2], fixed)
+        start = warm_vectors(vectors.get(name), blocks.shape[:2], fixed)
         u = leading(fixed) if start is None else start.unsqueeze(-1)
         for _ in range(max(1, iterations)):
-            v = unit(fixed.mT @ u)
-            u = unit(fixed @ v)
+            v = unit_columns(fixed.mT @ u)
+            u = unit_columns(fixed @ v)
         vectors[name] = u.squeeze(-1)
     return (u * (blocks @ v)).sum(dim=(-2, -1))
 
@@ -61,14 +61,14 @@ def leading(blocks: Tensor) -> Tensor:
         wide = blocks.to(torch.complex128 if blocks.is_complex() else torch.float64)
         gram = wide @ wide.mH if rows == side else wide.mH @ wide
         top = torch.linalg.eigh(gram)[1][..., -1:]
-        return (top if rows == side else unit(wide @ top)).to(blocks)
+        return (top if rows == side else unit_columns(wide @ top)).to(blocks)
     u = random_like((count, rows, 1), blocks)
     for _ in range(COLD):
-        u = unit(blocks @ (blocks.mH @ u))
+        u = unit_columns(blocks @ (blocks.mH @ u))
     return u
 
 
-def warm(vector: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
+def warm_vectors(vector: Tensor | None, shape: Sequence[int], like: Tensor) -> Tensor | None:
     """Return the vectors of the last call, if they fit."""
     return vector.to(like) if vector is not None and vector.shape == torch.Size(shape) else None
 
@@ -79,7 +79,7 @@ def random_like(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=like.dtype).to(like.device)
 
 
-def unit(x: Tensor) -> Tensor:
+def unit_columns(x: Tensor) -> Tensor:
     """Columns of length 1 (or 0): (..., m, 1)."""
     return x / torch.linalg.vector_norm(x, dim=-2, keepdim=True).clamp_min(_LEAST)
 
@@ -115,7 +115,7 @@ def convolution_estimate(
         vectors: what `name` iterates on, renewed in place.
         iterations: of this call.
     """
-    axes = _geometry(
+    axes = _geometry_axes(
         weight,
         geometry.stride,
         geometry.padding,
@@ -128,7 +128,7 @@ def convolution_estimate(
         groups, len(weight) // groups, weight.shape[1], axes[0].kernel, axes[1].kernel
     )
     if all(axis.windows_per_pixel == 1 and axis.holds_a_window for axis in axes):
-        return block_norms(kernels.flatten(2), vectors, name, iterations).max().double()
+        return estimated_block_norms(kernels.flatten(2), vectors, name, iterations).max().double()
     frequencies = math.prod(axis.torus for axis in axes) // 2 + 1
     small = _is_small(kernels, axes)
     if small or frequencies * kernels.numel() > _FOURIER_ENTRIES:
@@ -164,15 +164,15 @@ def _operator(
 
     def unit_images(x: Tensor) -> Tensor:
         # each group its own: any of them may become the largest
-        return unit(x.reshape(groups, -1, 1)).reshape(x.shape)
+        return unit_columns(x.reshape(groups, -1, 1)).reshape(x.shape)
 
     fixed = weight.detach()
     shape = (1, groups * kernels.shape[2], height, width)
     with torch.no_grad():
-        x = warm(vectors.get(name), shape, fixed)
+        x = warm_vectors(vectors.get(name), shape, fixed)
         steps = max(1, iterations)
         if x is None and small:
-            x = leading(_dense(kernels.detach(), axes).mT).reshape(shape)
+            x = leading(_dense_operator(kernels.detach(), axes).mT).reshape(shape)
         elif x is None:
             x, steps = random_like(shape, fixed), max(COLD, iterations)
         for _ in range(steps):
@@ -182,7 +182,7 @@ def _operator(
         sizes = y.norm(dim=1)
         best = int(sizes.argmax())
         direction = torch.zeros_like(y)
-        direction[best] = unit(y[best].unsqueeze(-1)).squeeze(-1)
+        direction[best] = unit_columns(y[best].unsqueeze(-1)).squeeze(-1)
     return (direction * forward(x, weight).reshape(groups, -1)).sum().double()
 
 
@@ -197,7 +197,7 @@ def _torus(
         groups, n, c = taps.shape[1:]
         waves = _all_waves(tuple(axes), tuple(shifts), taps.dtype, taps.device)
         spectrum = (waves.flatten(0, 1) @ taps.reshape(len(shifts), -1)).view(2, -1, n, c)
-        u = warm(vectors.get(name), (spectrum.shape[1], n, 2), taps)
+        u = warm_vectors(vectors.get(name), (spectrum.shape[1], n, 2), taps)
         if u is None:
             u = torch.view_as_real(leading(torch.complex(*spectrum)).squeeze(-1))
         for _ in range(max(1, iterations)):
@@ -229,7 +229,7 @@ def _turned(pairs: Tensor) -> Tensor:
 
 
 def _unit_pairs(pairs: Tensor) -> Tensor:
-    return unit(pairs.reshape(len(pairs), -1, 1)).view(pairs.shape)
+    return unit_columns(pairs.reshape(len(pairs), -1, 1)).view(pairs.shape)
 
 
 @lru_cache(maxsize=64)

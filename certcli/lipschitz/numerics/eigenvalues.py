@@ -140,7 +140,7 @@ def certify_below(grams: Tensor, shifts: Sequence[float]) -> list[float]:
     factor_square = _square_sum(factor)
     shifted_square = _square_sum(shifted)
     residual_square = torch.zeros_like(factor_square)
-    for first, last in panels(side, grams.device):
+    for first, last in column_panels(side, grams.device):
         below = factor[:, first:, :last]
         right = factor[:, first:last, :last]
         part = torch.baddbmm(shifted[:, first:, first:last], below, right.mH, alpha=-1)
@@ -220,7 +220,7 @@ def top_eigenvalues(grams: Tensor) -> list[float]:
         if not open_ones:
             return bounds
         try:
-            values = torch.linalg.eigvalsh(_select(grams, open_ones))[:, -1].tolist()
+            values = torch.linalg.eigvalsh(_selected_grams(grams, open_ones))[:, -1].tolist()
         except torch.linalg.LinAlgError:
             break
         _try_shifts(
@@ -238,15 +238,15 @@ def _try_shifts(
     grams: Tensor, indices: list[int], shifts: list[float], bounds: list[float]
 ) -> None:
     if indices:
-        for index, bound in zip(indices, certify_below(_select(grams, indices), shifts)):
+        for index, bound in zip(indices, certify_below(_selected_grams(grams, indices), shifts)):
             bounds[index] = bound
 
 
-def _select(grams: Tensor, indices: list[int]) -> Tensor:
+def _selected_grams(grams: Tensor, indices: list[int]) -> Tensor:
     return grams if len(indices) == len(grams) else grams[indices]
 
 
-def panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:
+def column_panels(side: int, device: torch.device) -> Iterator[tuple[int, int]]:
     width = _PANEL if device.type == "cpu" else side  # a GPU is slower with narrow panels
     for first in range(0, side, width):
         yield first, min(side, first + width)

@@ -15,7 +15,7 @@ from functools import total_ordering
 from typing import Any
 
 
-def _up(x: float) -> float:
+def _next_above(x: float) -> float:
     return math.nextafter(x, math.inf)
 
 
@@ -48,7 +48,9 @@ class Real:
         if a.exponent < b.exponent:
             a, b = b, a
         # ldexp may lose bits of the smaller one below 2**-1074, which the step up more than covers
-        return Real(_up(a.mantissa + math.ldexp(b.mantissa, b.exponent - a.exponent)), a.exponent)
+        return Real(
+            _next_above(a.mantissa + math.ldexp(b.mantissa, b.exponent - a.exponent)), a.exponent
+        )
 
     __radd__ = __add__
 
@@ -60,7 +62,7 @@ class Real:
             return ZERO
         product = self.mantissa * b.mantissa
         exact = self.mantissa == 0.5 or b.mantissa == 0.5  # a power of two scales exactly
-        return Real(product if exact else _up(product), self.exponent + b.exponent)
+        return Real(product if exact else _next_above(product), self.exponent + b.exponent)
 
     __rmul__ = __mul__
 
@@ -74,14 +76,17 @@ class Real:
         if self.mantissa == 0 or math.isinf(b.mantissa):
             return ZERO
         quotient = self.mantissa / b.mantissa
-        return Real(quotient if b.mantissa == 0.5 else _up(quotient), self.exponent - b.exponent)
+        return Real(
+            quotient if b.mantissa == 0.5 else _next_above(quotient), self.exponent - b.exponent
+        )
 
     def sqrt(self) -> "Real":
         if self.mantissa in (0.0, math.inf):
             return self
         odd = self.exponent % 2
         return Real(
-            _up(math.sqrt(2 * self.mantissa if odd else self.mantissa)), (self.exponent - odd) // 2
+            _next_above(math.sqrt(2 * self.mantissa if odd else self.mantissa)),
+            (self.exponent - odd) // 2,
         )
 
     def _key(self) -> tuple[bool, int, float]:
@@ -105,7 +110,7 @@ class Real:
         except OverflowError:
             return math.inf
         # subnormals may round down
-        return value if self.exponent > -1021 or self.mantissa == 0 else _up(value)
+        return value if self.exponent > -1021 or self.mantissa == 0 else _next_above(value)
 
     @property
     def finite(self) -> bool:

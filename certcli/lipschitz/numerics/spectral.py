@@ -39,7 +39,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.numerics.eigenvalues import panels, top_eigenvalues
+from certcli.lipschitz.numerics.eigenvalues import column_panels, top_eigenvalues
 from certcli.lipschitz.numerics.outward import (
     float64_device,
     frobenius_norm,
@@ -151,8 +151,8 @@ def _gram_matrices(stacked: Tensor, exponents: list[int]) -> Tensor:
     grams = torch.zeros(batch, side, side, dtype=torch.float64, device=device)
     for first_column in range(0, length, width):
         block = scaled_to_double(stacked[:, :, first_column : first_column + width], exponents)
-        for first, last in panels(side, device):
+        for first, last in column_panels(side, device):
             grams[:, first:, first:last].baddbmm_(block[:, first:], block[:, first:last].mT)
-    for first, last in panels(side, device):
+    for first, last in column_panels(side, device):
         grams[:, first:last, last:] = grams[:, last:, first:last].mT
     return grams

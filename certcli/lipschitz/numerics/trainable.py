@@ -9,10 +9,10 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
 from certcli.lipschitz.numerics.convolution_estimate import (
     COLD,
     Geometry,
-    block_norms,
     convolution_estimate,
+    estimated_block_norms,
     leading,
-    warm,
+    warm_vectors,
 )
 
 
@@ -66,11 +66,11 @@ class TrainableArithmetic(Arithmetic):
         return Matrix(tensor.float() if tensor.dtype != torch.float64 else tensor, 0.0, id(tensor))
 
     def matmul(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
+        left, right = _in_one_precision(a.tensor, b.tensor)
         return Matrix(left @ right)
 
     def add(self, a: Matrix, b: Matrix) -> Matrix:
-        left, right = _alike(a.tensor, b.tensor)
+        left, right = _in_one_precision(a.tensor, b.tensor)
         return Matrix(left + right)
 
     def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
@@ -81,7 +81,7 @@ class TrainableArithmetic(Arithmetic):
         steps = self._steps
         with torch.no_grad():
             fixed = w.detach()
-            u = warm(self.vectors.get(name), w.shape[:1], w)
+            u = warm_vectors(self.vectors.get(name), w.shape[:1], w)
             u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
             for _ in range(steps):
                 v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
@@ -93,7 +93,9 @@ class TrainableArithmetic(Arithmetic):
         tensors = [matrix.tensor for matrix in matrices]
         if len({tensor.shape for tensor in tensors}) > 1:
             return [self.sigma(one, f"{name}.{number}") for number, one in enumerate(matrices)]
-        norms = block_norms(torch.stack(tensors), self.vectors, self._own(name), self._steps)
+        norms = estimated_block_norms(
+            torch.stack(tensors), self.vectors, self._own(name), self._steps
+        )
         return list(norms.double().unbind())
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
@@ -105,7 +107,9 @@ class TrainableArithmetic(Arithmetic):
             ]
         products = torch.stack(left).mT @ torch.stack(right)
         return list(
-            block_norms(products, self.vectors, self._own(name), self._steps).double().unbind()
+            estimated_block_norms(products, self.vectors, self._own(name), self._steps)
+            .double()
+            .unbind()
         )
 
     def convolution(
@@ -150,7 +154,7 @@ class TrainableArithmetic(Arithmetic):
         return self.sigma(self.matmul(self.transpose(a), b), name)
 
 
-def _alike(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+def _in_one_precision(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return both tensors in one precision on one device: float64 constants meet float32."""
     b = b.to(a.device)
     return (a, b) if a.dtype == b.dtype else (a.float(), b.float())

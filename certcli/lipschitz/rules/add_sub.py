@@ -12,7 +12,7 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.rules.products import by_number, multiply, scaled
+from certcli.lipschitz.rules.products import by_number, multiply_bound, scaled_bound
 from certcli.lipschitz.rules.scale_shift import feature_axis, shift_features
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -27,7 +27,7 @@ def add_values(
     shape = tuple(ctx.shape)
     for x, other in ((b, a), (a, b)):
         axis = feature_axis(x)
-        if axis is not None and tuple(x.shape) == shape and _constant(ctx, other):
+        if axis is not None and tuple(x.shape) == shape and _ignores_image(ctx, other):
             return shift_features(ctx, x, _known(ctx, other, axis, shape[axis]), axis)
     a, b = ctx.spread(ctx.settle(a), shape), ctx.spread(ctx.settle(b), shape)
     axis = a.size.axis
@@ -42,7 +42,7 @@ def add_values(
     return ctx.join("sum", [a, b], why, size)
 
 
-def _constant(ctx: Context, x: Value) -> bool:
+def _ignores_image(ctx: Context, x: Value) -> bool:
     """Tell whether a tensor provably ignores the image: the branch of a weight that is 0."""
     follows = isinstance(x.waiting, (Scores, Probabilities))
     return ctx.arith.rigorous and not follows and ctx.settle(x).base == ctx.arith.const(0.0)
@@ -70,7 +70,7 @@ def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
 @rules.function(operator.add, operator.iadd, torch.add)
 def add(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
     if alpha != 1:
-        b = multiply(ctx, b, alpha) if isinstance(b, Value) else b
+        b = multiply_bound(ctx, b, alpha) if isinstance(b, Value) else b
         ctx.require(isinstance(b, Value), "a constant added with alpha")
     if isinstance(a, Value) and isinstance(b, Value):
         scores = a.waiting
@@ -100,14 +100,14 @@ def _translated(ctx: Context, x: Value, shift: Any) -> Value:
         and bool(torch.isfinite(tensor).all())
     )
     if not along or isinstance(x.waiting, Scores):
-        return shifted(ctx, x, shift)
+        return shifted_bound(ctx, x, shift)
     if axes and axis != axes[0]:
         x = ctx.settle(x)
         axis = axes[0]
     elif axis is None:
         axis = 1 - len(shape) if len(shape) == 4 else -1
         x = ctx.settle(x)
-    size = shifted(ctx, x, shift).size if x.waiting is None else None
+    size = shifted_bound(ctx, x, shift).size if x.waiting is None else None
     column = ctx.arith.matrix(tensor.reshape(-1, 1).expand(shape[axis], 1))
     x = shift_features(ctx, x, column, axis)
     return (
@@ -127,7 +127,9 @@ def subtract(ctx: Context, a: Any, b: Any, alpha: float = 1) -> Value:
     if isinstance(b, Value) and not isinstance(a, Value):
         return add(ctx, by_number(ctx, b, -float(alpha)), a)
     fixed = (
-        isinstance(a, Value) and isinstance(b, Value) and (_constant(ctx, a) or _constant(ctx, b))
+        isinstance(a, Value)
+        and isinstance(b, Value)
+        and (_ignores_image(ctx, a) or _ignores_image(ctx, b))
     )
     return add(ctx, a, b, -alpha if fixed or alpha != 1 else 1)
 
@@ -145,7 +147,7 @@ def as_tensor(ctx: Context, constant: Any) -> torch.Tensor:
     return ctx.constant_tensor(constant)
 
 
-def shifted(ctx: Context, x: Value, shift: Any) -> Value:
+def shifted_bound(ctx: Context, x: Value, shift: Any) -> Value:
     """Return x + a constant, settled unless x are scores: only entries' sizes count."""
     shape = tuple(ctx.shape)
     if isinstance(x.waiting, Scores) and tuple(x.shape) == shape:
@@ -216,7 +218,7 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
     )
 
 
-def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
+def _convex_shares(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
     """Return (1 - t, t), t = sigmoid(theta), up by 2^-40, far above float64 exp's error."""
     if ctx.arith.rigorous:
         t = float(torch.sigmoid(theta.detach().double()))
@@ -227,18 +229,22 @@ def _share(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
 
 
 @rules.module(ConvexResidual)
-def convex_residual(ctx: Context, module: ConvexResidual, x: Value, branch: Value) -> Value:
+def convex_residual_bound(ctx: Context, module: ConvexResidual, x: Value, branch: Value) -> Value:
     """(1 - t) x + t f: constant (1 - t) + t Lip(f) relative to x."""
-    keep, share = _share(ctx, module.theta)
-    scaled_input = scaled(ctx, x, keep, "1 - t of a convex residual")
-    added = scaled(ctx, branch, share, "t of a convex residual")
+    keep, share = _convex_shares(ctx, module.theta)
+    scaled_input = scaled_bound(ctx, x, keep, "1 - t of a convex residual")
+    added = scaled_bound(ctx, branch, share, "t of a convex residual")
     return add_values(ctx, scaled_input, added, "convex residual: (1 - t) Lip(x) + t Lip(f)")
 
 
 @rules.module(WeightedResidual)
-def weighted_residual(ctx: Context, module: WeightedResidual, x: Value, branch: Value) -> Value:
+def weighted_residual_bound(
+    ctx: Context, module: WeightedResidual, x: Value, branch: Value
+) -> Value:
     """x + a f: constant 1 + |a| Lip(f) relative to x."""
-    added = scaled(ctx, branch, ctx.arith.absolute(module.scale), "|a| of a weighted residual")
+    added = scaled_bound(
+        ctx, branch, ctx.arith.absolute(module.scale), "|a| of a weighted residual"
+    )
     return add_values(ctx, x, added, "weighted residual: Lip(x) + |a| Lip(f)")
 
 
@@ -249,33 +255,35 @@ _UP = 1 + 2.0**-50  # a rounding of the weight, away from zero
 @rules.function(torch.lerp)
 def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
     """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
-    if _is_finite(weight):
-        return _plus(
-            ctx, _times(ctx, x, (1.0 - float(weight)) * _UP), _times(ctx, end, float(weight))
+    if _is_finite_number(weight):
+        return _add_sizes(
+            ctx,
+            _multiple_of(ctx, x, (1.0 - float(weight)) * _UP),
+            _multiple_of(ctx, end, float(weight)),
         )
     ctx.require(
         not isinstance(weight, Value), "interpolation with weights that depend on the image"
     )
     share = ctx.constant_tensor(weight).detach().double()
     ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
-    return _plus(ctx, _times(ctx, x, (1.0 - share) * _UP), _times(ctx, end, share))
+    return _add_sizes(ctx, _multiple_of(ctx, x, (1.0 - share) * _UP), _multiple_of(ctx, end, share))
 
 
-def _plus(ctx: Context, a: Any, b: Any) -> Value:
+def _add_sizes(ctx: Context, a: Any, b: Any) -> Value:
     """Return a + b; of constants, which are rounded here, only the size counts."""
     if isinstance(a, Value) and isinstance(b, Value):
         return add_values(ctx, a, b)
     x, shift = (a, b) if isinstance(a, Value) else (b, a)
     ctx.require(isinstance(x, Value), "a sum without a tensor")
-    return shifted(ctx, x, shift)
+    return shifted_bound(ctx, x, shift)
 
 
-def _is_finite(number: Any) -> bool:
+def _is_finite_number(number: Any) -> bool:
     return isinstance(number, (int, float)) and math.isfinite(number)
 
 
-def _times(ctx: Context, x: Any, factor: Any) -> Any:
+def _multiple_of(ctx: Context, x: Any, factor: Any) -> Any:
     """Return factor * x for a value or a constant."""
     if isinstance(x, Constant):
         return Constant(x.tensor.detach().double() * factor * _UP)
-    return multiply(ctx, x, factor if isinstance(factor, float) else Constant(factor))
+    return multiply_bound(ctx, x, factor if isinstance(factor, float) else Constant(factor))

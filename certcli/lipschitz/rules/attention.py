@@ -29,7 +29,7 @@ def dot_product_attention(
     return self_attention(ctx, x, qkv, proj, module.num_heads, tokens, "proj", float(module.scale))
 
 
-def _covered(module: nn.MultiheadAttention) -> bool:
+def _is_one_matrix(module: nn.MultiheadAttention) -> bool:
     """Tell whether one matrix makes queries, keys and values, and nothing is added to them."""
     extras = (
         module.bias_k,
@@ -49,7 +49,7 @@ def _covered(module: nn.MultiheadAttention) -> bool:
     )
 
 
-@rules.module(nn.MultiheadAttention, when=_covered)
+@rules.module(nn.MultiheadAttention, when=_is_one_matrix)
 def multihead_attention(
     ctx: Context,
     module: nn.MultiheadAttention,
@@ -139,10 +139,11 @@ def self_attention(
     pairs = list(zip(key.parts, query.parts, strict=True))
     score = [product * of_scores for product in arith.sigma_products(pairs, f"{ctx.path}.score")]
     alphas = [radius * a for a in score]
-    if query.bias is not None:
-        shifts = zip(key.parts, query.offsets, strict=True)
-        lengths = [arith.length(arith.matmul(arith.transpose(k), b)) for k, b in shifts]
-        alphas = [alpha + far * of_scores for alpha, far in zip(alphas, lengths, strict=True)]
+    shifts = [
+        None if b is None else arith.matmul(arith.transpose(k), b)
+        for k, b in zip(key.parts, query.offsets, strict=True)
+    ]
+    alphas = [a + arith.length(b) * of_scores for a, b in zip(alphas, shifts, strict=True)]
     averaging = arith.root(tokens) * value.whole
     moving = (
         radius

@@ -106,7 +106,7 @@ class Gates:
         ]
 
 
-def gates(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
+def gates_of_layer(ctx: Context, module: LipschitzAttention, tokens: int) -> Gates:
     """Return the gates of Theorem 7.1 for ConViT's gated positions, else keep = 1, B = 0."""
     if not module.gated:
         one = ctx.arith.const(1.0)
@@ -206,7 +206,7 @@ def head_maps(
     return replace(folded, waiting=None), maps
 
 
-def require_bounded(ctx: Context, x: Value, what: str) -> None:
+def require_bounded_tokens(ctx: Context, x: Value, what: str) -> None:
     """Raise NoRule where nothing bounds the length of a token."""
     if ctx.arith.rigorous and not x.size.fibre.finite:
         raise NoRule(
@@ -264,7 +264,7 @@ def _term(arith: Arithmetic, weights: Sequence[Scalar], moving: HeadMap) -> Scal
     return top * arith.sigma(arith.scale_rows(moving.matrix, rows), f"{moving.name}.weighted")
 
 
-def mixed(
+def mixed_heads(
     ctx: Context,
     module: LipschitzAttention,
     x: Value,

@@ -15,7 +15,7 @@ from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
-from certcli.lipschitz.rules.linear import followed, size_after
+from certcli.lipschitz.rules.linear import followed_by_linear, size_after
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value, Windows
@@ -84,7 +84,7 @@ def convolve(
     # a linear layer on every pixel
     if groups == 1 and {*kernel, *steps} == {1} and not any(map(any, pads)):
         matrix = replace(ctx.arith.matrix(weight.flatten(1)), key=id(weight))
-        x = followed(ctx, x, matrix, bias, axis)
+        x = followed_by_linear(ctx, x, matrix, bias, axis)
         return x if x.pending is None else replace(x, waiting=replace(x.pending, kind=ctx.kind))
     pending = x.pending
     if pending is not None and (
@@ -180,7 +180,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
         sigma = arith.sigma(Matrix(matrix.tensor, perturbation, conv.key), conv.path)
         why = "patches are disjoint: spectral norm of the reshaped kernel"
     elif spatial > 2:
-        sigma = _by_windows(ctx, conv, perturbation)
+        sigma = _windows_norm(ctx, conv, perturbation)
         why = "spectral norm of the reshaped kernel, times the root of how many windows a voxel lies in"
     else:
         size = tuple(conv.input.shape[-spatial:])
@@ -237,7 +237,7 @@ def settle_convolution(ctx: Context, x: Value, conv: Convolution) -> Value:
     )
 
 
-def _by_windows(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
+def _windows_norm(ctx: Context, conv: Convolution, perturbation: float) -> Scalar:
     """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix (section 2.3)."""
     arith = ctx.arith
     kernel = conv.weight.shape[2:]
@@ -273,7 +273,7 @@ def padding_of(
 
 
 @rules.module(nn.ConvTranspose2d)
-def transposed_convolution(
+def transposed_convolution_bound(
     ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None
 ) -> Value:
     ctx.require(

@@ -9,8 +9,8 @@ import torch
 
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
-from certcli.lipschitz.rules.add_sub import as_tensor, shifted
-from certcli.lipschitz.rules.reductions import extreme
+from certcli.lipschitz.rules.add_sub import as_tensor, shifted_bound
+from certcli.lipschitz.rules.reductions import extreme_bound
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Scores, Value
@@ -50,13 +50,13 @@ def concatenate(ctx: Context, tensors: Sequence[Any], dim: int = 0) -> Value:
 
 
 @rules.function(torch.where)
-def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
+def where_bound(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     """m a + (1 - m) b for a fixed mask m: every entry moves with one of the two, so squares add."""
     ctx.require(not isinstance(condition, Value), "a choice that depends on the image")
     mask = ctx.constant_tensor(condition).bool()
     shape = tuple(ctx.shape)
     if isinstance(input, Value) and isinstance(other, Value):
-        return _of_two(
+        return _slope_one_of_two(
             ctx,
             input,
             other,
@@ -83,44 +83,44 @@ def where(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     if not bool(torch.isfinite(filled).all()):
         return replace(x, size=Size(ctx.arith, shape))  # constants of no finite size
     # the entries of x that are left, and constants beside them
-    return shifted(ctx, x, Constant(filled))
+    return shifted_bound(ctx, x, Constant(filled))
 
 
 @rules.method("where")
 def where_method(ctx: Context, x: Any, condition: Any, other: Any) -> Value:
-    return where(ctx, condition, x, other)
+    return where_bound(ctx, condition, x, other)
 
 
 @rules.method("maximum", "minimum")
 @rules.function(torch.maximum, torch.minimum)
-def larger(ctx: Context, a: Any, b: Any) -> Value:
+def larger_bound(ctx: Context, a: Any, b: Any) -> Value:
     """|max(a, b) - max(a', b')| <= max(|a - a'|, |b - b'|): slope 1 of both together, or of the one
     beside a constant.
     """
     if isinstance(a, Value) and isinstance(b, Value):
-        return _of_two(ctx, a, b, "a maximum of two has slope 1 of both together")
+        return _slope_one_of_two(ctx, a, b, "a maximum of two has slope 1 of both together")
     x, fixed = (a, b) if isinstance(a, Value) else (b, a)
     ctx.require(isinstance(x, Value), "a maximum of constants")
     constant = as_tensor(ctx, fixed).detach().double()
     ctx.require(bool(torch.isfinite(constant).all()), "a maximum with infinite or NaN entries")
     x = ctx.spread(ctx.settle(x), tuple(ctx.shape))
     # |max(x, c)| <= |x| + |c|: no larger than the sum
-    size = shifted(ctx, x, Constant(constant)).size
+    size = shifted_bound(ctx, x, Constant(constant)).size
     return ctx.charge(x, ctx.arith.const(1.0), "a maximum with a constant has slope 1", size)
 
 
 @rules.method("max", "min")
 @rules.function(torch.max, torch.min)
-def largest(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
+def largest_bound(ctx: Context, x: Any, *other: Any, **named: Any) -> Value:
     """The maximum of all entries, or of two tensors; along an axis (with indices): refused."""
     if not other and not named:
-        return extreme(ctx, x)
+        return extreme_bound(ctx, x)
     one = len(other) == 1 and not named and isinstance(other[0], (Value, Constant))
     ctx.require(one, "a maximum that returns indices (amax and amin do not)")
-    return larger(ctx, x, other[0])
+    return larger_bound(ctx, x, other[0])
 
 
-def _of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
+def _slope_one_of_two(ctx: Context, a: Value, b: Value, why: str) -> Value:
     """Return a map of slope 1 of two tensors; entries of its result are <= one of theirs."""
     shape = tuple(ctx.shape)
     arith = ctx.arith

@@ -18,12 +18,12 @@ from certcli.models.pixels import PixelNormalize
 
 
 @rules.module(nn.Linear)
-def linear(ctx: Context, module: nn.Linear, x: Value) -> Value:
+def linear_bound(ctx: Context, module: nn.Linear, x: Value) -> Value:
     """x -> W x + b on the last axis, pending: neighbours are multiplied before the norm."""
-    return followed(ctx, x, module.weight, module.bias)
+    return followed_by_linear(ctx, x, module.weight, module.bias)
 
 
-def followed(
+def followed_by_linear(
     ctx: Context, x: Value, weight: Tensor | Matrix, bias: Tensor | None, axis: int = -1
 ) -> Value:
     """Return `x` after a linear layer on an axis, multiplied into what waits there."""
@@ -37,9 +37,9 @@ def followed(
 
 
 @rules.function(functional.linear)
-def linear_function(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
+def linear_function_bound(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
     ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
-    return followed(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
+    return followed_by_linear(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
 
 
 @rules.module(PixelNormalize)
@@ -88,7 +88,7 @@ def settle_affine(ctx: Context, x: Value, pending: Affine) -> Value:
         effective = effective if whole else Matrix(effective.tensor[chosen], effective.error)
         bias = bias if bias is None or whole else Matrix(bias.tensor[chosen], bias.error)
         sigma = arith.sigma(effective, f"{path}:{pending.axis}:{int(chosen[0])}:{chosen.numel()}")
-    size = _size(ctx, x, pending, sigma, bias)
+    size = _size_after_map(ctx, x, pending, sigma, bias)
     if effective is None:
         if pending.gain is None:
             return replace(before, size=size)
@@ -108,10 +108,12 @@ def size_after(ctx: Context, x: Value, pending: Affine) -> Size:
     else:  # |diag(g) P| <= max |g|
         sigma = ctx.arith.const(1.0) if pending.gain is None else ctx.largest_entry(pending.gain)
         sigma = sigma * ctx.arith.const(pending.factor)
-    return _size(ctx, x, pending, sigma, pending.bias)
+    return _size_after_map(ctx, x, pending, sigma, pending.bias)
 
 
-def _size(ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None) -> Size:
+def _size_after_map(
+    ctx: Context, x: Value, pending: Affine, sigma: Scalar, bias: Matrix | None
+) -> Size:
     """Return the size of a tensor after a map of norm `sigma` and this bias."""
     size = pending.result
     if size is not None and math.prod(size.shape) == math.prod(x.shape):

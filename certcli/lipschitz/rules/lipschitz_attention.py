@@ -16,12 +16,12 @@ from certcli.lipschitz.rules.attention_parts import (
     Prior,
     combined,
     exp_twice,
-    gates,
+    gates_of_layer,
     head_maps,
-    mixed,
+    mixed_heads,
     position_logits,
     prior,
-    require_bounded,
+    require_bounded_tokens,
 )
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -201,10 +201,12 @@ def l2_attention(
         each = [
             arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)
         ]
-    weights = gates(ctx, module, tokens).averaging(each)
+    weights = gates_of_layer(ctx, module, tokens).averaging(each)
     shown = f"c <= {arith.largest(weights)}" if arith.rigorous else "c"
     why = f"L2 attention of {tokens} tokens: {shown} times |W_Q|"
-    return mixed(ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms)
+    return mixed_heads(
+        ctx, module, inputs, combined(arith, [(weights, query)]), why, lambda: query.norms
+    )
 
 
 @rules.module(L2UntiedValueAttention)
@@ -220,11 +222,11 @@ def l2_untied_value_attention(
     what = "L2 attention with untied values"
     tokens = x.shape[-2]
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
-    require_bounded(ctx, inputs, what)
+    require_bounded_tokens(ctx, inputs, what)
     arith = ctx.arith
     temperature = _temperature(ctx, module)
     tied = tied_logits(ctx, module, mask, tokens)
-    gate = gates(ctx, module, tokens)
+    gate = gates_of_layer(ctx, module, tokens)
     radii = [temperature * reach for reach in query.reach]
     row_bounds = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
     moving = [
@@ -235,7 +237,7 @@ def l2_untied_value_attention(
     )
     shown = f" of norm at most {inputs.size.fibre}" if arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
-    return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
+    return mixed_heads(ctx, module, inputs, constant, why, lambda: value.norms)
 
 
 def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
@@ -260,7 +262,7 @@ def cosine_attention(
     heads = module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
     positions = prior(ctx, module, mask, tokens)
-    gate = gates(ctx, module, tokens)
+    gate = gates_of_layer(ctx, module, tokens)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
@@ -286,7 +288,7 @@ def cosine_attention(
         arith, [(of_value, value), (gate.scale(of_query), query), (gate.scale(of_key), key)]
     )
     why = f"scaled cosine similarity attention of {tokens} tokens (Theorem 10.1)"
-    return mixed(ctx, module, inputs, constant, why, lambda: nu)
+    return mixed_heads(ctx, module, inputs, constant, why, lambda: nu)
 
 
 @rules.module(LipschitzNormAttention)
@@ -306,7 +308,7 @@ def lipschitz_norm_attention(
     heads = module.num_heads
     inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
     positions = prior(ctx, module, mask, tokens)
-    gate = gates(ctx, module, tokens)
+    gate = gates_of_layer(ctx, module, tokens)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     one = arith.const(1.0)
@@ -323,4 +325,4 @@ def lipschitz_norm_attention(
     terms = [(gate.averaging(averaging), value), (keep, query), (gate.scale(of_key), key)]
     constant = combined(arith, terms, pairs=(keep, (query, key, value)))
     why = f"LipschitzNorm attention of {tokens} tokens (Theorem 10.2)"
-    return mixed(ctx, module, inputs, constant, why, lambda: value.norms)
+    return mixed_heads(ctx, module, inputs, constant, why, lambda: value.norms)

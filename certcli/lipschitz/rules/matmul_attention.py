@@ -24,19 +24,24 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import Gates, positional_gates
-from certcli.lipschitz.rules.moves import moved, rearranged, reshaped, transpose
+from certcli.lipschitz.rules.moves import (
+    permuted_axes,
+    rearranged_bound,
+    reshaped_bound,
+    transposed_axes,
+)
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Value
 
 
-def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
+def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
     """Return a b over the last two axes: attention if a is a softmax, else scores that wait."""
     if len(a.shape) < 2 or len(b.shape) < 2:
         raise NoRule("a product with a vector that depends on the image")
     if isinstance(a.waiting, Probabilities):
         scores = a.waiting.scores
-        return attend(
+        return attention_bound(
             ctx,
             scores.query,
             scores.key,
@@ -51,14 +56,16 @@ def product_of_matrices(ctx: Context, a: Value, b: Value) -> Value:
         leading = tuple(ctx.shape[:-2])
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
         b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
-    scores = Scores(a, transpose(ctx, b, -2, -1), ctx.arith.const(1.0))
+    scores = Scores(a, transposed_axes(ctx, b, -2, -1), ctx.arith.const(1.0))
     return Value(ctx.unbounded(), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape))
 
 
 @rules.settles(Probabilities)
 def settle_probabilities(ctx: Context, x: Value, waiting: Probabilities) -> Value:
     """Charge probabilities that no product with values follows."""
-    return _softmax(ctx, settle_scores(ctx, replace(x, waiting=waiting.scores), waiting.scores), -1)
+    return _settled_softmax_bound(
+        ctx, settle_scores(ctx, replace(x, waiting=waiting.scores), waiting.scores), -1
+    )
 
 
 @rules.settles(Scores)
@@ -91,7 +98,7 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
 
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
-def softmax(
+def softmax_bound(
     ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Value:
     """Slope 1/2 (section 3.1). A softmax of scores waits for its values."""
@@ -99,15 +106,15 @@ def softmax(
     axis = dim % len(x.shape) - len(x.shape)
     if isinstance(x.waiting, Scores) and axis == -1:
         return replace(x, waiting=Probabilities(x.waiting))
-    return _softmax(ctx, ctx.settle(x), axis)
+    return _settled_softmax_bound(ctx, ctx.settle(x), axis)
 
 
-rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
+rules.module(nn.Softmax)(with_attributes(softmax_bound, "dim"))
 
 
 @rules.method("log_softmax")
 @rules.function(*LOG_SOFTMAX[:2])
-def log_softmax(
+def log_softmax_bound(
     ctx: Context, x: Value, dim: Any = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Value:
     """Waits for margins, which do not see it."""
@@ -135,7 +142,7 @@ def settle_log_probabilities(ctx: Context, x: Value, waiting: LogProbabilities) 
     )
 
 
-def _softmax(ctx: Context, x: Value, axis: int) -> Value:
+def _settled_softmax_bound(ctx: Context, x: Value, axis: int) -> Value:
     """Return the softmax of a settled value; its fibres are probability vectors, of norm at most
     1."""
     one = ctx.arith.const(1.0)
@@ -164,7 +171,7 @@ class _Heads:
     layout: tuple[int, ...] = ()
 
 
-def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
+def _bounds_by_head(ctx: Context, x: Value | Constant, name: str) -> _Heads:
     """Return bounds by head if a linear map to (.., head, .., 1, width) waits, else one."""
     arith = ctx.arith
     if isinstance(x, Constant):
@@ -210,7 +217,7 @@ def _heads(ctx: Context, x: Value | Constant, name: str) -> _Heads:
     return _Heads(x, [one], [row], [row], one)
 
 
-def attend(
+def attention_bound(
     ctx: Context,
     query: Value | Constant,
     key: Value,
@@ -245,9 +252,9 @@ def attend(
         "attention whose queries, keys and values have different heads",
     )
     n = arith.const(float(queries[-2]))
-    q = _heads(ctx, query, "query")
-    k = _heads(ctx, key, "key")
-    v = _heads(ctx, value, "value")
+    q = _bounds_by_head(ctx, query, "query")
+    k = _bounds_by_head(ctx, key, "key")
+    v = _bounds_by_head(ctx, value, "value")
     for part in (q, k, v):
         for norm in part.norms:
             if arith.rigorous and not norm.finite:
@@ -269,9 +276,9 @@ def attend(
         radius_v = gates.scale(radius_v)
         averaging = arith.largest(gates.averaging([averaging] * count))
     of_v = averaging * v.whole
-    of_q = scale * _together(ctx, [a * b for a, b in zip(radius_v, radius_k, strict=True)], q)
+    of_q = scale * _heads_together(ctx, [a * b for a, b in zip(radius_v, radius_k, strict=True)], q)
     of_k = scale * arith.sqrt(n * arith.const(0.5))
-    of_k = of_k * _together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
+    of_k = of_k * _heads_together(ctx, [a * b for a, b in zip(radius_v, norm_q, strict=True)], k)
     largest = arith.largest(v.norms)
     # rows of the result are averages of values
     size = Size(arith, tuple(ctx.shape), lambda: largest)
@@ -287,7 +294,7 @@ def attend(
     return ctx.combine(charged, why, size)
 
 
-def _together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
+def _heads_together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
     """Bound |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2), max w_h |W|."""
     arith = ctx.arith
     coarse = arith.largest(weights) * part.whole
@@ -311,7 +318,7 @@ def scaled_dot_product_attention(
         moving = ctx.spread(ctx.settle(mask), (*query.shape[:-1], key.shape[-2]))
     width = key.shape[-1]
     factor = ctx.arith.const(up(1 / math.sqrt(width), 2) if scale is None else abs(float(scale)))
-    return attend(ctx, query, key, value, factor, moving=moving)
+    return attention_bound(ctx, query, key, value, factor, moving=moving)
 
 
 def _known_parts(module: GPSA) -> bool:
@@ -332,16 +339,20 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     b, n, width = x.shape
     heads = module.num_heads
     split = (b, n, 2, heads, width // heads)
-    qk = moved(
-        ctx, reshaped(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split), (2, 0, 3, 1, 4)
+    qk = permuted_axes(
+        ctx,
+        reshaped_bound(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split),
+        (2, 0, 3, 1, 4),
     )
     by_head = (b, heads, n, width // heads)
-    query, key = (rearranged(ctx, qk, Move(operator.getitem, (number,))) for number in (0, 1))
-    value = reshaped(
+    query, key = (rearranged_bound(ctx, qk, Move(operator.getitem, (number,))) for number in (0, 1))
+    value = reshaped_bound(
         ctx, ctx.fold(x, module.v.weight, module.v.bias), (b, n, heads, width // heads)
     )
-    value = moved(ctx, value, (0, 2, 1, 3))
+    value = permuted_axes(ctx, value, (0, 2, 1, 3))
     scale = ctx.arith.const(up(float(module.scale), 2))
-    out = attend(ctx.at(by_head), query, key, value, scale, positional_gates(ctx, module, n))
-    merged = reshaped(ctx, moved(ctx, out, (0, 2, 1, 3)), (b, n, width))
+    out = attention_bound(
+        ctx.at(by_head), query, key, value, scale, positional_gates(ctx, module, n)
+    )
+    merged = reshaped_bound(ctx, permuted_axes(ctx, out, (0, 2, 1, 3)), (b, n, width))
     return ctx.fold(merged, module.proj.weight, module.proj.bias)

@@ -18,26 +18,26 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.places import Layout, Places, Shape, along, places_of
+from certcli.lipschitz.places import Layout, Places, Shape, axis_numbers, places_of
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Affine, Convolution, Value
 
 
-def rearranged(ctx: Context, x: Value, move: Move) -> Any:
+def rearranged_bound(ctx: Context, x: Value, move: Move) -> Any:
     """Return x after a move of its entries, or several values."""
     x = ctx.settle(x, keep=(Affine, Convolution))
     shape = tuple(x.shape)
     if move.stays(shape):
         return x
-    parts = [_placed(ctx, x, places) for places in places_of(move, shape)]
+    parts = [_after_places(ctx, x, places) for places in places_of(move, shape)]
     return parts if move.several(shape) else parts[0]
 
 
-register_moves(rules, Value, rearranged)
+register_moves(rules, Value, rearranged_bound)
 
 
-def _placed(ctx: Context, x: Value, places: Places) -> Value:
+def _after_places(ctx: Context, x: Value, places: Places) -> Value:
     shape, times = places.shape, places.times
     if not math.prod(shape):
         raise NoRule("a tensor without entries")
@@ -54,10 +54,10 @@ def _placed(ctx: Context, x: Value, places: Places) -> Value:
     if times == 1:
         return replace(x, shape=shape, size=size)
     why = f"an entry appears in at most {times} places: sqrt({times})"
-    return copied(ctx, x, times, why, size if places.move.filled else None, shape)
+    return repeated_entries(ctx, x, times, why, size if places.move.filled else None, shape)
 
 
-def copied(
+def repeated_entries(
     ctx: Context,
     x: Value,
     times: int,
@@ -76,7 +76,7 @@ def copied(
 def _waiting(x: Value, places: Places) -> Value | None:
     """Return the value whose map waits still, on other axes; None: it must be settled."""
     if isinstance(x.waiting, Convolution):
-        layout = places.layout(along(places.before, x.waiting.axis))
+        layout = places.layout(axis_numbers(places.before, x.waiting.axis))
         if (
             not places.permutes
             or not layout.separate
@@ -87,20 +87,20 @@ def _waiting(x: Value, places: Places) -> Value | None:
     pending = x.pending
     if pending is None or (not places.filled and pending.bias is not None):
         return None
-    index = along(places.before, pending.axis) if pending.index is None else pending.index
+    index = axis_numbers(places.before, pending.axis) if pending.index is None else pending.index
     layout = places.layout(index)
     result = pending.result
     if result is not None:
         result = places.arranged(result) if result.shape == tuple(x.shape) else None
     pending = replace(pending, result=result)
     if pending.matrix is None:
-        return _gain(x, pending, places, layout)
+        return _moved_gain(x, pending, places, layout)
     if not layout.separate or not layout.level:
         return None
-    return replace(x, shape=places.shape, waiting=_of_features(pending, layout))
+    return replace(x, shape=places.shape, waiting=_placed_features(pending, layout))
 
 
-def _of_features(pending: Affine, layout: Layout) -> Affine:
+def _placed_features(pending: Affine, layout: Layout) -> Affine:
     """Return a map with a matrix, its features where the layout says."""
     assert pending.matrix is not None
     if len(layout.axes) != 1:
@@ -111,7 +111,7 @@ def _of_features(pending: Affine, layout: Layout) -> Affine:
     return replace(picked, axis=layout.axes[0], result=pending.result)
 
 
-def _gain(x: Value, pending: Affine, places: Places, layout: Layout) -> Value | None:
+def _moved_gain(x: Value, pending: Affine, places: Places, layout: Layout) -> Value | None:
     """A gain and shift by entry: numbers repeat where their axis is merged with others."""
     axis = _axis_of(layout, pending.axis, places.shape)
     if axis is None or not places.filled:
@@ -142,20 +142,20 @@ def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
     return candidates[0] if candidates else None
 
 
-def moved(ctx: Context, x: Value, order: Sequence[int]) -> Value:
+def permuted_axes(ctx: Context, x: Value, order: Sequence[int]) -> Value:
     """Return x.permute(order)."""
-    value: Value = rearranged(ctx, x, Move(Tensor.permute, tuple(order)))
+    value: Value = rearranged_bound(ctx, x, Move(Tensor.permute, tuple(order)))
     return value
 
 
-def reshaped(ctx: Context, x: Value, after: Shape) -> Value:
+def reshaped_bound(ctx: Context, x: Value, after: Shape) -> Value:
     """Return x.reshape(after)."""
-    value: Value = rearranged(ctx, x, Move(Tensor.reshape, (tuple(after),)))
+    value: Value = rearranged_bound(ctx, x, Move(Tensor.reshape, (tuple(after),)))
     return value
 
 
-def transpose(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
-    value: Value = rearranged(ctx, x, Move(Tensor.transpose, (dim0, dim1)))
+def transposed_axes(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
+    value: Value = rearranged_bound(ctx, x, Move(Tensor.transpose, (dim0, dim1)))
     return value
 
 

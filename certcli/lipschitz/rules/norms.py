@@ -23,7 +23,7 @@ from torch.nn import functional
 from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.rules.moves import moved
+from certcli.lipschitz.rules.moves import permuted_axes
 from certcli.lipschitz.rules.scale_shift import gain_and_shift, scale_features, shift_features
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
@@ -40,7 +40,7 @@ def layer_norm_function(
     eps: float = 1e-5,
     *_: Any,
 ) -> Value:
-    return normalise(
+    return row_norm_bound(
         ctx, x, normalized_shape, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps
     )
 
@@ -50,7 +50,7 @@ rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)(
 )
 
 
-def normalise(
+def row_norm_bound(
     ctx: Context,
     x: Value,
     normalized_shape: Any,
@@ -95,7 +95,7 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
 
 
 @rules.module(FloorNorm)
-def floor_norm(ctx: Context, module: FloorNorm, x: Value) -> Value:
+def floor_norm_bound(ctx: Context, module: FloorNorm, x: Value) -> Value:
     """P x / max(s, floor): slope 1 / floor, rows <= sqrt(d), Theorem 4.8; the scale is pending."""
     floor = float(module.floor.detach().double())
     ctx.require(floor > 0, "a norm whose floor is not positive")
@@ -119,7 +119,7 @@ def rms_norm_function(
             ctx.dtype in (None, torch.float32),
             "RMSNorm with the default eps of another dtype than float32",
         )
-    return normalise(
+    return row_norm_bound(
         ctx, x, normalized_shape, ctx.optional_tensor(weight), None, eps, centered=False
     )
 
@@ -130,11 +130,11 @@ rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", 
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
-    x = moved(ctx, ctx.settle(x), (0, 2, 3, 1))
-    normal = normalise(
+    x = permuted_axes(ctx, ctx.settle(x), (0, 2, 3, 1))
+    normal = row_norm_bound(
         ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
     )
-    return moved(ctx, normal, (0, 3, 1, 2))
+    return permuted_axes(ctx, normal, (0, 3, 1, 2))
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
@@ -153,12 +153,12 @@ def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
 
 
 @rules.module(SimpleNorm, SimpleNormFp32)
-def simple_norm(ctx: Context, module: SimpleNorm, x: Value) -> Value:
+def simple_norm_bound(ctx: Context, module: SimpleNorm, x: Value) -> Value:
     return _variance_norm(ctx, x, module, -1)
 
 
 @rules.module(SimpleNorm2d, SimpleNorm2dFp32)
-def simple_norm_2d(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
+def simple_norm_2d_bound(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
     return _variance_norm(ctx, x, module, -3)
 
 
@@ -231,7 +231,7 @@ rules.module(nn.GroupNorm)(
 
 
 @rules.function(functional.normalize)
-def normalize(
+def l2_normalize_bound(
     ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Value:
     """x / max(|x|, eps): inside the ball of radius eps the slope is 1/eps, outside 1/|x|."""
@@ -253,7 +253,7 @@ def normalize(
 
 @rules.method("norm")
 @rules.function(torch.norm, torch.linalg.vector_norm)
-def norm(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
+def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
     ctx.require(order in (2, 2.0, "fro"), "another norm than l2")
@@ -263,7 +263,7 @@ def norm(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 @rules.module(GlobalResponseNorm)
-def global_response_norm(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
+def global_response_norm_bound(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
     """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C +
     C^(3/2)), Theorem 4.6.
     """

@@ -53,7 +53,7 @@ register_curves(rules, Value, applied)
 
 @rules.method("square")
 @rules.function(torch.square)
-def square(ctx: Context, x: Value) -> Value:
+def square_bound(ctx: Context, x: Value) -> Value:
     """t^2 on |t| <= m has slope 2 m: finite on the pixel box only."""
     x = ctx.settle(x)
     largest = x.size.peak
@@ -70,13 +70,13 @@ def square(ctx: Context, x: Value) -> Value:
 
 @rules.method("pow")
 @rules.function(torch.pow, operator.pow)
-def power(ctx: Context, x: Value, exponent: Any) -> Value:
+def power_bound(ctx: Context, x: Value, exponent: Any) -> Value:
     ctx.require(isinstance(x, Value) and exponent in (1, 2), f"the power {exponent}")
-    return x if exponent == 1 else square(ctx, x)
+    return x if exponent == 1 else square_bound(ctx, x)
 
 
 @rules.module(MaxMin)
-def maxmin(ctx: Context, module: MaxMin, x: Value) -> Value:
+def maxmin_bound(ctx: Context, module: MaxMin, x: Value) -> Value:
     x = ctx.settle(x)
     x = replace(x, size=x.size.along(-1))
     return applied(
@@ -97,7 +97,7 @@ def maxmin(ctx: Context, module: MaxMin, x: Value) -> Value:
     timm_layers.DropPath,
     timm_layers.PatchDropout,
 )
-def identity(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
+def identity_bound(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
     """Identity, and dropout in eval mode (the tracer refuses training mode)."""
     return x
 
@@ -105,7 +105,7 @@ def identity(ctx: Context, module: nn.Module, x: Value, *rest: Any) -> Value:
 @rules.function(
     functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d
 )
-def dropout(
+def dropout_bound(
     ctx: Context, x: Value, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Value:
     ctx.require(not training or p == 0, "dropout in training mode")
@@ -113,7 +113,7 @@ def dropout(
 
 
 @rules.method("float", "to", "type_as", "double", "type")
-def same(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
+def same_numbers_bound(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     """A change of precision: the theorems speak of real numbers."""
     if ctx.dtype not in (torch.float32, torch.float64):
         raise NoRule(f"a conversion to {ctx.dtype}")

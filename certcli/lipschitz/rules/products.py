@@ -17,7 +17,7 @@ from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Scalar
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.rules.matmul_attention import product_of_matrices
+from certcli.lipschitz.rules.matmul_attention import product_of_matrices_bound
 from certcli.lipschitz.rules.scale_shift import feature_axis, scale_features
 from certcli.lipschitz.size import Size
 from certcli.lipschitz.table import rules
@@ -64,21 +64,21 @@ def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
 
 @rules.method("matmul", "bmm", "mm")
 @rules.function(torch.matmul, operator.matmul, torch.bmm, torch.mm)
-def matmul(ctx: Context, a: Any, b: Any) -> Value:
+def matmul_bound(ctx: Context, a: Any, b: Any) -> Value:
     """A product of matrices: linear with a constant, else `product_of_matrices`."""
     if isinstance(a, Value) and isinstance(b, Value):
-        return product_of_matrices(ctx, a, b)
+        return product_of_matrices_bound(ctx, a, b)
     if isinstance(a, Value) and isinstance(b, Constant):
         weight = b.tensor
         if weight.dim() == 2:
             return ctx.fold(a, weight.T, None)
-        return _blocks(ctx, ctx.settle(a), weight, is_left=False)
+        return _constant_blocks_bound(ctx, ctx.settle(a), weight, is_left=False)
     if isinstance(b, Value) and isinstance(a, Constant):
-        return _blocks(ctx, ctx.settle(b), a.tensor, is_left=True)
+        return _constant_blocks_bound(ctx, ctx.settle(b), a.tensor, is_left=True)
     raise NoRule("a product without a tensor")
 
 
-def _blocks(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
+def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
     """Return C x or x C for constant C: its matrices' largest norm, on disjoint parts."""
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     leading = tuple(ctx.shape[:-2])
@@ -97,7 +97,7 @@ def _blocks(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
     )
 
 
-def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
+def scaled_bound(ctx: Context, x: Value, factor: Any, why: str) -> Value:
     """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
     x = ctx.settle(x)
     return ctx.charge(x, factor, why, x.size.times(factor))
@@ -105,7 +105,7 @@ def scaled(ctx: Context, x: Value, factor: Any, why: str) -> Value:
 
 @rules.method("mul", "mul_", "multiply")
 @rules.function(operator.mul, operator.imul, torch.mul, torch.multiply)
-def multiply(ctx: Context, a: Any, b: Any) -> Value:
+def multiply_bound(ctx: Context, a: Any, b: Any) -> Value:
     if isinstance(a, Value) and isinstance(b, Value):
         return product_of_entries(ctx, a, b)
     x, factor = (a, b) if isinstance(a, Value) else (b, a)
@@ -119,7 +119,7 @@ def multiply(ctx: Context, a: Any, b: Any) -> Value:
     return by_number(ctx, x, float(factor))
 
 
-def _require_numbers(ctx: Context, x: Value, positive: bool) -> None:
+def _require_finite_scores(ctx: Context, x: Value, positive: bool) -> None:
     """Raise NoRule for scores of -inf times 0, which are NaN, and times -1, whose softmax is."""
     hidden = isinstance(x.waiting, Scores) and x.waiting.hidden
     ctx.require(positive or not hidden, "masked scores (-inf) times a number that is not positive")
@@ -127,7 +127,7 @@ def _require_numbers(ctx: Context, x: Value, positive: bool) -> None:
 
 def by_number(ctx: Context, x: Value, factor: float) -> Value:
     """Return factor * x, multiplied into the linear map or the scores that wait there."""
-    _require_numbers(ctx, x, factor > 0)
+    _require_finite_scores(ctx, x, factor > 0)
     if isinstance(x.waiting, Scores) and x.waiting.moving is None:
         return replace(
             x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor)))
@@ -148,12 +148,12 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
                 waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0),
             )
         return replace(x, waiting=replace(after, matrix=arith.scale(pending.matrix, factor)))
-    return scaled(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
+    return scaled_bound(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
 
 
 def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     """A constant tensor times x: its largest entry, or folded in if it varies along one axis."""
-    _require_numbers(ctx, x, bool((factor > 0).all()))
+    _require_finite_scores(ctx, x, bool((factor > 0).all()))
     shape = tuple(ctx.shape)
     scores = x.waiting if isinstance(x.waiting, Scores) and x.waiting.moving is None else None
     if scores is not None and tuple(x.shape) == shape and factor.numel():
@@ -172,14 +172,16 @@ def _by_tensor(ctx: Context, x: Value, factor: torch.Tensor) -> Value:
     ):
         return scale_features(ctx, x, factor, place)
     if factor.numel() == 1 and tuple(x.shape) == shape and not ctx.arith.rigorous:
-        return scaled(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
+        return scaled_bound(ctx, x, factor.abs().reshape(()), "multiplied by a constant")
     x = ctx.spread(ctx.settle(x), shape)
-    return scaled(ctx, x, ctx.largest_entry(factor), "multiplied by a constant: its largest entry")
+    return scaled_bound(
+        ctx, x, ctx.largest_entry(factor), "multiplied by a constant: its largest entry"
+    )
 
 
 @rules.method("div", "div_", "true_divide")
 @rules.function(operator.truediv, operator.itruediv, torch.div, torch.true_divide)
-def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
+def divide_bound(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
     ctx.require(rounding_mode is None, "division with rounding")
     ctx.require(
         isinstance(a, Value) and not isinstance(b, Value),
@@ -196,5 +198,5 @@ def divide(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Value:
 
 @rules.method("neg")
 @rules.function(operator.neg, torch.neg)
-def negative(ctx: Context, x: Value) -> Value:
+def negative_bound(ctx: Context, x: Value) -> Value:
     return by_number(ctx, x, -1.0)

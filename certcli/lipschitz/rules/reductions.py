@@ -22,7 +22,7 @@ from certcli.engine.table import NoRule, with_attributes
 from certcli.lipschitz.context import Context, resized
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
-from certcli.lipschitz.rules.moves import copied, windows_of
+from certcli.lipschitz.rules.moves import repeated_entries, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.heads import L2Pool
@@ -36,7 +36,7 @@ def _axes(dim: Any, rank: int) -> list[int]:
 
 @rules.method("mean")
 @rules.function(torch.mean)
-def mean(
+def mean_bound(
     ctx: Context, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
 ) -> Value:
     """Mean of m fibres: constant 1/sqrt(m); a mean of fibres is no longer than the longest."""
@@ -113,7 +113,7 @@ def _reduce(
 
 @rules.method("amax", "amin")
 @rules.function(torch.amax, torch.amin)
-def extreme(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
+def extreme_bound(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     """max over some axes: |max a - max b| <= max |a - b|, slope 1."""
     x = ctx.settle(x)
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
@@ -143,7 +143,7 @@ def degrees(
 
 @rules.method("std")
 @rules.function(torch.std)
-def deviation(
+def deviation_bound(
     ctx: Context,
     x: Value,
     dim: Any = None,
@@ -159,13 +159,17 @@ def deviation(
     slope = arith.const(up(1 / math.sqrt(divisor), 2))
     why = f"deviation of {count}: 1/sqrt({divisor:g})"
     return ctx.chain(
-        x, slope, why, total=lambda: slope * x.size.total, peak=lambda: slope * _longest(x, axes)
+        x,
+        slope,
+        why,
+        total=lambda: slope * x.size.total,
+        peak=lambda: slope * _longest_spread(x, axes),
     )
 
 
 @rules.method("var")
 @rules.function(torch.var)
-def variance(
+def variance_bound(
     ctx: Context,
     x: Value,
     dim: Any = None,
@@ -178,7 +182,7 @@ def variance(
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith
-    longest = _longest(x, axes)
+    longest = _longest_spread(x, axes)
     if arith.rigorous and not longest.finite:
         raise NoRule("the variance of a tensor without a bound on its size")
     share = arith.const(up(1 / divisor, 1))
@@ -192,7 +196,7 @@ def variance(
 
 
 @rules.function(torch.var_mean, torch.std_mean)
-def spread_and_mean(
+def spread_and_mean_bound(
     ctx: Context,
     x: Value,
     dim: Any = None,
@@ -202,13 +206,13 @@ def spread_and_mean(
     correction: Any = None,
 ) -> list[Value]:
     at = ctx.at(tuple(ctx.shape[0]))
-    spread = (variance if ctx.kind == "var_mean" else deviation)(
+    spread = (variance_bound if ctx.kind == "var_mean" else deviation_bound)(
         at, x, dim, unbiased, keepdim, correction=correction
     )
-    return [spread, mean(at, x, None if isinstance(dim, bool) else dim, keepdim)]
+    return [spread, mean_bound(at, x, None if isinstance(dim, bool) else dim, keepdim)]
 
 
-def _longest(x: Value, axes: list[int]) -> Scalar:
+def _longest_spread(x: Value, axes: list[int]) -> Scalar:
     """Return a bound on the norm of the entries of one deviation; |P x| is no longer."""
     arith = x.size.arith
     count = math.prod(x.shape[axis] for axis in axes)
@@ -218,7 +222,7 @@ def _longest(x: Value, axes: list[int]) -> Scalar:
 
 
 @rules.function(functional.max_pool2d, torch.max_pool2d)
-def max_pool(
+def max_pool_bound(
     ctx: Context,
     x: Value,
     kernel_size: Any,
@@ -237,11 +241,13 @@ def max_pool(
     count = math.prod(
         windows_of(k, s, d) for k, s, d in zip(kernel, steps, pair(dilation), strict=True)
     )
-    return copied(ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})")
+    return repeated_entries(
+        ctx, x, count, f"a pixel lies in at most {count} windows: sqrt({count})"
+    )
 
 
 @rules.module(L2Pool)
-def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
+def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest
     entry, and so for tokens.
     """
@@ -264,14 +270,14 @@ def l2_pool(ctx: Context, module: L2Pool, x: Value) -> Value:
     )
 
 
-rules.module(nn.MaxPool2d)(with_attributes(max_pool, *MAX_WINDOWS))
+rules.module(nn.MaxPool2d)(with_attributes(max_pool_bound, *MAX_WINDOWS))
 
 
 def separable(ctx: Context, x: Value, averaging: Separable) -> Value:
     """Averages separate by axis: the product of the norms of the matrices."""
     axes = len(averaging.matrices)
     if averaging.whole:
-        return mean(ctx, x, tuple(range(-axes, 0)), keepdim=True)
+        return mean_bound(ctx, x, tuple(range(-axes, 0)), keepdim=True)
     x = ctx.settle(x)
     arith = ctx.arith
     factor = arith.const(1.0)
@@ -324,4 +330,4 @@ def adaptive_maximum(
         if times == 1
         else f"a pixel lies in at most {times} windows: sqrt({times})"
     )
-    return copied(ctx, x, times, why)
+    return repeated_entries(ctx, x, times, why)

@@ -30,7 +30,7 @@ def gain_and_shift(ctx: Context, width: int, weight: Any, bias: Any, centered: b
 
 
 @rules.module(CenterNorm)
-def center_norm(ctx: Context, module: CenterNorm, x: Value) -> Value:
+def center_norm_bound(ctx: Context, module: CenterNorm, x: Value) -> Value:
     """x -> d/(d-1) diag(weight) P x + bias is linear: pending, and folded into its neighbours."""
     x = ctx.on_axis(x)
     d = module.width
@@ -61,7 +61,7 @@ def center_norm(ctx: Context, module: CenterNorm, x: Value) -> Value:
 
 
 @rules.module(LayerScale)
-def layer_scale(ctx: Context, module: LayerScale, x: Value) -> Value:
+def layer_scale_bound(ctx: Context, module: LayerScale, x: Value) -> Value:
     """x -> gamma * x on the last axis: folded into the linear map before it."""
     return scale_features(ctx, x, module.gamma, -1)
 
@@ -104,7 +104,7 @@ def _with_features(ctx: Context, x: Value, axis: int) -> Value:
 
 
 @rules.module(nn.BatchNorm2d, nn.BatchNorm1d)
-def batch_norm(ctx: Context, module: nn.BatchNorm2d, x: Value) -> Value:
+def batch_norm_bound(ctx: Context, module: nn.BatchNorm2d, x: Value) -> Value:
     variance = module.running_var
     if not module.track_running_stats or variance is None:
         raise NoRule("BatchNorm with batch statistics")

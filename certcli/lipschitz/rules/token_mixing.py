@@ -36,7 +36,7 @@ def _centred_convolution(module: ConvAttention) -> bool:
 
 
 @rules.module(ConvAttention, when=_centred_convolution)
-def token_convolution(
+def token_convolution_bound(
     ctx: Context, module: ConvAttention, x: Value, attn_mask: object = None, is_causal: bool = False
 ) -> Value:
     """The norm of one convolution with the taps W_O K_t M, where M was pending on each token."""
@@ -98,7 +98,7 @@ def _plain_maps(module: OrthogonalMixing) -> bool:
 
 
 @rules.module(OrthogonalMixing, when=_plain_maps)
-def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
+def orthogonal_mixing_bound(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
     """[M_h x_h]_h + p: heads are disjoint, so max_h |M_h|, taken from the matrices as they are."""
     arith = ctx.arith
     norms = [
@@ -106,7 +106,7 @@ def orthogonal_mixing(ctx: Context, module: OrthogonalMixing, x: Value) -> Value
         for h, part in enumerate(module.maps)
     ]
     why = f"{len(norms)} heads mix their tokens by matrices: the largest of their spectral norms"
-    return _mixed(ctx, x, arith.largest(norms), module.shift, why, before=False)
+    return _mixed_tokens(ctx, x, arith.largest(norms), module.shift, why, before=False)
 
 
 def _known_pairs(module: TokenMaxMin) -> bool:
@@ -115,7 +115,7 @@ def _known_pairs(module: TokenMaxMin) -> bool:
 
 
 @rules.module(TokenMaxMin, when=_known_pairs)
-def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
+def token_max_min_bound(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     """Disjoint pairs of entries of x + p, each mapped with slope 1, without growth: 1."""
     how = "pairs of tokens sorted in each channel: a permutation at every point"
     if isinstance(module.pair, SoftMaxMin):
@@ -124,12 +124,12 @@ def token_max_min(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
             "a temperature that is 0 or infinite",
         )
         how = "softmax averages of pairs of tokens in each channel, their distance divided by the largest slope"
-    return _mixed(
+    return _mixed_tokens(
         ctx, x, ctx.arith.const(1.0), module.shift, how, columns=module.across == x.shape[-1]
     )
 
 
-def _mixed(
+def _mixed_tokens(
     ctx: Context,
     x: Value,
     constant: Scalar,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.schema import require_pixels
+from certcli.checkpoint.schema import require_pixel_statistics
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 from certcli.system.reading import read_bounded
 
@@ -95,7 +95,7 @@ def pixel_input(
         tuple(values) * size[0] if len(values) == 1 else tuple(values) for values in (mean, std)
     )
     try:
-        require_pixels(size, means, stds)
+        require_pixel_statistics(size, means, stds)
     except Refused as refusal:
         raise ArchitectureError(str(refusal), hint) from refusal
     return InputSpec(size, means, stds, *view)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.config_fields import names_of, plain_names
+from certcli.checkpoint.config_fields import class_names_in, plain_names
 from certcli.checkpoint.record import Record, Replacement
 from certcli.checkpoint.schema import Json
 from certcli.models.converters.base import (
@@ -406,5 +406,5 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
 
 def _config_class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
     """Return the classes by names that folders could have, in the order of their numbers."""
-    names = names_of(dict(labels or {}))
+    names = class_names_in(dict(labels or {}))
     return None if names is None else plain_names(names)

@@ -18,7 +18,7 @@ from certcli.checkpoint.schema import (
     PerChannel,
     Side,
     Statistic,
-    decode,
+    decode_json,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
 from certcli.models.overrides import Hints
@@ -180,7 +180,7 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
 
 def decoded_config(config: Path, kind: type[T]) -> T:
     return read_config(
-        config, lambda text: decode(text, kind), "fetch it again, as transformers wrote it"
+        config, lambda text: decode_json(text, kind), "fetch it again, as transformers wrote it"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.checkpoint.file import require_numbers
+from certcli.checkpoint.file import require_weights
 from certcli.checkpoint.torch_file import load_plain
 from certcli.models.provenance import Fact
 from certcli.system.errors import ArchitectureError, CheckpointError, one_line
@@ -132,7 +132,7 @@ def read_torch(path: Path, weights: str | None) -> Bare:
             raise CheckpointError(
                 f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
             )
-    require_numbers(tensors, path.name)
+    require_weights(tensors, path.name)
     return Bare(tensors, keys)
 
 
@@ -158,7 +158,9 @@ def _networks(loaded: Any) -> StateDicts:
             networks[keys] = value
         elif isinstance(value, Mapping) and len(keys) < _DEEPEST and id(value) not in visited:
             visited.add(id(value))
-            inner = ((str(key), _only(below)) for key, below in value.items() if _is_text(key))
+            inner = (
+                (str(key), _only(below)) for key, below in value.items() if isinstance(key, str)
+            )
             waiting += [((*keys, key), below) for key, below in inner if isinstance(below, Mapping)]
     largest = max(map(_value_count, networks.values()), default=0)
     return {keys: value for keys, value in networks.items() if 16 * _value_count(value) >= largest}
@@ -167,10 +169,6 @@ def _networks(loaded: Any) -> StateDicts:
 def _only(value: Any) -> Any:
     """Return the one dictionary of a list of one."""
     return value[0] if isinstance(value, list | tuple) and len(value) == 1 else value
-
-
-def _is_text(key: Any) -> bool:
-    return isinstance(key, str)
 
 
 def _value_count(state_dict: Mapping[Any, Tensor]) -> int:

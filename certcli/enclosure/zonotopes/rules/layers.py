@@ -31,7 +31,7 @@ from certcli.engine.attention import (
     fused_attention,
     require_no_mask,
 )
-from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown
+from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_derivative
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
@@ -189,7 +189,7 @@ def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
     """f(x), of a broken line as a sum of ReLUs, exact at its ends. NoRule: no relaxation."""
     line = curve.line
     if line is None:
-        if curve.second is unknown:
+        if curve.second is unknown_derivative:
             raise NoRule(f"no relaxation of {curve.name} with these options")
         return activation(curve, x)
     if line == RELU:

@@ -109,35 +109,25 @@ register_types(rules)
 @rules.method("mean")
 @rules.function(torch.mean)
 def mean(ctx: ZonotopeContext, x: Form, dim: Any, keepdim: bool = False) -> Form:
-    dims = [d % len(x.shape) for d in ([dim] if isinstance(dim, int) else dim)]
-    if 0 in dims or not dims:  # no axes: all of them
-        raise NoRule("a mean over the batch")
-    terms = math.prod(x.shape[d] for d in dims)
-
-    def average(t: Tensor) -> Tensor:
-        return t.mean([d + 1 for d in dims], keepdim)
-
-    return x.linear(average, average, terms=terms + 2)
+    dims = summed_axes(x.shape, dim, "mean")
+    average = lambda t: t.mean([d + 1 for d in dims], keepdim)  # noqa: E731
+    return x.linear(average, average, terms=math.prod(x.shape[d] for d in dims) + 2)
 
 
 @rules.method("sum")
 @rules.function(torch.sum)
 def total(ctx: ZonotopeContext, x: Form, dim: Any = None, keepdim: bool = False) -> Form:
     dims = summed_axes(x.shape, dim)
-    terms = math.prod(x.shape[d] for d in dims)
-
-    def added(t: Tensor) -> Tensor:
-        return t.sum([d + 1 for d in dims], keepdim)
-
-    return x.linear(added, added, terms=terms)
+    added = lambda t: t.sum([d + 1 for d in dims], keepdim)  # noqa: E731
+    return x.linear(added, added, terms=math.prod(x.shape[d] for d in dims))
 
 
-def summed_axes(shape: tuple[int, ...], dim: Any) -> list[int]:
-    """Return the axes of a sum. NoRule: over the batch, or over all."""
+def summed_axes(shape: tuple[int, ...], dim: Any, what: str = "sum") -> list[int]:
+    """Return the axes of a sum or mean. NoRule: over the batch, or over all."""
     axes = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
     dims = sorted({d % len(shape) for d in axes})
     if 0 in dims or not dims:
-        raise NoRule("a sum over the batch")
+        raise NoRule(f"a {what} over the batch")
     return dims
 
 
