@@ -49,18 +49,18 @@ def kept(note: Path) -> Iterator[None]:
     holds.
     """
     discard = training.discard_state
-    share_out = training.share_out
+    share_out = shards.share_out
 
     def weighed(model: PixelModel, *given: Any) -> None:
         share_out(model, *given)
         held = [[shards.rows_here(weight).numel(), weight.numel()] for weight in model.parameters()]
         note.write_text(json.dumps([sum(column) for column in zip(*held, strict=True)]))
 
-    training.discard_state, training.share_out = (lambda *_: None), weighed
+    training.discard_state, shards.share_out = (lambda *_: None), weighed
     try:
         yield
     finally:
-        training.discard_state, training.share_out = discard, share_out
+        training.discard_state, shards.share_out = discard, share_out
 
 
 def run_plan(plan: list[list[str]], folder: Path) -> None:

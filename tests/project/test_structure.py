@@ -177,8 +177,6 @@ WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez",
 OF_ANOTHER_KIND = {
     ("report/pixels.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
-    ("cli/certify/query.py", "save"): "report.formats.save, which calls the writer",
-    ("cli/audit/run.py", "save"): "report.formats.save, which calls the writer",
 }
 """Calls outside the one writer, and where they write."""
 
