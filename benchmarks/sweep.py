@@ -9,6 +9,7 @@ off).
 """
 
 import argparse
+import csv
 import json
 import math
 import multiprocessing
@@ -29,6 +30,7 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel
 
 PER_FAMILY = 2
+CELLS = Path(__file__).parents[1] / "docs" / "cells" / "architectures.csv"
 MEASURE_BELOW = 1_000_000  # parameters: the slope of tiny networks is searched for
 CORE = (
     "vision_transformer",
@@ -183,9 +185,10 @@ def table(path: Path) -> Iterator[str]:
     core = [r for r in built if r["family"] in CORE]
     yield "# Architectures"
     yield ""
-    yield "Which timm architectures get a finite bound. Weights are random: the numbers say that the rules cover the"
-    yield "network, not how robust anything is. Made with `python benchmarks/sweep.py run records.jsonl` and"
-    yield "`python benchmarks/sweep.py table records.jsonl`; families are timm's modules."
+    yield "After this page you know for which of timm's architectures certvit proves a finite bound. Weights"
+    yield "are random: the figures show that the rules cover the network, not how robust it is. Made with"
+    yield "`python benchmarks/sweep.py run records.jsonl` and `python benchmarks/sweep.py table records.jsonl`;"
+    yield "families are timm's modules."
     yield ""
     yield f"- {len(built)} architectures of {len(families)} families audited, {len(finite)} finite."
     share = f"{sum(r['state'] == 'finite' for r in core)} of {len(core)}"
@@ -200,8 +203,14 @@ def table(path: Path) -> Iterator[str]:
     names = ", ".join(f"{r['name']} ({r['state']})" for r in skipped) or "none"
     yield f"- {len(skipped)} sampled but not audited: {names}."
     yield ""
-    yield "| family | architecture | upper bound | measured slope | seconds | why not |"
-    yield "|---|---|---|---|---|---|"
+    yield f"[cells/{CELLS.name}](cells/{CELLS.name})"
+    with CELLS.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows(cells(families))
+
+
+def cells(families: dict[str, list[dict[str, Any]]]) -> Iterator[list[str]]:
+    """Yield the rows of the table beside the page, by family."""
+    yield ["family", "architecture", "upper bound", "measured slope", "seconds", "why not"]
     for family in sorted(families):
         rows = families[family]
         share = sum(r["state"] == "finite" for r in rows)
@@ -209,8 +218,8 @@ def table(path: Path) -> Iterator[str]:
             label = f"{family} ({share}/{len(rows)})" if number == 0 else ""
             upper = f"10^{record['log10']}" if record["state"] == "finite" else record["state"]
             slope = f"{record['slope']:.3g}" if record.get("slope") else ""
-            why = record["why"].replace("|", "/")
-            yield f"| {label} | {record['name']} | {upper} | {slope} | {record.get('seconds', '')} | {why} |"
+            seconds = str(record.get("seconds", ""))
+            yield [label, record["name"], upper, slope, seconds, record["why"]]
 
 
 def main() -> None:

@@ -119,7 +119,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         formulas.display(markdown),
         flags=re.MULTILINE,
     )
-    markdown = re.sub(r"^\[(tables/[\w-]+\.csv)\]\(.*\)$", _as_table, markdown, flags=re.MULTILINE)
+    markdown = re.sub(r"^\[([\w/-]+\.csv)\]\(.*\)$", _as_table, markdown, flags=re.MULTILINE)
     markdown = re.sub(
         r"\[[\w/-]+\.md\]\(([\w/.-]+\.md)", partial(_titled, page.file.src_uri), markdown
     )

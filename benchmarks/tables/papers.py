@@ -18,9 +18,7 @@ _CLAIMS = (
     "that it speaks of. Differences are taken seed by seed; the interval is Student's, over the seeds, at 95 %: it "
     "speaks of these small networks and these images, not of the papers' networks. In points, or in the column's "
     'unit (bounds: powers of ten). "Reproduced" and "refuted": the interval lies on one side of 0. Seeds beyond three '
-    "were added where three had not decided; that makes 95 % a little less. The data have for each pair its interval, "
-    "the paper's differences, of its networks in the order of its table, and how many of them lie within the interval: "
-    "where none does, there is no effect of that size here."
+    "were added where three had not decided; that makes 95 % a little less."
 )
 _FINDINGS = (
     "Sentences that no pair of our rows can judge, among them each numbered contribution. *False*: a counterexample; "
@@ -88,18 +86,22 @@ def claim_rows(
 
 
 def claim_lines(rows: list[list[str]]) -> list[str]:
-    """The sentences, with how many of their pairs have which verdict."""
+    """How many claims there are."""
     intervals = sum(bool(row[6]) for row in rows)
     lines = ["## What the papers claim, and what came out", "", *wrapped(_CLAIMS), ""]
     chance = f"{len(rows)} claims, {intervals} with an interval: some {intervals / 20:.0f} of these may be wrong by chance."
-    lines += [*wrapped(chance), ""]
+    return [*lines, *wrapped(chance), ""]
+
+
+def sentence_rows(rows: list[list[str]]) -> list[list[str]]:
+    """The sentences, with how many of their pairs have which verdict."""
     verdicts = ("reproduced", "refuted", "not decided", "one seed")
-    cells = []
+    cells = [["paper", "sentence", *verdicts]]
     for sentence in claims.SENTENCES:
         counts = Counter(_short(row[-1]) for row in rows if row[0] == sentence.quote)
         numbers = [str(counts[verdict]) for verdict in verdicts]
-        cells.append([PAPERS[sentence.seed], f'"{sentence.quote}"', *numbers])
-    return [*lines, *table(["paper", "sentence", *verdicts], cells)]
+        cells.append([PAPERS[sentence.seed], sentence.quote, *numbers])
+    return cells
 
 
 def _short(verdict: str) -> str:

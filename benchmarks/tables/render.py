@@ -26,6 +26,7 @@ CLOSE = 0.02
 
 INTRODUCTION = """# The papers' tables
 
+After this page you know which figures and sentences of three papers came out here, which did not, and how to run a row.
 `python -m benchmarks.tables` writes this page from `benchmarks/tables/results.json`. To run one row:
 
     python -m benchmarks.tables --row NAME --data mnist=DIR --data cifar10=DIR ...
@@ -39,7 +40,8 @@ Figures of several seeds: mean ± standard deviation (number of seeds). "Sound b
 "The paper's formula": the paper's computation, evaluated on our network; it is no certificate ([why](soundness.md)).
 Accuracies are shares of the test images named in the commands; a share of 100 images is known to within 10 points, of
 1,000 to within 3. CPU: seconds of all steps of one seed, one thread, without Python's start, and without another row's
-network from which this one starts. Figures marked * are from [results.md](results.md).
+network from which this one starts. Figures marked * are from [results.md](results.md). The papers' figures are those of
+the tables in the headings ([papers](soundness.md#sources)).
 
 **Verdicts.** *Reproduced* and *refuted*: counted figures within 2 % of the paper's or not (not decided if the paper does
 not say what it counts); for differences between rows, see the claims below. *Contradicts itself*: another place of the
@@ -188,8 +190,6 @@ def table_rows(
 
 def table_lines(table: Table, runs: Mapping[str, Any], reported: Mapping[str, Any]) -> list[str]:
     lines = [f"## {table.title}", "", *textwrap.wrap(table.about, 118), ""]
-    if reported["source"]:
-        lines += textwrap.wrap(f"The paper's figures: {reported['source']}.", 118) + [""]
     return [*lines, *data_link(table.name), *agreement_lines(table, runs, reported["rows"])]
 
 
@@ -259,38 +259,28 @@ TEN_SENTENCES = (
 )
 
 
-def summary_lines(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[str]:
+def verdict_rows(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[list[str]]:
     """How many rows of each table have which verdict; of several the first in the order of
     VERDICTS.
     """
-    text = "Rows of each table by verdict; a row with several counts under the first of them."
-    lines = [
-        "## In short",
-        "",
-        text,
-        "",
-        f"| table | {' | '.join(VERDICTS)} |",
-        "|" + "---|" * (1 + len(VERDICTS)),
-    ]
+    lines = [["table", *VERDICTS]]
     for table in TABLES:
         figures = published.get(table.name, {"rows": {}})["rows"]
-        said = [
-            status(table, row, runs, figures.get(row.name, {}))
-            for row in ROWS
-            if row.table == table.name
-        ]
         counts = dict.fromkeys(VERDICTS, 0)
-        for entry in said:
-            counts[
-                next(
-                    verdict
-                    for verdict in VERDICTS
-                    if entry.startswith(verdict) or f"; {verdict}" in entry
-                )
-            ] += 1
-        lines.append(f"| {table.title} | {' | '.join(str(count) for count in counts.values())} |")
+        for row in ROWS:
+            if row.table == table.name:
+                said = f"; {status(table, row, runs, figures.get(row.name, {}))}"
+                counts[next(verdict for verdict in VERDICTS if f"; {verdict}" in said)] += 1
+        lines.append([table.title, *map(str, counts.values())])
+    return lines
+
+
+def summary_lines() -> list[str]:
+    """What was judged, and ten sentences of what came of it."""
+    text = "Rows of each table by verdict; a row with several counts under the first of them:"
     sentences = [textwrap.fill(line, 118, subsequent_indent="   ") for line in TEN_SENTENCES]
-    return [*lines, "", textwrap.fill(BEFORE_THEM, 118), "", *sentences, ""]
+    head = ["## In short", "", text, "", *data_link("verdicts")]
+    return [*head, textwrap.fill(BEFORE_THEM, 118), "", *sentences, ""]
 
 
 def quick_lines(runs: Mapping[str, Any], whole: Mapping[str, Any] | None) -> list[str]:
@@ -335,12 +325,14 @@ def documents() -> dict[Path, str]:
     headings = {column.key: column.heading for table in TABLES for column in table.columns}
     claimed = papers.claim_rows(headings, runs, figures)
     data = {
+        "verdicts": verdict_rows(runs, published),
+        "sentences": papers.sentence_rows(claimed),
         "claims": [papers.CLAIM_HEADS, *claimed],
         "findings": [papers.FINDING_HEADS, *papers.finding_rows()],
         "columns": [papers.COLUMN_HEADS, *papers.column_rows()],
     }
-    lines = [INTRODUCTION, "", *summary_lines(runs, published)]
-    lines += papers.claim_lines(claimed) + data_link("claims")
+    lines = [INTRODUCTION, "", *summary_lines()]
+    lines += papers.claim_lines(claimed) + data_link("sentences") + data_link("claims")
     lines += papers.finding_lines() + data_link("findings")
     lines += papers.baseline_lines(figures)
     lines += papers.column_lines() + data_link("columns")

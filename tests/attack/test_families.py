@@ -28,16 +28,16 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
-    Aside,
-    Hole,
-    Scaled,
     batches,
     exact_distances,
+    hole_around,
     labelled,
     linear_classifier,
     random_pictures,
+    scaled_logits,
     small_convolution,
     small_perceptron,
+    unreached_favourite,
 )
 from tests.helpers.grids import crossed
 
@@ -286,7 +286,7 @@ def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, sh
             record
             for row in range(len(images))
             for record in attack_images(
-                Hole(target[row], share * radius).eval(),
+                hole_around(target[row], share * radius).eval(),
                 batches(images[row : row + 1], label, 1),
                 ["pgd"],
                 Region(norm, radius),
@@ -326,8 +326,8 @@ def test_ascent_returns_the_highest_point_of_its_way() -> None:
 def test_tiny_gradients_still_give_whole_steps() -> None:
     """torchattacks adds 1e-10 to the norm of an l2 gradient, which drowns one of 1e-13."""
     images = random_pictures(10)
-    plain = Scaled(1.0).eval()
-    tiny = Scaled(1e-12).eval()
+    plain = scaled_logits(1.0).eval()
+    tiny = scaled_logits(1e-12).eval()
     data = batches(images, labelled(plain, images))
     runs = [
         robust_accuracy(attack_images(net, data, ["pgd"], Region("l2", 2.0), AttackSettings()))
@@ -353,9 +353,9 @@ def test_the_scale_of_the_logits_decides_nothing(name: str, norm: Norm, classes:
     images = random_pictures(10)
     smallest = 0.02 if norm == "l2" else 0.004
     region = Region.each(norm, [smallest * 2.0**row for row in range(len(images))])
-    nets = [Scaled(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)]
+    nets = [scaled_logits(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)]
     for net in nets:  # no class is far away
-        net.net[-1].bias.data -= net.net(images).mean(dim=0)
+        net.parts[0][-1].bias.data -= net.parts[0](images).mean(dim=0)
     data = batches(images, labelled(nets[0], images), len(images))
     runs = [list(attack_images(net, data, [name], region, SHORT)) for net in nets]
     assert 0 < sum(record.withstood for record in runs[0]) < len(images)
@@ -371,7 +371,7 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
     only the margin to it leads to.
     """
     images = torch.full((1, 1, 4, 4), 0.5)
-    model = Aside().eval()
+    model = unreached_favourite().eval()
     with torch.no_grad():
         assert model(images).topk(3).indices.tolist() == [[0, 1, 2]]
     passes: list[bool] = []

@@ -19,13 +19,13 @@ from tests.helpers.attack_nets import (
     NORMS,
     ROUNDING,
     SHORT,
-    Scaled,
-    Stairs,
     batches,
     exact_distances,
     labelled,
     linear_classifier,
+    on_stairs,
     random_pictures,
+    scaled_logits,
     small_perceptron,
 )
 
@@ -214,8 +214,8 @@ def test_checks_of_the_model() -> None:
         "plain": (plain, set()),
         "softmax": (soft, {"probabilities"}),
         "log softmax": (logarithmic, {"probabilities"}),
-        "saturated": (Scaled(1e4), set()),
-        "rounded": (Stairs(), {"zero gradients"}),
+        "saturated": (scaled_logits(1e4), set()),
+        "rounded": (on_stairs(), {"zero gradients"}),
     }
     for name, (model, expected) in cases.items():
         labels = labelled(model.eval(), images)

@@ -26,9 +26,9 @@ from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
+from tests.cli.several import kept, run_plan
 from tests.helpers import forks, grids
 from tests.helpers.commands import attempt, certvit, words_typed
-from tests.helpers.several import kept, run_plan
 
 CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
 SMOOTHING = words_typed(
@@ -189,7 +189,7 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            script = Path(__file__).parents[1] / "helpers" / "several.py"
+            script = Path(__file__).with_name("several.py")
             running = subprocess.Popen(
                 [*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err
             )

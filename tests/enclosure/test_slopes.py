@@ -31,7 +31,7 @@ from tests.enclosure.test_every_rule import QUICK, pixel_model
 from tests.helpers.enclosed import ball_places, sample_images
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import Function, build_row, of_tokens
-from tests.helpers.reached import Entry, entries, entries_without_row, recorded, title
+from tests.helpers.reached import Entry, entries_of_table, entries_without_row, recorded, title
 from tests.helpers.slopes import IMAGE
 from tests.helpers.spellings import calls_on_images, seeded_tensor
 
@@ -119,9 +119,9 @@ def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
         yield float(far.max())
 
 
-@pytest.mark.parametrize("entry", sorted(entries(zonotopes.rules), key=title), ids=title)
+@pytest.mark.parametrize("entry", sorted(entries_of_table(zonotopes.rules), key=title), ids=title)
 def test_every_rule_has_a_derivative_or_a_reason(entry: Entry) -> None:
-    assert (entry in entries(pulls)) is not (title(entry) in WITHOUT)
+    assert (entry in entries_of_table(pulls)) is not (title(entry) in WITHOUT)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm
+from tests.helpers.lipschitz_cases import f
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
 GENERAL = [attack.name for attack in ATTACKS if not attack.needs_attention]
@@ -96,53 +97,37 @@ def exact_distances(model: nn.Module, images: Tensor, labels: Tensor, norm: Norm
     return torch.where(reached & other, length, float("inf")).amin(dim=1)
 
 
-class Scaled(nn.Module):
-    """logits * factor: at 1e4 the softmax is exactly 1 in float32, and the gradient of the cross
-    entropy exactly 0.
+def scaled_logits(factor: float, classes: int = 4) -> nn.Module:
+    """Return a net of logits * factor: at 1e4 the softmax is exactly 1 in float32, and the gradient
+    of the cross entropy exactly 0.
+    """
+    return f(lambda m, images: m.parts[0](images) * factor, small_perceptron(classes))
+
+
+def hole_around(target: Tensor, width: float) -> nn.Module:
+    """Return logits (0, width - |x - target|_2): the second class within `width` of one image."""
+
+    def forward(net: nn.Module, images: Tensor) -> Tensor:
+        distance = (images - net.target).flatten(1).norm(dim=1)
+        return torch.stack([torch.zeros_like(distance), width - distance], dim=1)
+
+    return f(forward, target=target)
+
+
+def unreached_favourite() -> nn.Module:
+    """Return logits (0, -.1 - .01 s, -1 + 2 t), s and t the way along two orthogonal directions:
+    the likeliest wrong class is never reached, the second one is at t = .5.
     """
 
-    def __init__(self, factor: float, classes: int = 4) -> None:
-        super().__init__()
-        self.net = small_perceptron(classes)
-        self.factor = factor
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net(images) * self.factor
-
-
-class Hole(nn.Module):
-    """Logits (0, width - |x - target|_2): the second class within `width` of one image."""
-
-    def __init__(self, target: Tensor, width: float) -> None:
-        super().__init__()
-        self.target = target
-        self.width = width
-
-    def forward(self, images: Tensor) -> Tensor:
-        distance = (images - self.target).flatten(1).norm(dim=1)
-        return torch.stack([torch.zeros_like(distance), self.width - distance], dim=1)
-
-
-class Aside(nn.Module):
-    """Logits (0, -.1 - .01 s, -1 + 2 t), s and t the way along two orthogonal directions: the
-    likeliest wrong class is never reached, the second one is at t = .5.
-    """
-
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(net: nn.Module, images: Tensor) -> Tensor:
         way = (images - 0.5).flatten(1)
         along = way[:, ::2].sum(dim=1) / way[:, ::2].shape[1] ** 0.5
         across = way[:, 1::2].sum(dim=1) / way[:, 1::2].shape[1] ** 0.5
         return torch.stack([0 * along, -0.1 - 0.01 * along.abs(), -1 + 2 * across], dim=1)
 
+    return f(forward)
 
-class Stairs(nn.Module):
-    """x -> z(round(4 x) / 4), its backward pass that of the identity bent sideways: an FGSM trap
-    for small steps.
-    """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = small_perceptron(4)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.net((4 * images).round() / 4)
+def on_stairs() -> nn.Module:
+    """Return x -> z(round(4 x) / 4), whose gradient is 0: an FGSM trap for small steps."""
+    return f(lambda m, images: m.parts[0]((4 * images).round() / 4), small_perceptron(4))

@@ -14,7 +14,7 @@ Entry = tuple[str, Any]
 KINDS = ("modules", "functions", "methods", "settlers")
 
 
-def entries(table: RuleTable) -> set[Entry]:
+def entries_of_table(table: RuleTable) -> set[Entry]:
     return {(kind, key) for kind in KINDS for key in getattr(table, kind)}
 
 
@@ -65,4 +65,4 @@ def _noting(rule: Callable[..., Any], entry: Entry, reached: set[Entry]) -> Call
 
 def entries_without_row(table: RuleTable, reached: set[Entry]) -> list[str]:
     """Return the entries of a table that no row reaches."""
-    return sorted(title(entry) for entry in entries(table) - reached)
+    return sorted(title(entry) for entry in entries_of_table(table) - reached)

@@ -14,7 +14,8 @@ from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import f
-from tests.helpers.rewrites import (
+from tests.helpers.slopes import IMAGE, steepest_jacobian
+from tests.lipschitz.rewrites import (
     REWRITES,
     Pair,
     bn,
@@ -25,7 +26,6 @@ from tests.helpers.rewrites import (
     seq,
     then,
 )
-from tests.helpers.slopes import IMAGE, steepest_jacobian
 
 
 def sum_of_maps() -> Pair:

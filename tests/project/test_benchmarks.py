@@ -4,7 +4,9 @@ form.
 
 import importlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,52 +35,55 @@ def test_a_benchmark_explains_itself(
     assert capsys.readouterr().out.startswith("usage: ")
 
 
-def test_the_benchmark_of_attacks_runs(
+@pytest.fixture
+def printed_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    attack = importlib.import_module("benchmarks.attack")
+) -> Callable[..., list[str]]:
+    """Return what runs a benchmark with other values of its module, and gives the lines it prints."""
+
+    def run(name: str, *words: str, **values: Any) -> list[str]:
+        benchmark = importlib.import_module(f"benchmarks.{name}")
+        for attribute, value in values.items():
+            monkeypatch.setattr(benchmark, attribute, value)
+        monkeypatch.setattr(sys, "argv", [name, *words])
+        threads = torch.get_num_threads()
+        try:
+            benchmark.main()
+        finally:
+            torch.set_num_threads(threads)
+        return capsys.readouterr().out.splitlines()
+
+    return run
+
+
+def test_the_benchmark_of_attacks_runs(printed_lines: Callable[..., list[str]]) -> None:
     first = "PGD-20, one run"
-    monkeypatch.setattr(attack, "ENOUGH", 0.2)
-    monkeypatch.setattr(attack, "WORKLOADS", {first: attack.WORKLOADS[first]})
-    monkeypatch.setattr(sys, "argv", ["attack.py", "--images", "8"])
-    threads = torch.get_num_threads()
-    try:
-        attack.main()
-    finally:
-        torch.set_num_threads(threads)
-    assert first in capsys.readouterr().out
+    attack = importlib.import_module("benchmarks.attack")
+    few = {first: attack.WORKLOADS[first]}
+    assert first in "".join(printed_lines("attack", "--images", "8", ENOUGH=0.2, WORKLOADS=few))
 
 
 def test_the_benchmark_of_strength_runs(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workshop: Path, printed_lines: Callable[..., list[str]]
 ) -> None:
-    strength = importlib.import_module("benchmarks.strength")
     source = str(workshop / "plain.safetensors")
-    words = ["strength.py", source, "--limit", "2", "-e", "0.05", "--steps", "2"]
-    monkeypatch.setattr(sys, "argv", words)
-    monkeypatch.setattr(strength, "REFERENCE", "fgsm")
-    threads = torch.get_num_threads()
-    try:
-        strength.main()
-    finally:
-        torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()[1:]
-    assert [row.label for row in strength.rows(2, "l2")] == [line[32:66].strip() for line in lines]
+    words = (source, "--limit", "2", "-e", "0.05", "--steps", "2")
+    lines = printed_lines("strength", *words, REFERENCE="fgsm")[1:]
+    rows = importlib.import_module("benchmarks.strength").rows(2, "l2")
+    assert [row.label for row in rows] == [line[32:66].strip() for line in lines]
 
 
 def test_the_benchmark_of_growth_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, printed_lines: Callable[..., list[str]]
 ) -> None:
     """Small networks give a row each, then exponents, then rows that say they are extrapolated."""
     growth = importlib.import_module("benchmarks.growth")
     networks = {"a": (1, 64, 4, 3), "b": (2, 128, 4, 3)}
     few = list(growth.WORK)[1:3]
-    monkeypatch.setattr(growth, "NAMED", networks)
-    monkeypatch.setattr(growth, "TOKENS", 600)
     monkeypatch.setattr(growth.scaling, "SHORT", 0.0)
-    monkeypatch.setattr(sys, "argv", ["growth.py", "--markdown", "--work", *few])
-    growth.main()
-    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    words = ("--markdown", "--work", *few)
+    lines = printed_lines("growth", *words, NAMED=networks, TOKENS=600)
+    rows = [line.strip("| ").split(" | ") for line in lines]
     names = [
         *networks,
         "exponent of the width",
@@ -132,25 +137,19 @@ def test_growth_extrapolates_a_power_law_exactly() -> None:
 
 
 def test_the_benchmark_beside_the_proven_network_runs(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workshop: Path, printed_lines: Callable[..., list[str]]
 ) -> None:
-    proven_vit = importlib.import_module("benchmarks.proven_vit")
     source = str(workshop / "plain.safetensors")
-    words = ["proven_vit.py", source, "--limit", "10", "--split", "val", "--epochs", "3"]
-    monkeypatch.setattr(sys, "argv", words)
-    threads = torch.get_num_threads()
-    try:
-        proven_vit.main()
-    finally:
-        torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed_lines(
+        "proven_vit", source, *["--limit", "10", "--split", "val", "--epochs", "3"]
+    )
     assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
     assert "of 140" in lines[0]
     assert all(line.count("of 10 ") == 2 for line in lines[1:])
 
 
 def test_the_benchmark_of_products_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, printed_lines: Callable[..., list[str]]
 ) -> None:
     benchmark = importlib.import_module("benchmarks.products")
     monkeypatch.setattr(benchmark.products, "is_faster", lambda: True)
@@ -161,12 +160,5 @@ def test_the_benchmark_of_products_runs(
             "certvit_lip_mnist", {"patch": 14, "width": 32, "depth": 1}, 4, loss="margin"
         ),
     }
-    monkeypatch.setattr(benchmark, "ROWS", rows)
-    monkeypatch.setattr(sys, "argv", ["products.py", "--rounds", "1"])
-    threads = torch.get_num_threads()
-    try:
-        benchmark.main()
-    finally:
-        torch.set_num_threads(threads)
-    lines = capsys.readouterr().out.splitlines()
+    lines = printed_lines("products", "--rounds", "1", ROWS=rows)
     assert [line[:50].strip() for line in lines[2:]] == list(rows)

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -177,37 +176,3 @@ def test_torchattacks_and_what_it_pins_are_nobodys_dependency() -> None:
     for file in ("Makefile", "Dockerfile"):
         text = (ROOT / file).read_text().replace("$(ATTACKS)", f'"{needed}"')
         assert re.search(rf'pip install [^&\n]*--no-deps "{re.escape(needed)}"', text), file
-
-
-FIXED = {"requests": "2.32.4", "urllib3": "2.5.0", "idna": "3.7", "chardet": "5.0"}
-"""First versions without the advisories of those that torchattacks pins: CVE-2023-32681,
-CVE-2024-35195, CVE-2024-47081 (requests), CVE-2021-33503, CVE-2023-43804, CVE-2025-50181 (urllib3),
-CVE-2024-3651 (idna)."""
-
-
-def test_nothing_that_certvit_brings_forbids_a_version_without_an_advisory() -> None:
-    """Over the requirements of its requirements, as they are installed here."""
-    requirements = pytest.importorskip("packaging.requirements")
-    version = pytest.importorskip("packaging.version").Version
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    waiting = [("certvit", line) for line in project["dependencies"]]
-    visited: set[str] = set()
-    while waiting:
-        parent, line = waiting.pop()
-        needed = requirements.Requirement(line)
-        if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
-            continue
-        fixed = FIXED.get(needed.name.lower())
-        if fixed is not None:
-            safe = [
-                one
-                for one in (fixed, metadata.version(needed.name))
-                if version(one) >= version(fixed)
-            ]
-            assert any(needed.specifier.contains(one) for one in safe), (parent, line)
-        if needed.name not in visited:
-            visited.add(needed.name)
-            lines = metadata.requires(needed.name) or []
-            waiting += [(needed.name, line) for line in lines]
-    assert visited >= {"torch", "timm", "rich", "numpy"}
-    assert "torchattacks" not in visited

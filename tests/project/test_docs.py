@@ -1,5 +1,6 @@
 """What is documented exists, and what exists is documented."""
 
+import csv
 import html
 import importlib
 import re
@@ -37,19 +38,42 @@ def test_the_reference_page_is_the_commands() -> None:
     )
 
 
-def test_no_page_holds_a_merge_that_was_left_undone() -> None:
-    marks = ("<<<<<<< ", ">>>>>>> ")
-    for page in PAGES:
-        assert not [line for line in page.read_text().splitlines() if line.startswith(marks)], page
+def _repository() -> list[Path]:
+    """Return its texts, but this file, which names what stands nowhere."""
+    return [
+        path
+        for path in ROOT.rglob("*")
+        if path.suffix in (".py", ".md", ".toml", ".sh", ".yml", "")
+        and path.is_file()
+        and path.name not in ("LICENSE", "test_docs.py")
+        and not any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts)
+    ]
 
 
-def test_nothing_tells_to_run_the_package_by_its_name_in_the_current_folder() -> None:
-    """A stranger's `certcli.py` would run there. Modules inside the package are for clones."""
-    told = [*PAGES, *(path for path in (ROOT / "examples").rglob("*") if path.is_file())]
-    told += [path for path in (ROOT / "certcli").rglob("*.py") if path.name != "__main__.py"]
-    texts = {path: path.read_text(errors="replace") for path in told}
-    assert not [path for path, text in texts.items() if re.search(r"-m certcli(?![.\w])", text)]
-    assert "--no-python certvit" in texts[ROOT / "docs" / "several-processes.md"]
+NOWHERE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "a merge that was left undone": (r"^(<<<<<<<|>>>>>>>) ", ()),
+    # a stranger's `certcli.py` in the current folder would run; modules inside are for clones
+    "the package run by its name": (
+        r"-m certcli(?![.\w])",
+        ("tests/", "benchmarks/", "certcli/__main__.py"),
+    ),
+    "a path of a machine": (r"/(home|root|work|Users)/", ()),
+}
+"""A fault -> its pattern, and where it is none."""
+
+
+@pytest.mark.parametrize("fault", NOWHERE)
+def test_no_file_holds(fault: str) -> None:
+    pattern, elsewhere = NOWHERE[fault]
+    faulty = re.compile(pattern, re.MULTILINE)
+    texts = {path.relative_to(ROOT): path.read_text(errors="ignore") for path in _repository()}
+    assert len(texts) > 500
+    found = [path.as_posix() for path, text in texts.items() if faulty.search(text)]
+    assert [path for path in found if not path.startswith(elsewhere)] == []
+
+
+def test_several_processes_run_the_installed_command() -> None:
+    assert "--no-python certvit" in (ROOT / "docs" / "several-processes.md").read_text()
 
 
 def test_every_page_is_in_the_index() -> None:
@@ -68,6 +92,19 @@ def test_every_test_that_a_page_names_exists() -> None:
             assert f"def {name}(" in text or (ROOT / "tests" / f"{name}.py").exists(), (
                 f"{page.name} names {name}"
             )
+
+
+def test_cells_that_are_no_page_are_linked_and_rectangular() -> None:
+    texts = {page: page.read_text() for page in DOCS}
+    linked = {
+        page.parent / name
+        for page, text in texts.items()
+        for name in re.findall(r"^\[([\w/-]+\.csv)\]", text, re.MULTILINE)
+    }
+    assert linked == set((ROOT / "docs").rglob("*.csv"))
+    for path in linked:
+        with path.open(newline="") as file:
+            assert len({len(row) for row in csv.reader(file)}) == 1, path
 
 
 def _anchors(page: str) -> set[str]:
@@ -232,41 +269,26 @@ def test_every_registered_name_loads_and_says_what_it_is(registry: Registry) -> 
         registry.load("nobody")
 
 
-def test_no_path_of_a_machine_in_the_repository() -> None:
-    for path in ROOT.rglob("*"):
-        if (
-            any(part.startswith((".", "demo-output")) for part in path.relative_to(ROOT).parts)
-            or not path.is_file()
-        ):
-            continue
-        if path.suffix in (".py", ".md", ".toml", ".sh", "") and path.name not in (
-            "LICENSE",
-            "test_docs.py",
-        ):
-            assert not re.search(r"/(home|root|work|Users)/", path.read_text(errors="ignore")), path
-
-
-TABLES = {
-    "Certificate methods": CERTIFICATES,
-    "Losses": LOSSES,
-    "Attacks": ATTACKS,
-    "Proximal maps": PENALTIES,
-    "Replacements": REPLACEMENTS,
+NAMED_ON = {
+    "certify.md": CERTIFICATES,
+    "finetune.md": LOSSES,
+    "attack.md": ATTACKS,
+    "constrain.md": PENALTIES,
+    "adapt.md": REPLACEMENTS,
 }
-"""Section of the glossary -> the registry whose names it lists."""
+"""The page on which each name of a registry stands."""
 
 
-@pytest.mark.parametrize("title", TABLES)
-def test_the_glossary_lists_what_the_registry_holds(title: str) -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text()
-    (section,) = re.findall(rf"^## {title} .*?(?=^## |\Z)", page, re.DOTALL | re.MULTILINE)
-    rows = re.findall(r"^\| `([^`]+)` \| (.*) \|$", section, re.MULTILINE)
-    expected = [(entry.name, entry.summary.replace("|", "&#124;")) for entry in TABLES[title]]
-    assert rows == expected
+@pytest.mark.parametrize("page", NAMED_ON)
+def test_a_page_has_each_name_of_its_registry(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    code = " ".join(re.findall(r"`([^`]+)`", text))
+    names = NAMED_ON[page].names()
+    assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", code)] == []
 
 
-def test_every_registry_is_in_the_glossary() -> None:
-    assert {id(one) for one in TABLES.values()} == {id(one) for one in REGISTRIES}
+def test_every_registry_has_its_page() -> None:
+    assert {id(one) for one in NAMED_ON.values()} == {id(one) for one in REGISTRIES}
 
 
 def test_contents_name_every_section() -> None:

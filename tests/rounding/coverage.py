@@ -1,6 +1,8 @@
-"""Write docs/rounding.md: python -m tests.rounding.coverage > docs/rounding.md."""
+"""Write docs/rounding.md and the tables beside it: python -m tests.rounding.coverage."""
 
+import csv
 import inspect
+import io
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -12,11 +14,13 @@ from certcli.rounding.algorithms import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
 from tests.helpers.layouts import FORMATS, KERNELS
 
+PAGE = Path(__file__).parents[2] / "docs" / "rounding.md"
 HEAD = """# Which executions a rounding bound covers
 
-A certificate with `--arithmetic` is about the network as it is executed. A library may compute an operation by several
-algorithms, depending on memory format, batch, processor and switches. So each rule of `certcli/rounding` states the
-algorithms for which its bound holds, and tests execute every rule in all of these ways.
+After this page you know by which algorithms of a library a network may be executed so that its certificate with
+`--arithmetic` still holds. A library may compute an operation by several, depending on memory format, batch, processor
+and switches. So each rule of `certcli/rounding` states the algorithms for which its bound holds, and tests execute every
+rule in all of these ways.
 `python -m tests.rounding.coverage` writes this page.
 
 | algorithm | |
@@ -35,19 +39,18 @@ products. For channels-last batches torch computes GroupNorm in one pass; the bo
 ## On a GPU
 
 Nothing is claimed: on a GPU certificates are `real`. `tests/rounding/test_on_a_gpu.py` runs every rule there as above.
-On an H200 with torch 2.11, 29 of some 1,310 rows failed. Twelve are fp16 at an offset of 3,000 (convolutions, folded norms,
-layer scale, products, SwiGLU, L2 attention). Rows of these kinds failed on a processor, too, since the test compared
-inf - inf, of logits beyond 65,504, with their infinite bound: no finite bound was exceeded there. With the test mended
-they were not run again on a GPU. Six are float64 (hardswish, and two rows of spelled functions): the two run again lost
-more than is proven. Ten are one row whose kernel does not run
-(`channel_shuffle` of a channels-last tensor: a RuntimeError of torch, seen in one precision), one is BatchNorm of rows in
-float32 at 3,000, which passed when it was run again. cuDNN may also take Winograd's transforms.
+On an H200 with torch 2.11, 29 of some 1,310 rows failed. Twelve were fp16 at an offset of 3,000, where the test compared
+inf - inf, of logits beyond 65,504, with an infinite bound; with the test mended they were not run again on a GPU. Six are
+float64 (hardswish, and two rows of spelled functions): the two run again lost more than is proven. Ten are one row whose
+kernel does not run (`channel_shuffle` of a channels-last tensor), one is BatchNorm of rows in float32 at 3,000, which
+passed when it was run again. cuDNN may also take Winograd's transforms.
 """
 TABLE = """
 ## Rules
 
-| rule | entries | algorithms | precisions run |
-|---|---|---|---|
+Run in {precisions}.
+
+[cells/rounding.csv](cells/rounding.csv)
 """
 
 
@@ -60,7 +63,8 @@ def _entries() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f".{method}", rule
 
 
-def _rows(precisions: str) -> Iterator[str]:
+def _rows() -> str:
+    """Return the rules, the entries that take each, and the algorithms that it covers, as CSV."""
     grouped: dict[tuple[str, str, tuple[str, ...]], set[str]] = defaultdict(set)
     for name, rule in _entries():
         function = inspect.unwrap(rule)
@@ -69,27 +73,32 @@ def _rows(precisions: str) -> Iterator[str]:
         if title in ("<lambda>", "rounding", "apply", "of_module", "of_call"):
             title = "curve" if "curve" in file else name
         grouped[file, title, covered(rule)].add(name)
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow(["rule", "entries", "algorithms"])
     for (file, title, algorithms), names in sorted(grouped.items()):
         listed = ", ".join(f"`{name}`" for name in sorted(names))
-        yield f"| `{file}`: {title} | {listed} | {', '.join(algorithms)} | {precisions} |"
+        table.writerow([f"`{file}`: {title}", listed, ", ".join(algorithms)])
+    return text.getvalue()
 
 
-def page() -> str:
-    """Return the page, from the registries."""
+def documents() -> dict[Path, str]:
+    """Return the page and its tables, from the registries, by the files that hold them."""
     every = ", ".join(PRECISIONS)
     runs = RUNS.format(
         precisions=every, formats="as they are, " + ", ".join(FORMATS), kernels=", ".join(KERNELS)
     )
-    lines = [HEAD + "\n".join(f"| {name} | {says} |" for name, says in ALGORITHMS.items())]
-    lines += [
+    lines = [
+        HEAD + "\n".join(f"| {name} | {says} |" for name, says in ALGORITHMS.items()),
         "",
         *textwrap.wrap(runs, 120, break_long_words=False, break_on_hyphens=False),
         REFUSED,
+        TABLE.format(precisions=every).rstrip("\n"),
     ]
-    lines.append(TABLE.strip("\n"))
-    lines += _rows(every)
-    return "\n".join(lines) + "\n"
+    cells = PAGE.parent / "cells" / "rounding.csv"
+    return {PAGE: "\n".join(lines) + "\n", cells: _rows()}
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    for path, text in documents().items():
+        path.write_text(text)

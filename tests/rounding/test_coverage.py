@@ -1,12 +1,8 @@
 """Which algorithms a rule of rounding covers: every rule says it, and the page of it is the registry's."""
 
-from pathlib import Path
-
 from certcli.rounding.algorithms import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
-from tests.rounding.coverage import page
-
-PAGE = Path(__file__).parents[2] / "docs/rounding.md"
+from tests.rounding.coverage import documents
 
 
 def test_every_rule_states_what_it_covers() -> None:
@@ -18,4 +14,5 @@ def test_every_rule_states_what_it_covers() -> None:
 
 
 def test_the_page_is_that_of_the_registry() -> None:
-    assert PAGE.read_text() == page(), "python -m tests.rounding.coverage > docs/rounding.md"
+    written = {path: path.read_text() for path in documents()}
+    assert written == documents(), "python -m tests.rounding.coverage"

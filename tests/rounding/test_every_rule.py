@@ -22,9 +22,9 @@ from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import ROWS, build_row, f
-from tests.helpers.operations_alone import operations
 from tests.helpers.reached import entries_without_row, recorded
 from tests.helpers.slopes import IMAGE
+from tests.rounding.operations_alone import operations
 
 WITHOUT_ROUNDING = {
     "upsample", "resize", "spelled-single", "spelled-single-images", "spelled-precisions", "spelled-images",

@@ -15,7 +15,7 @@ from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import read_tensors
 from tests.helpers.commands import console
 from tests.helpers.grids import EVERY
-from tests.helpers.pretended_cuda import pretended_cuda
+from tests.system.pretended_cuda import pretended_cuda
 
 DATA = ("--dataset", "digits", "--limit", 2)
 NOISE = ("--n0", 4, "--samples", 12, "-e", 0.01)

@@ -34,8 +34,8 @@ def reference(commands: Mapping[str, Callable[..., None]]) -> str:
     ]
     for name, command in commands.items():
         lines += _section(name, command, "##", shared)
-    lines += ["## Shared options", "", "| option | meaning |", "|---|---|"]
-    lines += [f"| `{option}` | {meaning} |" for option, meaning in shared.items()]
+    lines += ["## Shared options", ""]
+    lines += [_item(f"`{option}`", meaning) for option, meaning in shared.items()]
     return "\n".join([*lines, ""])
 
 
@@ -56,22 +56,28 @@ def _section(
     level: str,
     shared: Mapping[str, str] = {},
 ) -> Iterator[str]:
-    """Yield a heading, what the command does, a table of each panel, and the names of shared options."""
+    """Yield a heading, what the command does, a list for each panel, and the names of shared options."""
     yield from (f"{level} certvit {name}", "", inspect.getdoc(command) or "", "")
     elsewhere = []
     for title, rows in _panels(command).items():
         lines = []
         for option, default, meaning in rows:
+            spelled = f"`{option}`" + (f" ({default})" if default else "")
             if shared.get(option) == meaning:
-                elsewhere.append(f"`{option}`" + (f" ({default})" if default else ""))
+                elsewhere.append(spelled)
             else:
-                lines.append(f"| `{option}` | {default} | {meaning} |")
+                lines.append(_item(spelled, meaning))
         if lines:
             yield from [f"**{title}**", ""] if title else []
-            yield from ["| option | default | meaning |", "|---|---|---|", *lines, ""]
+            yield from (*lines, "")
     if elsewhere:
         names = f"[Shared options](#shared-options): {', '.join(elsewhere)}."
         yield from (*textwrap.wrap(names, 100, break_on_hyphens=False), "")
+
+
+def _item(spelled: str, meaning: str) -> str:
+    text = f"- {spelled}: {meaning}"
+    return textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def _panels(command: Callable[..., None]) -> dict[str, list[Row]]:

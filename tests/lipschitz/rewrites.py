@@ -105,23 +105,25 @@ def residual(branch: nn.Module) -> nn.Module:
     return f(lambda m, x: x + m.parts[0](x), branch)
 
 
-def in_residual() -> Pair:
-    first = nn.Linear(8, 16)
-    last = nn.Linear(16, 8)
-    norm = token_bn(8)
-    return pair_on_tokens((
-        seq(residual(seq(first, nn.ReLU(), last, norm)), entry_products()),
-        seq(residual(seq(first, nn.ReLU(), then(last, *gain_and_shift(norm)))), entry_products()),
-    ))  # fmt: skip
+def layers_of_tokens(width: int = 6) -> tuple[nn.Module, nn.Module]:
+    """Return a layer from tokens to this width, and one behind it."""
+    return nn.Linear(8, width), nn.Linear(width, 5)
 
 
-def before_residual() -> Pair:
-    first = nn.Linear(8, 16)
-    last = nn.Linear(16, 8)
+def in_residual(*, first: bool) -> Pair:
+    """BatchNorm as the first layer of a branch, or as its last one."""
+    wide = nn.Linear(8, 16)
+    narrow = nn.Linear(16, 8)
     norm = token_bn(8)
+    affine = gain_and_shift(norm)
+    if first:
+        branch = norm, wide, nn.ReLU(), narrow
+        plain = with_input_affine(wide, *affine), nn.ReLU(), narrow
+    else:
+        branch = wide, nn.ReLU(), narrow, norm
+        plain = wide, nn.ReLU(), then(narrow, *affine)
     return pair_on_tokens((
-        seq(residual(seq(norm, first, nn.ReLU(), last)), entry_products()),
-        seq(residual(seq(with_input_affine(first, *gain_and_shift(norm)), nn.ReLU(), last)), entry_products()),
+        seq(residual(seq(*branch)), entry_products()), seq(residual(seq(*plain)), entry_products())
     ))  # fmt: skip
 
 
@@ -242,8 +244,7 @@ def linear_before_conv() -> Pair:
 
 
 def scaled_twice(factor: float, between: nn.Module) -> Pair:
-    first = nn.Linear(8, 6)
-    last = nn.Linear(6, 5)
+    first, last = layers_of_tokens()
     larger = then(first, torch.full((6,), factor))
     smaller = copy.deepcopy(last)
     smaller.weight.data = last.weight.data / factor
@@ -260,8 +261,7 @@ def times_number(number: float) -> nn.Module:
 
 
 def number(where: Callable[[float], nn.Module]) -> Pair:
-    first = nn.Linear(8, 6)
-    last = nn.Linear(6, 5)
+    first, last = layers_of_tokens()
     return pair_on_tokens(
         (
             seq(first, where(-1.7), last, entry_products()),
@@ -271,8 +271,7 @@ def number(where: Callable[[float], nn.Module]) -> Pair:
 
 
 def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
-    first = nn.Linear(8, 6)
-    last = nn.Linear(6, 5)
+    first, last = layers_of_tokens()
     vector = 3 * torch.randn(6)
     shifted = then(first, torch.ones(6), vector)
     return pair_on_tokens(
@@ -285,8 +284,7 @@ def shift_between(*shift: Callable[[Tensor], nn.Module]) -> Pair:
 
 def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> Pair:
     """A branch of weight 0 between two linear layers."""
-    first = nn.Linear(8, 8)
-    last = nn.Linear(8, 5)
+    first, last = layers_of_tokens(8)
     dead = nn.Linear(8, 8)
     dead.weight.data.zero_()
     dead.bias.data.fill_(bias)
@@ -297,8 +295,7 @@ def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> 
 
 
 def zero_scale() -> Pair:
-    first = nn.Linear(8, 8)
-    last = nn.Linear(8, 5)
+    first, last = layers_of_tokens(8)
     dead = seq(nn.LayerNorm(8), nn.Linear(8, 8))
     return pair_on_tokens((
         seq(first, residual(seq(dead, timm_layers.LayerScale(8, 0.0))), last, entry_products()),
@@ -400,8 +397,8 @@ REWRITES: dict[str, Callable[[], Pair]] = {
     "vectors, BN, linear": lambda: on_both(
         nn.Flatten(), folded_before(statistics(nn.BatchNorm1d(32)), nn.Linear(32, 5), entry_products())
     ),
-    "BN in a branch": in_residual,
-    "BN before a branch": before_residual,
+    "BN in a branch": lambda: in_residual(first=False),
+    "BN before a branch": lambda: in_residual(first=True),
     "BN before attention": before_attention,
     "BN before L2 attention": lambda: before_lipschitz_attention("l2-attention"),
     "BN before L2 attention, untied": lambda: before_lipschitz_attention("l2-untied-value-attention"),
