@@ -95,7 +95,7 @@ class Tensor:
     size: Callable[[], Interval]  # computes a bound of the largest token over all images
     pending: Map | None = None
     batch: Array | None = None  # its values at some images, where they are followed
-    lost: Fraction = NONE  # a bound on their rounding errors, of all images together (l2)
+    lost: Any = NONE  # bounds on their rounding errors (l2), a Fraction of each image
     width: int = 0  # numbers a token has after the pending map
 
     def __post_init__(self) -> None:
@@ -125,8 +125,8 @@ class Tensor:
         """
         if old.batch is None:
             return self
-        extent = frobenius(old.batch)
-        tokens = norms.root(Fraction(old.batch[..., 0].size), True)
+        extent = np.array([frobenius(image) for image in old.batch], dtype=object)
+        tokens = norms.root(Fraction(old.batch[0, ..., 0].size), True)
         rounded = gamma(terms + 4) * (factor * extent + frobenius(last.bias) * tokens)
         error = self.lost + rounded + last.error * extent + last.bias_error * tokens
         return replace(self, batch=follow(old.batch), lost=error)

@@ -143,13 +143,13 @@ def judge_radii(tensor: Tensor, rows: Sequence[Mapping[str, Any]]) -> Iterator[V
     slope = tensor.node.value
     if last is None or logits.batch is None:
         raise Unknown("logits behind attention, norms or convolutions")
-    off = float(logits.lost) * 2.01 + 1e-300
     error = 2.01 * float(last.error) + 1e-150
     slack = (
         2.0**-40 + last.matrix.shape[1] * 2.0**-50
     )  # of lengths of rows, quotients and conversions
-    for row, z in zip(rows, logits.batch):
+    for row, z, rounded in zip(rows, logits.batch, np.broadcast_to(logits.lost, len(rows))):
         top = int(z.argmax())
+        off = float(rounded) * 1.4143 + 1e-300  # |e_i - e_j| <= sqrt(2) |e|
         radius = float(row["radius"])
         where = f"image {row['index']}"
         others = np.arange(len(z)) != top
