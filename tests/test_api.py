@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import certvit
 import certvit.testing
 from certcli import api, testing
+from certcli.api import networks
 from certcli.api.errors import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
@@ -66,6 +67,9 @@ def test_every_function_is_in_certvit() -> None:
         name
         for name, value in vars(api).items()
         if getattr(value, "__module__", "") == api.__name__
+    }
+    own |= {
+        name for name in vars(networks) if name in ("load", "save", "history", "network", "images")
     }
     assert {name for name in own if name[0] != "_"} == set(api.FUNCTIONS)
     assert set(api.FUNCTIONS) <= set(certvit.__all__)

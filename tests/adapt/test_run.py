@@ -10,13 +10,13 @@ import pytest
 import torch
 from PIL import Image
 
+from certcli.adapt import state as states
 from certcli.adapt.pixels import augment_for_distillation, compact
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
 from certcli.adapt.state import load_adaptation_state, save_adaptation_state
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.adapt import run as adapting
 from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
@@ -99,7 +99,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, adapting, "save_adaptation_state")
+    interrupted(tmp_path, stopped, states, "save_adaptation_state")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

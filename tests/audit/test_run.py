@@ -298,7 +298,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
     certifier = prepare_method(
-        "local", checkpoint, torch.device("cpu"), Local(at=[1e-4, 1e-3, 0.4])
+        "local", checkpoint, torch.device("cpu"), Local(effort="zonotope", at=[1e-4, 1e-3, 0.4])
     )
     tried: list[float] = []
     proven = certifier.proven

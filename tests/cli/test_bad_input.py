@@ -210,7 +210,7 @@ ENDED = {
         "adapted",
         "--loss margin --optimiser stiefel --epochs 2 --limit 100",
         ending,
-        "prove",
+        "prove_trained",
     ),
     "adapt": (
         "plain",

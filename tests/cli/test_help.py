@@ -101,7 +101,7 @@ def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatc
         ("finetune model.safetensors --loss glo", "gloro"),
         ("certify model.safetensors --method smo", "smoothing"),
         ("audit model.safetensors --method pa", "patch"),
-        ("constrain model.safetensors --prox nu", "nuclear"),
+        ("constrain model.safetensors --prox sp", "spectral"),
         ("init certvit_vit_d", "certvit_vit_digits"),
         ("lipschitz model.safetensors --arch vit_tiny_patch16_22", "vit_tiny_patch16_224"),
     ],

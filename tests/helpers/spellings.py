@@ -331,7 +331,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         parts=(LayerNorm(8, eps=0.1),),
     ),
     "spelled-rounded-enclosed": lambda: calls_on_tokens(
-        lambda m, x: functional.layer_norm(x, (8,), m.row, 2 * m.row, eps=0.1),
+        lambda m, x: functional.layer_norm(x, (8,), m.row, m.row, eps=0.1),
         lambda m, x: torch.layer_norm(x, (8,), eps=0.1),
         lambda m, x: operator.imul(1 * x, m.row),
         lambda m, x: operator.isub(1 * x, m.row),

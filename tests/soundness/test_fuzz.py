@@ -92,14 +92,14 @@ def test_no_edit_of_evidence_makes_a_false_figure_pass(lab: Laboratory) -> None:
     assert min(ended(report, word) for word in ("refuted", "refused at the door", "true")) > 4
 
 
-@pytest.mark.parametrize("check", ["_judge", "_named"])
+@pytest.mark.parametrize("check", ["_share_claim", "_names_images"])
 def test_a_check_that_is_left_out_is_found(
     lab: Laboratory, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
     """Without one of the checks of `certvit verify` the same edits pass."""
     unchecked = Claim("anything", "verified", "")
     monkeypatch.setattr(
-        evidence, check, lambda *_: unchecked if check == "_named" else ("verified", "")
+        evidence, check, lambda *_: unchecked if check == "_names_images" else ("verified", "")
     )
     with edited_evidence(lab) as case:
         assert campaign(case, 150, seed=1, enough=bool)["findings"]
@@ -125,7 +125,7 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
                 "finetune",
             ):
                 continue
-            honest = view.sentence(entry)
+            honest = view.evidence_sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)
