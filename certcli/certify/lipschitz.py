@@ -84,9 +84,7 @@ class LipschitzCertifier(ProvingCertifier):
         self, model: PixelModel, bound: NetworkBound, arithmetic: str | None = None
     ) -> None:
         if bound.pairs is None:
-            raise NoBoundError(
-                f"no certificate: {bound.bound.why}", "certvit adapt makes a plain ViT Lipschitz"
-            )
+            raise NoBoundError(f"no certificate: {bound.bound.why}", bound.hint)
         self.bound = bound
         super().__init__(model, model.input_size, arithmetic, traced=bound.traced)
         self.rounding = self._of_float64(model.input_size, bound.traced)

@@ -145,7 +145,7 @@ class LocalCertifier(ProvingCertifier):
             self._why = str(reason)
             if self.effort == AUTO:
                 return None
-            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+            raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         keep_pages()
         if self.effort == AUTO:
             self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
@@ -183,7 +183,7 @@ class LocalCertifier(ProvingCertifier):
             try:
                 self._norms = NormsNetwork(self.model, self._size, self._neighbours)
             except (NoRule, Untraceable) as reason:
-                raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+                raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         return self._norms
 
     @property

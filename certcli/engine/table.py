@@ -31,6 +31,8 @@ parts."""
 class NoRule(Exception):
     """The reason, in one line, for which nothing can be proven here."""
 
+    hint = "--method smoothing takes any network"
+
 
 @dataclass(frozen=True)
 class ModuleRule:

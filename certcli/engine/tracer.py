@@ -38,6 +38,8 @@ _PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device
 class Untraceable(Exception):
     """The network cannot be followed as a graph; the message names the place and the reason."""
 
+    hint = "the operations that run may not depend on pixels, nor logits on the batch or on earlier calls"
+
 
 @dataclass(frozen=True)
 class ModuleScope:

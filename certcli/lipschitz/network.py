@@ -36,6 +36,7 @@ class NetworkBound:
             through.
         traced: The graph that was proven and replayed, for other domains with the same rules; None
             without one.
+        hint: Of what has no bound, what takes the network; "": nothing that is known.
     """
 
     bound: Bound
@@ -43,6 +44,7 @@ class NetworkBound:
     charges: tuple[Charge, ...]
     blocks: tuple[tuple[str, str, Real, Real], ...]
     traced: Trace | None = field(default=None, repr=False, compare=False)
+    hint: str = field(default="", repr=False, compare=False)
 
     @property
     def upper(self) -> Real:
@@ -78,7 +80,11 @@ def bound_network(model: nn.Module, size: tuple[int, ...], classes: int) -> Netw
             settled = outcome.context.settle(outcome.logits)
     except (NoRule, Untraceable) as reason:
         return NetworkBound(
-            Bound("", type(model).__name__, INF, "unbounded", str(reason)), None, (), ()
+            Bound("", type(model).__name__, INF, "unbounded", str(reason)),
+            None,
+            (),
+            (),
+            hint=reason.hint,
         )
     with torch.no_grad(), deep_recursion():
         pairs = pair_constants(outcome, classes) if settled.base.finite else None

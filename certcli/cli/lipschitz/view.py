@@ -294,7 +294,7 @@ def bound_gate(audited: Audited, maximum: float | None) -> Gate:
     upper = audited.proven.upper
     if maximum is not None and not upper.finite:
         why = f"no finite bound: {audited.proven.bound.why}"
-        hint = "" if audited.of_features else "certvit adapt makes a plain ViT Lipschitz"
+        hint = "" if audited.of_features else audited.proven.hint
         gate.demand(False, NoBoundError(why, hint))
     elif maximum is not None:
         of = " of the features" if audited.of_features else ""
