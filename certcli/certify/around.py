@@ -148,7 +148,7 @@ class AroundImages:
         if around.slopes:
             slopes = steepest_slopes(self.model, image, label, around.radius, around.norm)
         margins = (logits[label] - logits).cpu()
-        radius = _proven_radius(label, margins, upper, delta, around.radius)
+        radius = _radius_by_slopes(label, margins, upper, delta, around.radius)
         seconds = time.process_time() - started
         return NearImage(around, label, margins, upper, slopes.cpu(), whole, radius, why, seconds)
 
@@ -173,7 +173,7 @@ class AroundImages:
                     parts.append(Parts.of(form))
                     lengths.append(parts[-1].length)
         except (Unbounded, NoRule) as reason:
-            return _at(nothing, label, 0.0), math.inf, nothing, str(reason)
+            return _with_entry(nothing, label, 0.0), math.inf, nothing, str(reason)
         except (MemoryError, RuntimeError) as failure:
             if not out_of_memory(failure):
                 raise
@@ -184,14 +184,14 @@ class AroundImages:
         whole = logits_length(parts, label) if parts else math.hypot(*of_logits) / _DOWN
         delta = (torch.tensor(roundings, dtype=torch.float64) + near.behind(label).cpu()) / _DOWN
         upper = torch.tensor(lengths, dtype=torch.float64).nan_to_num(math.inf, math.inf)
-        return _at(upper, label, 0.0), whole, delta, ""
+        return _with_entry(upper, label, 0.0), whole, delta, ""
 
 
-def _at(values: Tensor, place: int, value: float) -> Tensor:
+def _with_entry(values: Tensor, place: int, value: float) -> Tensor:
     return values.index_fill(0, torch.tensor(place), value)
 
 
-def _proven_radius(
+def _radius_by_slopes(
     label: int, margins: Tensor, upper: Tensor, delta: Tensor, radius: float
 ) -> float:
     """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2 delta_j."""

@@ -132,8 +132,8 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     )
     config.doubts = [
         *([] if problem is None else [problem + LOGITS_ALONE]),
-        *_unknown_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
-        *([] if flat else _unknown_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
+        *_unknown_record_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
+        *([] if flat else _unknown_record_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
         *_architecture_contradictions(config, about),
     ]
     if labels is not None:
@@ -141,7 +141,7 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     return config
 
 
-def _unknown_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+def _unknown_record_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
     known_fields = {*used, *_HARMLESS}
     strange = sorted(

@@ -78,7 +78,7 @@ def write_out_graph(
     return written, places
 
 
-def _matrix_product(write: _Writer, input: Any, other: Any) -> fx.Node | None:
+def _written_matrix_product(write: _Writer, input: Any, other: Any) -> fx.Node | None:
     """x W for a matrix W that depends on no image, as a linear map of rows."""
     if write.constant(input) or not write.constant(other):
         return None
@@ -89,7 +89,7 @@ def _matrix_product(write: _Writer, input: Any, other: Any) -> fx.Node | None:
 
 
 def _product(write: _Writer, one: fx.Node, other: fx.Node) -> fx.Node:
-    return _matrix_product(write, one, other) or write(torch.matmul, one, other)
+    return _written_matrix_product(write, one, other) or write(torch.matmul, one, other)
 
 
 def _sum_of_products(
@@ -214,7 +214,9 @@ def _labelled(equation: Any, axes: list[int]) -> list[str] | None:
 _WRITTEN: dict[Any, Callable[..., fx.Node | None]] = {
     torch.einsum: _einsum,
     torch.addcmul: _sum_with_product,
-    **dict.fromkeys((operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _matrix_product),
+    **dict.fromkeys(
+        (operator.matmul, torch.matmul, torch.bmm, "matmul", "bmm"), _written_matrix_product
+    ),
     **dict.fromkeys(
         (torch.addmm, torch.baddbmm, "addmm", "addmm_", "baddbmm", "baddbmm_"), _sum_of_products
     ),

@@ -159,7 +159,7 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     )
 
     def file(position: int) -> str:
-        return _printable(paths[position].relative_to(dataset))
+        return _printable_name(paths[position].relative_to(dataset))
 
     labelled = tuple(classes), torch.tensor(labels)
     return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, file)
@@ -183,12 +183,12 @@ def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) ->
         note=_sizes(paths, spec),
         expect=ahead.expect,
         ahead=ahead,
-        file=lambda position: _printable(Path(paths[position].name)),
+        file=lambda position: _printable_name(Path(paths[position].name)),
         unlabelled=True,
     )
 
 
-def _printable(path: Path) -> str:
+def _printable_name(path: Path) -> str:
     """Return a path in one line: slashes between folders, unprintable characters escaped."""
     text = plain_text(path.as_posix())
     return text if len(text) <= LONGEST_NAME else f"…{text[1 - LONGEST_NAME :]}"

@@ -155,7 +155,7 @@ def describe_timm_file(
                 TIMM,
             )
             record, net = _from_hints(_as_hints(config, hints), tensors, path)
-            record = replace(record, class_names=_names_of_classes(config, record.classes))
+            record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
     else:
@@ -204,10 +204,12 @@ def _from_config(
     spec = pixel_input(
         _input_size(about.input_size, arguments), mean or (), std or (), view, _PIXELS
     )
-    return Record(fields.architecture, arguments, spec, classes, _names_of_classes(fields, classes))
+    return Record(
+        fields.architecture, arguments, spec, classes, _class_names_of_labels(fields, classes)
+    )
 
 
-def _names_of_classes(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
+def _class_names_of_labels(config: ConfigFields, classes: int) -> tuple[str, ...] | None:
     """Return the names of the classes, where there is one for each."""
     names = config.class_names
     return names if names is not None and len(names) == classes else None

@@ -114,11 +114,11 @@ def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
             raise
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"cannot fetch '{one_line(name)}' from the hub ({offline or failure_reason(failure)})",
+                f"cannot fetch '{one_line(name)}' from the hub ({offline or hub_failure_reason(failure)})",
                 f"check the name and the network; the repository needs {needs}",
             ) from failure
 
 
-def failure_reason(failure: Exception) -> str:
+def hub_failure_reason(failure: Exception) -> str:
     """Return type and first line of an error of a library."""
     return f"{type(failure).__name__}: {one_line(failure)[:120]}"

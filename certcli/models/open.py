@@ -40,7 +40,7 @@ from certcli.models.converters.wrapping import (
     read_torch,
 )
 from certcli.models.folder import weights_of
-from certcli.models.hub import cache_if_unreachable, failure_reason, fetched
+from certcli.models.hub import cache_if_unreachable, fetched, hub_failure_reason
 from certcli.models.normaliser import read_with, with_statistics
 from certcli.models.overrides import Hints
 from certcli.models.provenance import KEY as ASSUMED
@@ -262,7 +262,7 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
         except Exception as failure:  # every network and hub library has its own exceptions
             raise CheckpointError(
-                f"timm cannot fetch '{name}' ({offline or failure_reason(failure)})",
+                f"timm cannot fetch '{name}' ({offline or hub_failure_reason(failure)})",
                 "check the name and the network, or download it and give the folder",
             ) from failure
     about: Any = net.pretrained_cfg or {}

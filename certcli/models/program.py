@@ -41,18 +41,18 @@ def program_digest(net: nn.Module) -> str:
     facts = []
     visited = {id(part): (number, part) for number, part in enumerate(net.modules())}
     for path, part in net.named_modules(remove_duplicate=False):
-        facts.append([path, _described_value(type(part), visited)])
+        facts.append([path, _described_argument(type(part), visited)])
         unstored = {name: part._buffers[name] for name in sorted(part._non_persistent_buffers_set)}
-        facts.append(["buffers", _described_value(unstored, visited)])
+        facts.append(["buffers", _described_argument(unstored, visited)])
         is_graph = isinstance(part, fx.GraphModule)
         if is_graph:
             facts += _operations(part, visited)
         for name, value in sorted(vars(part).items()):
             if _is_hooks(name, value):
                 # hooks are keyed by numbers that count all hooks of the process
-                facts.append([name, _described_value(list(value.values()), visited)])
+                facts.append([name, _described_argument(list(value.values()), visited)])
             elif name not in _BESIDE and not is_graph:
-                facts.append([name, _described_value(value, visited)])
+                facts.append([name, _described_argument(value, visited)])
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
@@ -66,11 +66,11 @@ def _operations(module: fx.GraphModule, visited: dict[int, tuple[int, Any]]) -> 
         if node.op == "get_attr" and called not in stored:
             called = operator.attrgetter(called)(module)
         about = (called, node.args, sorted(node.kwargs.items()))
-        yield [node.op, _described_value(about, visited)]
+        yield [node.op, _described_argument(about, visited)]
         visited[id(node)] = len(visited), node
 
 
-def _described_value(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
+def _described_argument(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     """Return JSON that is equal for equal values, and alike in every process.
 
     visited: what was described before, by id, and so kept alive: it counts by its place.
@@ -80,15 +80,15 @@ def _described_value(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     if id(value) in visited:
         return ["again", visited[id(value)][0]]
     if isinstance(value, tuple):
-        return [_described_value(item, visited) for item in value]
+        return [_described_argument(item, visited) for item in value]
     if isinstance(value, (set, frozenset)):
-        return sorted(json.dumps(_described_value(item, visited)) for item in value)
+        return sorted(json.dumps(_described_argument(item, visited)) for item in value)
     visited[id(value)] = len(visited), value
     if isinstance(value, list):
-        return [_described_value(item, visited) for item in value]
+        return [_described_argument(item, visited) for item in value]
     if isinstance(value, Mapping):
         return [
-            [_described_value(key, visited), _described_value(item, visited)]
+            [_described_argument(key, visited), _described_argument(item, visited)]
             for key, item in value.items()
         ]
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
@@ -98,7 +98,7 @@ def _described_value(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
         return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
     return [
         _qualified_name(value),
-        *(_described_value(part, visited) for part in _parts_of_object(value)),
+        *(_described_argument(part, visited) for part in _parts_of_object(value)),
     ]
 
 

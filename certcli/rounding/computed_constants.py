@@ -77,7 +77,7 @@ def _sum(p: Precision, step: Computed, sizes: list[float], errors: list[float]) 
     )
 
 
-def _moved(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
+def _moved_constant(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
     return max(errors)
 
 
@@ -96,5 +96,5 @@ _RULES: dict[str, _Rule] = {
         if errors[0] <= 1
         else math.inf
     ),
-    **dict.fromkeys((*MOVING, "relu", "clamp", "clamp_min", "clamp_max", "neg"), _moved),
+    **dict.fromkeys((*MOVING, "relu", "clamp", "clamp_min", "clamp_max", "neg"), _moved_constant),
 }

@@ -89,7 +89,9 @@ def _root_of_squares(parts: list[Real]) -> Real:
     return total.sqrt()
 
 
-def _heads(op: Operation, weight: Tensor, bias: Tensor | None, count: int) -> list[LinearMap]:
+def _executed_heads(
+    op: Operation, weight: Tensor, bias: Tensor | None, count: int
+) -> list[LinearMap]:
     op.map(weight, bias)
     biases: Any = [None] * count if bias is None else bias.chunk(count)
     return [LinearMap(w, b, op.precision) for w, b in zip(weight.chunk(count), biases, strict=True)]
@@ -101,7 +103,7 @@ def dot_product(
     op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False
 ) -> Rounding:
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    parts = _heads(op, module.qkv.weight, module.qkv.bias, 3 * module.num_heads)
+    parts = _executed_heads(op, module.qkv.weight, module.qkv.bias, 3 * module.num_heads)
     heads = _dot_products(op, parts, module.num_heads, module.scale)
     return _attended(op, x, op.map(module.proj.weight, module.proj.bias), heads)
 
@@ -130,7 +132,9 @@ def _dot_products(
             # |dq| |dk| is inside: sizes are of executed rows
             score_error = (q.error * k.size + q.size * k.error) * scale
             rounding = score * p.products(width) + p.lost(width, 1.0)
-            facts.append((*_placed(p, score + rounding, score_error + rounding, positions), v))
+            facts.append(
+                (*_placed_scores(p, score + rounding, score_error + rounding, positions), v)
+            )
         return facts
 
     return heads
@@ -162,7 +166,7 @@ def multihead(op: Operation, module: nn.MultiheadAttention, query: Followed, key
               key_padding_mask: Any = None, need_weights: bool = True, attn_mask: Any = None, *_: Any,
               **__: Any) -> Rounding:  # fmt: skip
     """torch's attention of a tensor with itself, on any path, under one mask."""
-    parts = _heads(op, module.in_proj_weight, module.in_proj_bias, 3 * module.num_heads)
+    parts = _executed_heads(op, module.in_proj_weight, module.in_proj_bias, 3 * module.num_heads)
     mask = key_padding_mask if attn_mask is None else attn_mask
     heads = _dot_products(op, parts, module.num_heads, module.head_dim**-0.5, mask)
     tokens = query.shape[1 if len(query.shape) == 3 and module.batch_first else 0]
@@ -256,7 +260,7 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
         "a replaced linear layer",
     )
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
+    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
@@ -274,7 +278,9 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
             )
             facts.append(
                 (
-                    *_placed(p, square * scale + rounding, score_error + rounding, positions),
+                    *_placed_scores(
+                        p, square * scale + rounding, score_error + rounding, positions
+                    ),
                     rows[-1],
                 )
             )
@@ -288,8 +294,8 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
 @covers("any order", "softmax", "function")
 def gated_positional(op: Operation, module: GPSA, x: Followed) -> Rounding:
     """(1 - g) P + g B, each row divided by its sum, of values of their own."""
-    qk = _heads(op, module.qk.weight, module.qk.bias, 2 * module.num_heads)
-    values = _heads(op, module.v.weight, module.v.bias, module.num_heads)
+    qk = _executed_heads(op, module.qk.weight, module.qk.bias, 2 * module.num_heads)
+    values = _executed_heads(op, module.v.weight, module.v.bias, module.num_heads)
     heads = _dot_products(op, [*qk, *values], module.num_heads, module.scale)
     proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, _gates(op, module, x.shape[-2]), normalised=True)
@@ -319,7 +325,7 @@ def token_convolution(
     return rounding
 
 
-def _placed(
+def _placed_scores(
     p: Precision, score: Real, score_error: Real, positions: Positions
 ) -> tuple[Real, Real]:
     """Return size and error of scores to which positions and a mask, two numbers, were added."""
@@ -342,7 +348,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
         "a replaced linear layer",
     )
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
+    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
     # of |w|^2 + 1, which is no less than 1
     relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)
@@ -372,7 +378,7 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             )
             facts.append(
                 (
-                    *_placed(p, score + rounding, score_error + rounding, positions),
+                    *_placed_scores(p, score + rounding, score_error + rounding, positions),
                     AttentionRow(size + size * rounded, error),
                 )
             )
@@ -406,7 +412,7 @@ def normed_scores(op: Operation, module: LipschitzNormAttention, x: Followed, at
         if not p.fits(q.size * q.size * float(tokens), k.size * k.size, v.size * v.size):
             return INF
         error = compounded(relative) + (q.size * root + k.size + v.size + 1.0) * underflow / FLOOR
-        score, score_error = _placed(p, ONE + error, error, positions)
+        score, score_error = _placed_scores(p, ONE + error, error, positions)
         row_error = softmax_error(p, tokens, score, score_error) + positions.gates
         loss = averaged(p, tokens, row_error, AttentionRow(v.size, ZERO)) * math.sqrt(
             module.num_heads * (1 + 2.0**-40)

@@ -60,7 +60,7 @@ def _gain(op: Operation, weight: Any) -> Real:
     return largest_gain * (1 + 2.0**-40)
 
 
-def _normalised(
+def _normalised_error(
     op: Operation,
     x: Followed,
     sizes: Sizes,
@@ -131,7 +131,7 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
     deviation = least_deviation(op, eps, x.shape[-1])
     gain = _gain(op, weight)
     return Steep(
-        lambda sizes: _normalised(op, x, sizes, deviation, weight, bias),
+        lambda sizes: _normalised_error(op, x, sizes, deviation, weight, bias),
         lambda sizes: gain / max(deviation, sizes(x).deviation),
     )
 
@@ -155,7 +155,7 @@ def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, 
     deviation = least_deviation(op, eps, group)
     once = len(x.shape) in (4, 5)
     return lambda sizes: (
-        _normalised(op, x, sizes, deviation, weight, bias, group)
+        _normalised_error(op, x, sizes, deviation, weight, bias, group)
         + (_one_pass(op, x, sizes, deviation, weight, group) if once else ZERO)
     )
 
@@ -310,7 +310,8 @@ def floor_norm(op: Operation, module: FloorNorm, x: Followed) -> Rounding:
         1.0 if module.weight is None else float(largest(module.weight.detach()))
     )
     return lambda sizes: (
-        _normalised(op, x, sizes, smallest, module.weight, module.bias) + root * relative * 2.0
+        _normalised_error(op, x, sizes, smallest, module.weight, module.bias)
+        + root * relative * 2.0
     )
 
 

@@ -83,7 +83,7 @@ def test_errors_of_many_units_cancel_in_a_sum(squares_on: bool) -> None:
 def test_nothing_leaves_an_ellipsoid_wherever_it_is_taken(
     f: Function, squares_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_places", all_fibres)
+    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
     weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(7)).double()
     case = Case(
         f.name,

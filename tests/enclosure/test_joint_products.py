@@ -126,7 +126,7 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without symbols, without columns for e e^T, of too many entries, or of one number a row."""
-    monkeypatch.setattr(activations, "_places", all_fibres)
+    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
@@ -176,7 +176,7 @@ MIXED = (
 def test_sums_over_all_entries_hold(
     case: Case, squares_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_places", all_fibres)
+    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
     for size, seed in ((1e-9, 0), (1e-3, 1), (0.1, 2), (0.4, 3), (0.4, 4)):
         far, free = outside(
             case, forms(case, size, squares_on, seed, seed > 1), *symbols(200, seed)
@@ -240,7 +240,7 @@ AFTER: dict[str, tuple[Callable[[AfterActivation, Tensor], Tensor], int]] = {
 def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_places", all_fibres)
+    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
     torch.manual_seed(0)
     model = AfterActivation(*AFTER[name]).double().eval().requires_grad_(False)
     values: dict[str, Form] = {}

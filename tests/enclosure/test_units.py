@@ -17,9 +17,9 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.enclosure.balls.attention import _facts, _own, _weights, nonnegative_norm
+from certcli.enclosure.balls.attention import _attention_weights, _facts, _own, nonnegative_norm
 from certcli.enclosure.balls.ball import Near, pixel_ball, settled
-from certcli.enclosure.balls.fused_attention import _facts as fused_facts
+from certcli.enclosure.balls.fused_attention import _fused_facts as fused_facts
 from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import _margins
@@ -164,7 +164,7 @@ def products_of_heads(s: float) -> Found:
     module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
     module.qkv.weight.mul_(s)
     module.proj.weight.mul_(s)
-    w = _weights(module, None)
+    w = _attention_weights(module, None)
     return [w.through, w.curve]
 
 
@@ -355,7 +355,9 @@ def test_probabilities_of_equal_scores_are_still_rounded() -> None:
     module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
     module.qkv.weight[:8] = 0
     tokens = draw(1, 64, 8)
-    facts = _facts(module, _weights(module, None), tokens, tokens.norm(dim=-1), slice(None))
+    facts = _facts(
+        module, _attention_weights(module, None), tokens, tokens.norm(dim=-1), slice(None)
+    )
     assert (facts.share >= (1 + (4 + 64 + 68) * 2.0**-22) / 64).all()
 
 
@@ -372,7 +374,7 @@ def test_averages_lose_as_much_as_their_sums_are_long() -> None:
         module = Attention(d, num_heads=h, attn_head_dim=e).double().eval().requires_grad_(False)
         module.qkv.weight[: 2 * h * e] *= 1e-3  # all scores are nearly equal
         tokens = draw(1, n, d)
-        w = _weights(module, None)
+        w = _attention_weights(module, None)
         length = tokens.norm(dim=-1)
         facts = _facts(module, w, tokens, length, slice(None))
         parts = (
@@ -391,7 +393,7 @@ def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
     d = 4
     e = 512
     module = Attention(d, num_heads=1, attn_head_dim=e).double().eval().requires_grad_(False)
-    w = _weights(module, None)
+    w = _attention_weights(module, None)
     v = draw(1, 1, 3, e)
     k = draw(1, 1, 3, e, seed=1)
     share = draw(1, 1, 1, 3, seed=2).softmax(-1)
@@ -412,7 +414,7 @@ def test_a_trace_loses_as_much_as_its_sums_are_long() -> None:
 def test_norms_of_heads_are_not_below_those_of_their_products() -> None:
     torch.manual_seed(0)
     module = Attention(8, num_heads=2).double().eval().requires_grad_(False)
-    w = _weights(module, None)
+    w = _attention_weights(module, None)
     for i, (q, k, v, o) in enumerate(zip(w.query, w.key, w.value, w.out, strict=True)):
         assert float(w.through[i]) >= spectral_norm(o @ v)
         assert float(w.curve[i]) >= spectral_norm(k.T @ q)

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 STATEMENTS = {"certcli": 40_570, "tests": 31_640}
 """Two in a hundred above what was reached. Lower a ceiling when the count falls; never raise one."""
-SHARED_NAMES = {"certcli": 80, "tests": 89}
+SHARED_NAMES = {"certcli": 56, "tests": 89}
 """The same of functions: a name that stands in several files is found in the wrong one."""
 
 

@@ -260,7 +260,7 @@ def slopes_at(model: nn.Module, point: Tensor, label: int, norm: Norm) -> Tensor
 def check_program(seed: int, found: Found) -> None:
     """All laws for the program of this seed, for every third one with all ellipsoids."""
     if seed % 3 == 2:
-        with mock.patch.object(activations, "_places", all_fibres):
+        with mock.patch.object(activations, "_ellipsoid_places", all_fibres):
             _check_laws(seed, found)
     else:
         _check_laws(seed, found)

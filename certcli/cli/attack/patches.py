@@ -123,7 +123,11 @@ def attack_by_patches(
                 raise DataError(
                     f"no image is certified against {patch}", "leave out --only-certified"
                 )
-    resumed = _attack_again(read, spelled[0], results, output.output is not None) if read else None
+    resumed = (
+        _attack_patches_again(read, spelled[0], results, output.output is not None)
+        if read
+        else None
+    )
     parts = [_patch_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
@@ -219,7 +223,7 @@ class _Batch:
     find: Callable[[], list[Row]]
 
 
-def _attack_again(
+def _attack_patches_again(
     read: Sequence[_Batch], patch: str, results: AttackOutput, every: bool
 ) -> Resumed:
     """Attack batches that were read again; DataError when one does not agree.

@@ -160,12 +160,12 @@ def _shortest_names(paths: Sequence[Path]) -> list[str]:
     return [name.removesuffix(".safetensors") for name in names]
 
 
-def _result_of(entries: Entries, command: str) -> Any:
+def _result_of_entry(entries: Entries, command: str) -> Any:
     return entries[command].result if command in entries else None
 
 
 def _clean_cell(entries: Entries) -> _Cell | None:
-    result = _result_of(entries, "certify") or _result_of(entries, "attack")
+    result = _result_of_entry(entries, "certify") or _result_of_entry(entries, "attack")
     remark = "" if "certify" in entries else "measured"
     if remark == "" and entries["certify"].result.norm == "patch":
         remark = "behind masks"
@@ -173,7 +173,7 @@ def _clean_cell(entries: Entries) -> _Cell | None:
 
 
 def _attacked_cell(entries: Entries) -> _Cell | None:
-    result = _result_of(entries, "attack")
+    result = _result_of_entry(entries, "attack")
     if result is None:
         return None
     norm = "" if result.norm == "l2" else f"{result.norm} "
@@ -183,7 +183,7 @@ def _attacked_cell(entries: Entries) -> _Cell | None:
 def _certified_cells(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
     """Of each file the share at the size that most share, else at its smallest; one kind."""
     results = [
-        result if (result := _result_of(each, "certify")) and result.norm == kind else None
+        result if (result := _result_of_entry(each, "certify")) and result.norm == kind else None
         for each in entries_of
     ]
     shown = Counter(
@@ -202,7 +202,7 @@ def _certified_cells(entries_of: Sequence[Entries], kind: str) -> list[_Cell | N
 
 
 def _validation_cell(entries: Entries, name: str) -> _Cell | None:
-    result = _result_of(entries, "finetune")
+    result = _result_of_entry(entries, "finetune")
     if result is None:
         return None
     count = result.dataset.images if result.dataset else entries["finetune"].parameters.images
@@ -216,7 +216,7 @@ def _validation_cell(entries: Entries, name: str) -> _Cell | None:
 
 
 def _bound_cell(entries: Entries) -> _Cell | None:
-    result = _result_of(entries, "lipschitz") or _result_of(entries, "finetune")
+    result = _result_of_entry(entries, "lipschitz") or _result_of_entry(entries, "finetune")
     if result is None or result.log10_upper is None:
         return None if result is None else _Cell("none")
     return _Cell(
@@ -225,12 +225,12 @@ def _bound_cell(entries: Entries) -> _Cell | None:
 
 
 def _slope_cell(entries: Entries) -> _Cell | None:
-    result = _result_of(entries, "lipschitz")
+    result = _result_of_entry(entries, "lipschitz")
     return None if result is None or result.lower is None else _Cell(rounded_down(result.lower, 3))
 
 
 def _weight_cell(entries: Entries) -> _Cell | None:
-    result = _result_of(entries, "lipschitz")
+    result = _result_of_entry(entries, "lipschitz")
     if result is None or result.attention_weight is None:
         return None
     return _Cell(f"{rounded_up(result.attention_weight, 2)} (measured)")

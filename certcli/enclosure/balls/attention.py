@@ -36,7 +36,7 @@ class HeadWeights:
     sizes: Tensor
 
 
-def _weights(module: Any, gain: Tensor | None) -> HeadWeights:
+def _attention_weights(module: Any, gain: Tensor | None) -> HeadWeights:
     heads = module.num_heads
     width = module.head_dim
     query, key, value = module.qkv.weight.unflatten(0, (3, heads, width))
@@ -220,7 +220,7 @@ def attention(
     near = x.near if isinstance(x, Normalised) else settled(x)
     if len(near.shape) != 3 or near.shape[0] != 1:
         raise NoRule("attention over something other than one image's tokens")
-    w = ctx.of_weights("heads", lambda: _weights(module, gain))
+    w = ctx.of_weights("heads", lambda: _attention_weights(module, gain))
     pick = slice(None) if ctx.token is None else slice(ctx.token, ctx.token + 1)
     tokens = x.centre[:, 0]
     size = fibres(tokens)

@@ -39,7 +39,7 @@ def heads(
     count = k.shape[-2]
     factor = width**-0.5 if scale is None else scale
     share, centre, toward, turn, reach, off = ctx.at_centre(
-        "heads", lambda: _facts(q, k, v, factor, added)
+        "heads", lambda: _fused_facts(q, k, v, factor, added)
     )
     a = q.fibre[..., None]
     b = k.fibre[..., None, :]
@@ -58,7 +58,9 @@ def heads(
     return Near.of(centre, fibre).noisy(off)
 
 
-def _facts(q: Near, k: Near, v: Near, factor: float, added: Tensor | None) -> tuple[Tensor, ...]:
+def _fused_facts(
+    q: Near, k: Near, v: Near, factor: float, added: Tensor | None
+) -> tuple[Tensor, ...]:
     """At the centres: probabilities (from above), averages; inflated by their rounding
 
     |q_i|, |k_j - m_i|, |v_j - o_i| and what the averages are off by. m_i need not be exact: any row of it serves.

@@ -77,11 +77,11 @@ def affine(ctx: BallContext, x: Any, weight: Tensor, bias: Tensor | None) -> Nea
     offset = 0.0 if bias is None else frobenius_norm(bias)
     before = x.centre
     centre = before @ weight.T if bias is None else before @ weight.T + bias
-    noise = gamma(weight.shape[1] + 4) * up(length * _lengths(x, near, before) + offset, 8)
+    noise = gamma(weight.shape[1] + 4) * up(length * _row_lengths(x, near, before) + offset, 8)
     return near.moved(centre, torch.tensor(slope, dtype=torch.float64, device=centre.device), noise)
 
 
-def _lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
+def _row_lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
     """Above ||gain n| + |bias||_2 of a fibre: what rounding of a linear map is relative to."""
     size = fibres(centre)
     if isinstance(x, Normalised) and x.bias is not None:
@@ -213,11 +213,11 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     return parts if move.several(x.shape) else parts[0]
 
 
-def _move(ctx: BallContext, x: Any, move: Move) -> Any:
+def _move_ball(ctx: BallContext, x: Any, move: Move) -> Any:
     return arranged(move, x)
 
 
-register_moves(rules, (Near, Normalised), _move)
+register_moves(rules, (Near, Normalised), _move_ball)
 register_choices(rules)
 register_types(rules)
 

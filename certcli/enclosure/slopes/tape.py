@@ -73,7 +73,9 @@ class Tape(Enclosure):
         """Return each argument of a node with its part of the gradient."""
         parts = {0: gradient} if isinstance(gradient, Form) else gradient
         losses = self.rounding.get(node, [])
-        self._passed += sum(losses[i] * _longest(part) for i, part in parts.items() if losses)
+        self._passed += sum(
+            losses[i] * _longest_gradient(part) for i, part in parts.items() if losses
+        )
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
             place: Any = node.args[1]
@@ -127,7 +129,7 @@ class Tape(Enclosure):
         return placed(gradient, token, shape[1])
 
 
-def _longest(gradient: Form) -> float:
+def _longest_gradient(gradient: Form) -> float:
     return float(norm2(gradient.size.flatten()))  # `radius` would take longer
 
 

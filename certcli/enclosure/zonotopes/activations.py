@@ -47,7 +47,7 @@ def activation(f: Function, x: Form, low: Tensor | None = None, high: Tensor | N
     low, high = bounds(f, x, low, high)
     flat, bent = (finite(f, fit) for fit in fits(f, x.centre, low, high))
     fit = chosen(flat, bent, x.ball_radius, x.rest_radius) if x.space.squares else flat
-    places = _places(x, fit, bent)
+    places = _ellipsoid_places(x, fit, bent)
     if not len(places):
         return apply_fit(x, fit)
     together = x.centre.new_zeros(x.shape, dtype=torch.bool)
@@ -71,7 +71,7 @@ def joint_activation(
     return form.linear(lambda t: t.reshape(len(t), *x.shape))
 
 
-def _places(x: Form, fit: Fit, bent: Fit) -> Tensor:
+def _ellipsoid_places(x: Form, fit: Fit, bent: Fit) -> Tensor:
     """Return the fibres where an ellipsoid leaves less than symbols of single entries."""
     ball, rest, curve = x.ball_radius, x.rest_radius, bent.curve.abs()
     singly = fit.error

@@ -106,7 +106,9 @@ def softmax(x: Form) -> Form:
 def _bounds(x: Form) -> tuple[Tensor, Tensor]:
     """Return bounds of p_j = 1 / sum_k exp(x_k - x_j) from the intervals of the differences."""
     count = x.shape[-1]
-    reach = _distances(x.gens.flatten(1, -2), x).view(*x.shape[:-1], count, count)  # (*rows, j, k)
+    reach = _score_distances(x.gens.flatten(1, -2), x).view(
+        *x.shape[:-1], count, count
+    )  # (*rows, j, k)
     distance = x.centre[..., None, :] - x.centre[..., :, None]
     reach = up(reach + gamma(0) * (x.centre[..., None, :].abs() + x.centre[..., :, None].abs()))
     reach = reach * (1 - torch.eye(count, dtype=reach.dtype, device=reach.device))  # x_j - x_j = 0
@@ -116,7 +118,7 @@ def _bounds(x: Form) -> tuple[Tensor, Tensor]:
     return (1 - gamma(4)) / largest, up(1 / smallest.clamp_min(1.0), 4).clamp_max(1.0)
 
 
-def _distances(columns: Tensor, x: Form) -> Tensor:
+def _score_distances(columns: Tensor, x: Form) -> Tensor:
     """sup |x_k - x_j - (c_k - c_j)|: (rows, j, k), from the columns (columns, rows, k)."""
     ball = x.space.ball
     fixed = x.fixed

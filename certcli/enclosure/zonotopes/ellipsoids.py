@@ -238,18 +238,18 @@ def pairing(first: Tensor, second: Tensor) -> Tensor:
     """Return sup |(R f) . (R' f')| over |f|_2, |f'|_2 <= 1, that is |R^T R'|_2, rounded up: (.., d, d)
     -> (..).
     """
-    size = up(_frobenius(first) * _frobenius(second), 4)
+    size = up(_gram_frobenius(first) * _gram_frobenius(second), 4)
     loss = gamma(first.shape[-2]) * size
     return torch.minimum(up(spectral(first.mT @ second) + loss, 4), size)
 
 
-def _frobenius(matrix: Tensor) -> Tensor:
+def _gram_frobenius(matrix: Tensor) -> Tensor:
     return up(torch.linalg.matrix_norm(matrix), matrix.shape[-1] * matrix.shape[-2])
 
 
 def spectral(matrix: Tensor, squarings: int = _SQUARINGS) -> Tensor:
     """Above |X|_2 <= |X|_F, by |X^T X|_2, off by at most gamma |X|_F^2: (.., n, m) -> (..)."""
-    size = _frobenius(matrix)
+    size = _gram_frobenius(matrix)
     if not squarings:
         return size
     loss = gamma(matrix.shape[-2]) * size * size

@@ -203,7 +203,7 @@ def read_shape(call: Call) -> Any:
 
 
 @reads_operators("Size")
-def read_size(call: Call) -> Any:
+def read_size_operator(call: Call) -> Any:
     return torch.tensor(on_meta(call.value()).numel())
 
 
