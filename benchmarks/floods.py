@@ -238,14 +238,14 @@ def config_of_200_megabytes(folder: Path, sound: Path) -> Words:
 @flood
 def report_of_200_megabytes(folder: Path, sound: Path) -> Words:
     (folder / "report.json").write_bytes(b'{"schema": 1, "why": "' + b"x" * (200 * 2**20) + b'"}')
-    return ["lipschitz", str(sound), "--verify", str(folder / "report.json")]
+    return ["verify", str(folder / "report.json"), str(sound)]
 
 
 @flood
 def records_with_a_line_of_a_terabyte(folder: Path, sound: Path) -> Words:
     with (folder / "r.jsonl").open("wb") as file:
         file.truncate(2**40)
-    return ["certify", str(sound), "--verify", str(folder / "r.jsonl"), "--dataset", "digits"]
+    return ["verify", str(folder / "r.jsonl"), str(sound), "--dataset", "digits"]
 
 
 _MEASURE = """

@@ -34,10 +34,11 @@ SAME = 1e-9
 
 
 def _read_sigma(text: str) -> float:
-    if "," in text or text == "auto":
+    if "," in text:
+        first = text.partition(",")[0]
         raise UsageError(
             f"--sigma {text}: one number a run, since radii of several would share --alpha",
-            "--split val --limit 12 shows on other images what each certifies",
+            f"--sigma {first} -e {first} --split val --limit 12 shows on other images what it certifies",
         )
     return parse_number(text)
 
