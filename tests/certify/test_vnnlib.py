@@ -12,6 +12,7 @@ from torch import nn
 
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
+from certcli.models.onnx.call import READERS
 from certcli.system.errors import DataError, GateError, UndecidedError
 from tests.helpers.commands import attempt, document
 from tests.helpers.onnx_graph import Node, graph_of
@@ -204,3 +205,16 @@ def test_a_network_without_a_proof_is_attacked_and_then_unknown(tmp_path: Path) 
         failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
         assert isinstance(failure, error)
         assert why in failure.hint
+
+
+def test_nothing_is_proven_of_a_file_that_runs_otherwise_than_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader that is wrong: -x read as x. Neither function reaches .41, and only one of them is looked at."""
+    net = exported(tmp_path, "Neg", "Neg", "Neg")
+    spec = written(tmp_path, f"{FIRST}(assert (>= Y_1 0.41))")
+    assert document("certify", net, "--vnnlib", spec, "--seconds", 600)["verdict"] == "holds"
+    monkeypatch.setitem(READERS, "Neg", lambda call: call.value())
+    failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
+    assert isinstance(failure, UndecidedError)
+    assert "other outputs than the network that is read" in failure.hint

@@ -220,7 +220,9 @@ def _resized_sizes(call: Call, resize: bool) -> tuple[int, ...]:
 
 @reads_operators("GlobalAveragePool")
 def read_global_average(call: Call) -> Any:
-    return call.apply(nn.AdaptiveAvgPool2d(1), call.value())
+    if len(call.shape()) == 4:
+        return call.apply(nn.AdaptiveAvgPool2d(1), call.value())
+    return call.apply(torch.mean, call.value(), list(range(2, len(call.shape()))), True)
 
 
 @reads_operators("GlobalMaxPool")
