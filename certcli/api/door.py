@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, read_choice
-from certcli.api.errors import in_python, require_option_names
+from certcli.api.arguments import READERS, in_python, read_choice, require_option_names
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from certcli.api import arguments, data, errors
+from certcli.api import arguments, data
 from certcli.api.door import speaks_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
@@ -68,14 +68,14 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        errors.require_option_names(
+        arguments.require_option_names(
             arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
         return perturbed_at(build.with_network(source), image_size)
     if isinstance(source, ExportedProgram):
         source = source.module()
     if isinstance(source, nn.Module):
-        errors.require_option_names(
+        arguments.require_option_names(
             arguments.names_with_values(about_files), about_modules, "load of a module"
         )
         opened = in_memory.open_module(source, mean, std, input_size, features=features)
@@ -98,7 +98,7 @@ def load(
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(arguments.in_python(doubt)), stacklevel=3)
     return opened
 
 
@@ -154,5 +154,5 @@ def judged_images(
     """Return the images; warn where the file's own program answers otherwise on them."""
     chosen = data.images_from(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain_text(errors.in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(arguments.in_python(doubt)), stacklevel=3)
     return chosen

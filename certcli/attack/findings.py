@@ -15,7 +15,7 @@ from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
 from certcli.attack.summary import RobustAccuracy, robust_accuracy, robust_curve
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
+from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 
 CHECKED = (4, 32)
 """Images that the checks look at, at least and at most."""

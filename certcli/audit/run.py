@@ -26,7 +26,7 @@ from certcli.evaluation.image_doubts import (
     order_doubt,
     permutation_doubt,
 )
-from certcli.evaluation.verdicts import FEWEST
+from certcli.evaluation.intervals import FEWEST
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.models.pixels import PixelModel

@@ -15,7 +15,7 @@ from certcli.certify.certificate import (
     require_logits,
     whole_batch,
 )
-from certcli.certify.proof_options import REAL
+from certcli.certify.options import REAL
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace
 from certcli.rounding import PRECISIONS, NeighbourErrors

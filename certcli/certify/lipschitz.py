@@ -8,7 +8,7 @@ from torch import Tensor
 
 from certcli.certify.certificate import Certificate, require_logits, whole_batch
 from certcli.certify.executed_network import ProvingCertifier, as_executed
-from certcli.certify.proof_options import Proof
+from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace

@@ -19,7 +19,7 @@ from certcli.certify.certificate import (
     whole_batch,
 )
 from certcli.certify.executed_network import ProvingCertifier
-from certcli.certify.local_options import (
+from certcli.certify.options import (
     AUTO,
     BACKWARD,
     BRANCH,

@@ -18,8 +18,7 @@ from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, lipschitz_certifier
 from certcli.certify.local import METHOD as LOCAL
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.certify.proof_options import REAL
+from certcli.certify.options import REAL, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.engine.replay import logits_agree

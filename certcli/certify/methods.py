@@ -54,7 +54,7 @@ METHODS = Registry(
     ),
     Entry(
         "smoothing",
-        "certcli.certify.smoothing.preparation:prepare_smoothing",
+        "certcli.certify.smoothing.method:prepare_smoothing",
         "the network under Gaussian noise, any network, with probability 1 - alpha an image",
         "Cohen, Rosenfeld & Kolter 2019, Certified adversarial robustness via randomized smoothing",
     ),

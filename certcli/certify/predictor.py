@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import AT_ONCE, METHOD, PatchCertificate, PatchCertifier
 from certcli.certify.patch.certifier import prepare_patch as prepare_patch
-from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.choices import Defence
 from certcli.images.labelled import sent

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
-from certcli.evaluation import resumed
+from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import attacked_radius, proven_radius
 from certcli.evaluation.record_lines import Run
@@ -140,7 +140,7 @@ def require_possible(claims: Sequence[Certificate], certifier: Certifier, where:
         wrong = plainly_wrong(claim, claim.label, certifier)
         if wrong is not None and wrong.status == "refuted":
             message = f"the record of image {claim.index} in {where} is false: {wrong.why}"
-            raise DataError(message, resumed.HINT)
+            raise DataError(message, records.HINT)
 
 
 def disagreements(

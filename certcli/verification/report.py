@@ -12,7 +12,7 @@ from certcli.evaluation.radii import rounded_down
 from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
-from certcli.verification.laws import WEIGHTS, theorems, verify_laws
+from certcli.verification.documents import WEIGHTS, theorems, verify_laws
 
 SLACK = 1e-6
 """Relative: how far a stated number may lie below the one proven again. A norm is proven from a

@@ -22,7 +22,7 @@ from certcli.api.arguments import fields_of
 from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
 from certcli.certify.methods import METHODS, Method, options_of_method
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from certcli.certify.executed_network import as_executed
-from certcli.certify.local_options import Local
 from certcli.certify.methods import METHODS
-from certcli.certify.proof_options import ARITHMETICS, REAL
+from certcli.certify.options import ARITHMETICS, REAL, Local
 from certcli.cli.certify.run import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
 from certcli.rounding import PRECISIONS

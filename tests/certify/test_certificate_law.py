@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.lipschitz import pair_radii
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
-from certcli.certify.options import CertifierOptions
+from certcli.certify.options import CertifierOptions, Patches
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.certify.patch.certifier import prepare_patch as prepare_patch
-from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.perturbation import Region

@@ -14,7 +14,7 @@ from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
 from certcli.images.labelled import Images

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import certvit
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.functions import DTYPES, Classifier
-from certcli.certify.smoothing.in_memory import from_memory
+from certcli.certify.smoothing.pixel_denoiser import from_memory
 from certcli.checkpoint.record import InputSpec
 from certcli.models.hub import fetched_diffusers
 from certcli.models.pixels import PixelModel

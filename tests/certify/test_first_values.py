@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import EFFORTS, Local
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
+from certcli.certify.options import EFFORTS, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import pixel_ball
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball

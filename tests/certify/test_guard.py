@@ -19,9 +19,9 @@ from certcli.api.data import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
 from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
 from certcli.system.ambient import SETTINGS

@@ -14,7 +14,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.radii import Norm
 from certcli.models.pixels import PixelModel

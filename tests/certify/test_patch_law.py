@@ -12,10 +12,9 @@ from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.methods import prepare_method
-from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.patch.climbed import TouchedPasses
+from certcli.certify.options import Patches
+from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
-from certcli.certify.patch.options import Patches
 from certcli.certify.patch.passes import MaskedPasses
 from certcli.certify.record_check import recheck
 from certcli.checkpoint.file import Checkpoint

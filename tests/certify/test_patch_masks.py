@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.patch import masks
+from certcli.certify.options import Patches
+from certcli.certify.patch import passes
 from certcli.certify.patch.double_masking import DoubleMasking
-from certcli.certify.patch.options import Patches
 from certcli.evaluation.threat import Patch
 from certcli.models.views import Grid, band_views
 from certcli.system.errors import UsageError
@@ -64,7 +64,7 @@ def test_intervals_cover_every_place_of_every_patch() -> None:
     """Exhaustive for sides up to 13: the cells that a patch meets lie within one interval."""
     for length, cell, count in itertools.product(range(2, 14), (1, 2, 3, 5), range(1, 6)):
         for patch in range(1, length + 1):
-            intervals = masks.cover(length, patch, cell, count)
+            intervals = passes.cover(length, patch, cell, count)
             assert len(intervals) <= count
             assert len({stop - start for start, stop in intervals}) == 1
             for start in range(length - patch + 1):
@@ -85,7 +85,7 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
     """Pixel by pixel; then one mask after the other is made smaller by a row or a column, or left
     out.
     """
-    views = masks.square_masks(grid, patch, 3)
+    views = passes.square_masks(grid, patch, 3)
     every = torch.stack(patch_places(grid, patch))
 
     def covered(some: Tensor) -> bool:
@@ -96,7 +96,7 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
         )
 
     assert covered(views)
-    assert masks.hole(views, grid, patch) is None
+    assert passes.hole(views, grid, patch) is None
     holes = 0
     for index in range(len(views)):
         rows, columns = (~views[index]).nonzero().unbind(1)
@@ -105,7 +105,7 @@ def test_masks_hide_every_place_and_a_hole_is_found(grid: Grid, patch: Patch) ->
         smaller[index, rows.min()], narrower[index, :, columns.max()] = True, True
         left_out = views[[other for other in range(len(views)) if other != index]]
         for mutant in (smaller, narrower, left_out):
-            assert (masks.hole(mutant, grid, patch) is None) == covered(mutant)
+            assert (passes.hole(mutant, grid, patch) is None) == covered(mutant)
             holes += not covered(mutant)
             if not covered(mutant):
                 with pytest.raises(UsageError, match="no mask hides"):
@@ -126,6 +126,6 @@ def test_the_bands_that_a_patch_meets(kind: str, grid: Grid, patch: Patch) -> No
     met = torch.stack(
         [(views_as_pixels(views, grid) & pixels).flatten(1).any(dim=1) for pixels in every]
     )
-    sets = masks.met_views(views, grid, patch)
+    sets = passes.met_views(views, grid, patch)
     assert all(bool((found <= sets).all(dim=1).any()) for found in met)
     assert all(bool((found == met).all(dim=1).any()) for found in sets)

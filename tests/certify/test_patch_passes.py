@@ -7,7 +7,7 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.patch import masks
+from certcli.certify.patch import passes
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
@@ -69,7 +69,7 @@ def test_dropped_tokens_are_out_of_the_pass(name: str) -> None:
 @pytest.mark.parametrize("hide", ["tokens", "pixels"])
 def test_hidden_pixels_do_not_enter(hide: str) -> None:
     part = seen_part(vit(), hide)
-    views = masks.square_masks(part.grid, Patch(4, 4), 2)
+    views = passes.square_masks(part.grid, Patch(4, 4), 2)
     pixels = torch.rand(len(views), 3, 16, 16)
     hidden = ~views_as_pixels(views, part.grid)
     other = torch.where(hidden[:, None], torch.full_like(pixels, float("nan")), pixels)

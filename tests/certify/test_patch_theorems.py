@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.patch import masks
+from certcli.certify.patch import passes
 from certcli.certify.patch.double_masking import DoubleMasking, vote_stays, winner
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
@@ -117,7 +117,7 @@ def test_voting_is_exact() -> None:
     views = band_views(grid, "columns", 1)
     outcomes = set()
     for patch in (Patch(1, 1), Patch(1, 2)):
-        sets = masks.met_views(views, grid, patch)
+        sets = passes.met_views(views, grid, patch)
         for number, votes in enumerate(itertools.product(range(classes), repeat=len(views))):
             firm = [number % 7 != place for place in range(len(views))]
             top = winner(votes, classes)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
+from certcli.certify.options import Smoothing
 from certcli.certify.record_check import FALSE_ALARM, disagreements, recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.resumed import RecordBatch, compute_again
+from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.certify.forecast import SHORT, duration, seconds_a_draw
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.cost import SHORT, duration, seconds_a_draw
 from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint

@@ -3,8 +3,7 @@
 import pytest
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.hopeless import HOPELESS, why_hopeless
-from certcli.certify.method_choice import is_useful, local_effort
+from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
 from certcli.models import build
 
 

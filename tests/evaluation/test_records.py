@@ -19,8 +19,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import record_lines, threat
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.radii import attacked_percent
-from certcli.evaluation.records import PIXELS, RecordFile, read_records
-from certcli.evaluation.resumed import FEW
+from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
 from certcli.images import datasets
 from certcli.report import figures
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError

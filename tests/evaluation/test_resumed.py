@@ -11,7 +11,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import evidence_schema, resumed
+from certcli.evaluation import evidence_schema, records
 from tests.helpers.commands import attempt, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
     [
         ([1] * 1000, False, False, 20),
         ([1] * 10, False, False, 10),
-        ([1] * 10_000, False, False, resumed.ENOUGH),
+        ([1] * 10_000, False, False, records.ENOUGH),
         ([1] * 1000, False, True, 1000),
         ([0] * 1000, False, True, 1000),
         ([1] * 1000, True, False, 1000),
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
 def test_what_a_gate_or_an_output_rests_on_is_computed_again(
     hits: list[int], gate: bool, every: bool, repeated: int
 ) -> None:
-    places = resumed.places_to_repeat(hits, gate, every)
+    places = records.places_to_repeat(hits, gate, every)
     assert places == sorted(set(places))
     assert len(places) == repeated
     resting = [place for place, count in enumerate(hits) if every or (gate and count)]
@@ -41,9 +41,9 @@ def test_what_a_gate_or_an_output_rests_on_is_computed_again(
 
 
 def test_all_records_of_a_piece_count_as_computed_again() -> None:
-    pieces = [resumed.RecordBatch(records, hits=0) for records in (3, 2, 4)]
-    whole = resumed.compute_again(pieces, lambda places: (), gate=False, every=True)
-    assert whole == resumed.Resumed(records=9, repeated=9)
+    pieces = [records.RecordBatch(count, hits=0) for count in (3, 2, 4)]
+    whole = records.compute_again(pieces, lambda places: (), gate=False, every=True)
+    assert whole == records.Resumed(records=9, repeated=9)
 
 
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:

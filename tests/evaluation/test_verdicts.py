@@ -7,7 +7,7 @@ import random
 import pytest
 from scipy.stats import binom
 
-from certcli.evaluation.verdicts import (
+from certcli.evaluation.intervals import (
     CHANCE,
     FAILED,
     PASSED,

@@ -8,9 +8,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import defended
-from certcli.certify.patch.masks import square_masks
-from certcli.certify.patch.options import Patches
+from certcli.certify.patch.passes import square_masks
 from certcli.evaluation.threat import Patch
 from certcli.finetune.hiding import Hiding
 from certcli.models.pixels import PixelModel

@@ -35,7 +35,7 @@ from certcli.certify.certificate import (
 from certcli.certify.executed_network import as_executed
 from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
-from certcli.certify.proof_options import Proof
+from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius

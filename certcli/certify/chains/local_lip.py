@@ -17,7 +17,7 @@ from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.executed_network import ProvingCertifier, as_executed
 from certcli.certify.lipschitz import certified_radii
-from certcli.certify.proof_options import Proof
+from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim

@@ -9,16 +9,19 @@ early stops and their proofs: docs/smoothing.md.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.forecast import duration, seconds_a_draw
+from certcli.certify.options import SAME, Smoothing, normal_chance
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.cost import duration, seconds_a_draw
-from certcli.certify.smoothing.functions import Classifier, Smoothed
-from certcli.certify.smoothing.options import SAME, Smoothing, normal_chance
+from certcli.certify.smoothing.denoiser import named_denoiser, require_stated
+from certcli.certify.smoothing.functions import Classifier, Smoothed, smoothed_classifier
+from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
@@ -357,3 +360,20 @@ def _chance_of_so_few(hits: int, draws: int, p: float) -> float:
     from scipy.special import betaincc
 
     return 1.0 if hits >= draws else float(betaincc(hits + 1, draws - hits, p))
+
+
+def prepare_smoothing(
+    checkpoint: Checkpoint, device: torch.device, options: Smoothing
+) -> SmoothingCertifier:
+    """Return the certifier under noise, behind the denoiser that is named."""
+    source = named_denoiser(checkpoint, options)
+    options.require_reach()  # before the network is built
+    about: dict[str, Any] = {}
+    denoiser = None
+    if source is not None:
+        denoiser = source.at(options.sigma)
+        require_stated(denoiser, options)
+        options = replace(options, denoiser=denoiser.digest)
+        about = {**denoiser.about, "denoiser_line": denoiser.line}
+    classify = smoothed_classifier(checkpoint, device, options.precision, denoiser)
+    return SmoothingCertifier(classify, checkpoint.record.classes, options, device, about=about)

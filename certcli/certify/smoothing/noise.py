@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from certcli.certify.smoothing.options import FARTHEST
+from certcli.certify.options import FARTHEST
 
 VERSION = "philox4x64-10/2"
 CERTIFY, CONFIRM, ATTACK, NEARBY, TIMED = 0, 2, 3, 4, 5

@@ -18,7 +18,7 @@ from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import inputs
 from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import radii, records, training_images, verdicts
+from certcli.evaluation import intervals, radii, records, training_images
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import compare, formats
@@ -171,7 +171,7 @@ def _audit_gate(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
-        if row.verdict == verdicts.UNDECIDED:
+        if row.verdict == intervals.UNDECIDED:
             gate.demand(False, UndecidedError(message, MORE))
         else:
             gate.demand(row.passed, GateError(message))

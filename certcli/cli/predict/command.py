@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.output import percent

@@ -41,7 +41,7 @@ from certcli.system.errors import (
 from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
 from certcli.verification import documents, lineage
 from certcli.verification import report as reports
-from certcli.verification.documents import kind_of, unread_fields
+from certcli.verification.documents import kind_of, theorems, unread_fields, verify_laws
 from certcli.verification.evidence import (
     Certified,
     Certify,
@@ -50,7 +50,6 @@ from certcli.verification.evidence import (
     check_entries,
     check_record_evidence,
 )
-from certcli.verification.laws import theorems, verify_laws
 from certcli.verification.report import SLACK
 
 
