@@ -247,11 +247,6 @@ def certificates(value: Any) -> list[Certificate]:
     return list(several)
 
 
-def as_given(name: str, value: Any) -> Any:
-    """Return what another place judges: images, labels, certificates."""
-    return value
-
-
 def read_denoiser(name: str, value: Any) -> Any:
     """Return a path as a Path, and an object that may be a denoiser as it is."""
     if isinstance(value, (str, os.PathLike)):
@@ -291,15 +286,11 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "limit": whole_number(1),
     "seed": whole_number(0),
     "data_dir": path,
-    "images": as_given,
-    "labels": as_given,
     "iterations": whole_number(1),
     "batch_size": whole_number(1),
     "denoiser": read_denoiser,
-    "certificates": as_given,
     "prove": answer,
     "top": whole_number(1),
-    "radii": as_given,
     "around": read_radius,
     "attacks": read_words,
     "return_examples": answer,
@@ -310,10 +301,9 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "at_least": Reader(
         Annotated[float, Meta(ge=0, le=1)], "is no share", "0.4 means 40 %", form="{} {} {}"
     ),
-    "at_most": as_given,
 }
-"""Parameter of a public function -> how its value is read. None stands for the default where that is None; a
-parameter whose type names its values is read by `choice`."""
+"""Parameter of a public function -> how its value is read; others (images, labels, certificates) are judged where they are
+used. None stands for the default where that is None; a parameter whose type names its values is read by `choice`."""
 
 
 def fields_of(kind: Any, offered: Any) -> dict[str, str]:

@@ -23,7 +23,6 @@ from certcli.evaluation.choices import Precision
 from certcli.evaluation.image_doubts import (
     better_statistics,
     chance_doubt,
-    order_doubt,
     permutation_doubt,
 )
 from certcli.evaluation.intervals import FEWEST
@@ -200,12 +199,9 @@ def _classify_first(
         # about chance, no stage follows that would need the time
         share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), EndsAfter(share * clock.left):
-            if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
-                findings.doubts.append(order)
-            else:
-                for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
-                    findings.doubts = [better]
-                    findings.statistics = options
+            for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
+                findings.doubts = [better]
+                findings.statistics = options
     failing = next(filter(None, [*findings.doubts, chance]), None)
     findings.failing = clock.team.agree(lambda: failing)
     return clean

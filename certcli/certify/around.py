@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from certcli.certify.executed_network import neighbour_errors
+from certcli.certify.lipschitz import neighbour_errors
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.slopes.length import Parts, logits_length, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
@@ -20,6 +20,7 @@ from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.table import rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import Norm, require_norm
 from certcli.lipschitz.measured.estimate import copies_of, slopes_below
 from certcli.models.build import load_double
@@ -74,20 +75,19 @@ def _ascent(margins: Margins, image: Tensor, radius: float, norm: Norm) -> Tenso
     generator = torch.Generator().manual_seed(0)
     count = len(margins.rows)
     longest = image.new_full((count,), -1.0)
+    steepest = Region(norm, radius).steepest
     places = image.repeat(count, 1, 1, 1)
     for start in range(_STARTS):
         move = torch.randn(places.shape, generator=generator, dtype=image.dtype).to(image)
         x = _into_ball(image, image + move * (start > 0), radius, norm)
         for step in range(_STEPS):
             gradients, rising = _gradients(margins, x, second=True)
-            length = _norm_of_images(gradients, norm)
+            length = gradients.flatten(1).norm(p=1 if norm == "linf" else 2, dim=1)
             better = length > longest
             longest = torch.where(better, length, longest)
             places = torch.where(better[:, None, None, None], x, places)
             share = 0.5 if step < _STEPS // 2 else 0.15
-            x = _into_ball(
-                image, x + share * radius * _steepest_direction(rising, norm), radius, norm
-            )
+            x = _into_ball(image, x + share * radius * steepest(rising), radius, norm)
     return places
 
 
@@ -101,16 +101,6 @@ def _gradients(margins: Margins, x: Tensor, second: bool = False) -> tuple[Tenso
             lengths = gradients.flatten(1).norm(dim=1).sum()
             (rising,) = torch.autograd.grad(lengths, x, allow_unused=True)
     return gradients.detach(), torch.zeros_like(x).detach() if rising is None else rising
-
-
-def _norm_of_images(gradients: Tensor, norm: Norm) -> Tensor:
-    return gradients.flatten(1).norm(p=1 if norm == "linf" else 2, dim=1)
-
-
-def _steepest_direction(rising: Tensor, norm: Norm) -> Tensor:
-    if norm == "linf":
-        return rising.sign()
-    return rising / rising.flatten(1).norm(dim=1).clamp_min(1e-300)[:, None, None, None]
 
 
 def _into_ball(image: Tensor, x: Tensor, radius: float, norm: Norm) -> Tensor:

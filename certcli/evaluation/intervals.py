@@ -81,7 +81,10 @@ def counted(
     hits: int, images: int, digits: int = 0, *, proven: bool = True, chance: float = 0.05
 ) -> str:
     """Return "26 of 50 images (52 %, 95 % interval 37 to 66)"; of few images no share."""
-    shown = f" ({_share_in_percent(hits / images, digits, proven)}, {interval_text(hits, images, chance)})"
+    share = (
+        proven_percent(hits / images, digits) if proven else f"{100 * hits / images:.{digits}f} %"
+    )
+    shown = f" ({share}, {interval_text(hits, images, chance)})"
     return f"{hits} of {images} images{interval_of_few(hits, images, chance) or shown}"
 
 
@@ -94,10 +97,6 @@ def share_text(
     if images is None or images >= FEW:
         return f"{100 * share:.1f} %" if in_percent is None else in_percent(share)
     return f"{round(share * images)} of {images}{interval_of_few(round(share * images), images)}"
-
-
-def _share_in_percent(share: float, digits: int, proven: bool) -> str:
-    return proven_percent(share, digits) if proven else f"{100 * share:.{digits}f} %"
 
 
 def interval_text(hits: int, images: int, chance: float = 0.05) -> str:

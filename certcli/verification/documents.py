@@ -139,12 +139,9 @@ def document_contradictions(document: Mapping[str, Any]) -> Iterator[str]:
         for key, share in shares.items():
             interval = convert_json(intervals[key], tuple[Share, Share])
             ends = share_interval(count_of(share, images), images)
-            if not all(map(_near, interval, ends)):
+            pairs = zip(interval, ends, strict=True)
+            if not all(math.isclose(one, end, rel_tol=1e-9, abs_tol=1e-9) for one, end in pairs):
                 yield f"the interval at {one_line(key)[:40]} is not that of its share"
-
-
-def _near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def method_fields(document: Mapping[str, Any], entries: Sequence[Evidence]) -> dict[int, Json]:

@@ -4,15 +4,12 @@ rooms' own options.
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
-import torch
-from torch import nn
 
 import certvit
 import certvit.testing
@@ -23,7 +20,6 @@ from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
 from certcli.certify.methods import METHODS, Method, options_of_method
 from certcli.certify.options import Patches
-from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
@@ -84,13 +80,6 @@ def test_the_page_shows_each_signature(name: str) -> None:
     assert f"({row})" == str(inspect.Signature(parameters)).replace("'", '"')
 
 
-@pytest.fixture(scope="module")
-def network() -> OpenCheckpoint:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
-    return certvit.load(module, mean=0.5, std=0.25, input_size=(3, 2, 2))
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_wrong_call_says_what_to_pass(name: str) -> None:
     """A misspelled name the nearest one, a lacking or superfluous argument the form of the call."""
@@ -103,42 +92,3 @@ def test_a_wrong_call_says_what_to_pass(name: str) -> None:
         with pytest.raises(UsageError, match=f"^{name}: ") as refusal:
             FUNCTIONS[name](*arguments)
         assert refusal.value.hint.startswith(f"{name}({signature.names[0]}")
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "value"),
-    [
-        ("bounds", "eps", 0.01),
-        ("shares", "sizes", [0.1]),
-        ("slope", "data", torch.rand(1, 3, 2, 2)),
-        ("predict", "pixels", torch.rand(1, 3, 2, 2)),
-        ("assert_robust", "radius", 0.0),
-        ("assert_bound", "network", None),
-        ("certify", "at", [0.01]),
-    ],
-)
-def test_a_name_of_the_last_release_says_the_new_one(
-    network: OpenCheckpoint, name: str, old: str, value: Any
-) -> None:
-    x = torch.rand(1, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    y = certvit.network(network)(x).argmax(1)
-    usual = {
-        "source": network,
-        "images": x,
-        "labels": y,
-        "certificates": certvit.certify(network, x, y),
-    }
-    usual |= {"at_least": 0.0, "at_most": 1e9, "attacks": "fgsm", "radii": 0.1, "method": "local"}
-    known = set(door.Signature(FUNCTIONS[name]).names) - ({"method"} if name == "bounds" else set())
-    new = door.RENAMED[old]
-    arguments = {key: usual[key] for key in usual.keys() & known if key != new}
-    value = network if value is None else value
-    with pytest.warns(
-        DeprecationWarning, match=rf"{name}\({old}=...\) is now {name}\({new}=...\)"
-    ) as seen:
-        renamed = FUNCTIONS[name](**arguments, **{old: value})
-    assert seen[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = FUNCTIONS[name](**arguments, **{new: value})
-    assert repr(renamed) == repr(expected)

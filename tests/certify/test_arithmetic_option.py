@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.executed_network import as_executed
+from certcli.certify.lipschitz import as_executed
 from certcli.certify.methods import METHODS
 from certcli.certify.options import ARITHMETICS, REAL, Local
 from certcli.cli.certify.run import PROVING as SPOKEN_OF

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certvit
-from certcli.certify.executed_network import ProvingCertifier
+from certcli.certify.lipschitz import ProvingCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import bound_network
 from certcli.models.pixels import PixelModel

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.api.data import images_from
+from certcli.api.networks import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, RecheckSettings
-from certcli.certify.methods import prepare_method
+from certcli.certify.methods import prepare_method, recheck
 from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import MaskedPasses
-from certcli.certify.record_check import recheck
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.claim import Claim

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.patch import passes
-from certcli.certify.patch.certifier import PatchCertifier
+from certcli.certify.patch.certifier import PatchCertifier, Prediction, Predictor
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
-from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
 from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
+from certcli.certify.methods import FALSE_ALARM, disagreements, recheck
 from certcli.certify.options import Smoothing
-from certcli.certify.record_check import FALSE_ALARM, disagreements, recheck
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint

@@ -14,7 +14,7 @@ from PIL import Image
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import SEEN, LineageStep
-from certcli.evaluation import training_images
+from certcli.evaluation import image_doubts
 from certcli.images import datasets, labelled
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.workshop import shape
@@ -167,7 +167,7 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
     """Of 2,000 training images 500 are listed; of 1,000 others, half of them seen, about 500 are
     said to be.
     """
-    monkeypatch.setattr(training_images, "LISTED", 500)
+    monkeypatch.setattr(image_doubts, "LISTED", 500)
     pixels = torch.rand(2500, 1, 2, 2, generator=torch.Generator().manual_seed(2))
     labels = torch.arange(2500) % 10
     every = labelled.Images(
@@ -178,15 +178,15 @@ def test_of_many_images_a_sample_is_kept_and_the_share_is_an_estimate(
         torch.arange(2500),
         lambda asked: pixels[list(asked)],
     )
-    kept = training_images.kept_of(every.select(range(2000)))
+    kept = image_doubts.kept_of(every.select(range(2000)))
     assert (kept["images"], len(json.dumps(kept)) < 500 * 8 + 100) == (2000, True)
-    step = training_images.Seen(
-        "finetune", "many", "train", 2000, training_images.listed_in(kept["digests"])
+    step = image_doubts.Seen(
+        "finetune", "many", "train", 2000, image_doubts.listed_in(kept["digests"])
     )
-    (share,) = training_images.seen_shares([step], every.select(range(1500, 2500)))
+    (share,) = image_doubts.seen_shares([step], every.select(range(1500, 2500)))
     assert not share.exactly
     assert (
         abs(share.images - 500) < 150
     )  # 125 of 500 are expected to be found, with a deviation of 9
     assert str(share).startswith("about ")
-    assert training_images.seen_shares([step], every.select(range(2000, 2500))) == []
+    assert image_doubts.seen_shares([step], every.select(range(2000, 2500))) == []

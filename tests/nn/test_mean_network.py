@@ -9,7 +9,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.training_images import seen_by
+from certcli.evaluation.image_doubts import seen_by
 from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import OpenCheckpoint, create, initialise, load_double, with_network

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
-from certcli.certify.executed_network import ProvingCertifier
-from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import ARITHMETICS, BACKWARD, EFFORTS, NORMS, REAL, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint

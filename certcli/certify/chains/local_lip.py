@@ -15,13 +15,11 @@ from torch import Tensor
 
 from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings
 from certcli.certify.chains.sequential import SequentialNetwork, Values
-from certcli.certify.executed_network import ProvingCertifier, as_executed
-from certcli.certify.lipschitz import certified_radii
+from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_radii
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.rounding import TINY
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
@@ -136,26 +134,8 @@ class LocalLipCertifier(ProvingCertifier):
         if self._neighbours is not None and not bool(verified.all()):
             recomputed = self.batch(range(len(pixels)), pixels, top.tolist())
             verified |= claimed <= torch.tensor([row.radius for row in recomputed]).to(claimed)
-        confirmations = []
-        for claim, now, good in zip(claims, top.tolist(), verified.tolist(), strict=True):
-            if now != claim.prediction:
-                confirmations.append(
-                    claim.checked(
-                        "refuted", f"class {claim.prediction} is stated, the network says {now}"
-                    )
-                )
-            elif good:
-                confirmations.append(
-                    claim.checked(
-                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
-                    )
-                )
-            else:
-                said = (
-                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method"
-                )
-                confirmations.append(claim.checked("refuted", said))
-        return confirmations
+        rows = zip(claims, top.tolist(), verified.tolist(), strict=True)
+        return [claim.proven_again(now, good) for claim, now, good in rows]
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
         """Return proven radii of images (b, c, h, w), from the proven `start` (b,) on."""

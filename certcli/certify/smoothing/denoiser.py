@@ -140,12 +140,3 @@ def named_denoiser(checkpoint: Checkpoint, options: Smoothing) -> DenoiserSource
         message = f"these certificates are of the network behind a denoiser, digest {options.denoiser[:16]}"
         raise DataError(message, "name its file: --denoiser FILE")
     return read_denoiser(file, channels)
-
-
-def require_stated(denoiser: PixelDenoiser, options: Smoothing) -> None:
-    """Where records state a digest, raise DataError unless it is of this denoiser at this sigma."""
-    if options.denoiser not in (None, denoiser.digest):
-        raise DataError(
-            f"{options.denoiser_file} is another denoiser (digest {denoiser.digest[:16]}) "
-            f"than that of the records: {str(options.denoiser)[:16]}"
-        )

@@ -19,7 +19,7 @@ from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.forecast import duration, seconds_a_draw
 from certcli.certify.options import SAME, Smoothing, normal_chance
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.denoiser import named_denoiser, require_stated
+from certcli.certify.smoothing.denoiser import named_denoiser
 from certcli.certify.smoothing.functions import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
@@ -372,7 +372,11 @@ def prepare_smoothing(
     denoiser = None
     if source is not None:
         denoiser = source.at(options.sigma)
-        require_stated(denoiser, options)
+        if options.denoiser not in (None, denoiser.digest):  # as records state it
+            raise DataError(
+                f"{options.denoiser_file} is another denoiser (digest {denoiser.digest[:16]}) "
+                f"than that of the records: {str(options.denoiser)[:16]}"
+            )
         options = replace(options, denoiser=denoiser.digest)
         about = {**denoiser.about, "denoiser_line": denoiser.line}
     classify = smoothed_classifier(checkpoint, device, options.precision, denoiser)

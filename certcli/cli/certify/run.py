@@ -8,7 +8,7 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import certificate, method_choice, methods, record_check
+from certcli.certify import certificate, method_choice, methods
 from certcli.certify.options import BRANCH, CertifierOptions, Effort
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
@@ -176,9 +176,7 @@ def _certify_by(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(
-                record_check.disagreements, certifier, claims, images, batch_size, str(records)
-            ),
+            partial(methods.disagreements, certifier, claims, images, batch_size, str(records)),
             gate=demand.share > 0,
             every=demand.every,
         )

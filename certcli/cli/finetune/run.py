@@ -18,7 +18,7 @@ from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import ending, options
 from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation.training_images import kept_of
+from certcli.evaluation.image_doubts import kept_of
 from certcli.finetune import loop, optimisers, shards, start
 from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
 from certcli.finetune.duration import expected_duration, plan_for_budget

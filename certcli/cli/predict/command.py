@@ -17,7 +17,7 @@ from certcli.system import errors, processes
 from certcli.system.options import option
 
 if TYPE_CHECKING:
-    from certcli.certify.predictor import ClassProbability
+    from certcli.certify.patch.certifier import ClassProbability
 
 
 COLOURS = 3
@@ -65,7 +65,7 @@ def predict(
     """
     import torch
 
-    from certcli.certify.predictor import Predictor
+    from certcli.certify.patch.certifier import Predictor
     from certcli.images.folders import Decoder, image_files
     from certcli.images.names import known_class_names
 
