@@ -55,7 +55,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS as CHAINS
-from tests.certify.test_patch_law import Bright
+from tests.certify.test_patch_theorems import Bright
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.executions import logits_of_executions, representable
