@@ -1,5 +1,6 @@
-"""Certificates from the global bound, a margin divided by how fast it can shrink; and what all have in common that are
-proven of a network as it is executed."""
+"""Certificates from the global bound, a margin divided by how fast it can shrink; and what all have
+in common that are proven of a network as it is executed.
+"""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence

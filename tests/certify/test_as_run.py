@@ -1,5 +1,6 @@
-"""What is certified is what runs, and holds still: precisions, batches, memory formats, a module's own normalisation, and
-networks that change after their proof."""
+"""What is certified is what runs, and holds still: precisions, batches, memory formats, a module's
+own normalisation, and networks that change after their proof.
+"""
 
 import math
 from typing import Any

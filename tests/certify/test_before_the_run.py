@@ -1,5 +1,6 @@
-"""What is told and chosen before a run: its time, whose telling changes nothing; where no certificate is tried; and which
-bits of noise are drawn."""
+"""What is told and chosen before a run: its time, whose telling changes nothing; where no
+certificate is tried; and which bits of noise are drawn.
+"""
 
 import math
 from pathlib import Path

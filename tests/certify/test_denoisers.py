@@ -1,5 +1,6 @@
-"""Smoothing behind a denoiser, from a file or from Python: what is certified is the network on denoised images, records say
-of which denoiser, and everything else is refused."""
+"""Smoothing behind a denoiser, from a file or from Python: what is certified is the network on
+denoised images, records say of which denoiser, and everything else is refused.
+"""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,6 @@
-"""Where proofs begin: the set of images that a threat allows lies inside the first value of every domain, whose pixels may
-end at 0 and 1. Of networks of two pixels a fine grid finds the nearest other class: a local radius reaches near it, no farther.
+"""Where proofs begin: the set of images that a threat allows lies inside the first value of every
+domain, whose pixels may end at 0 and 1. Of networks of two pixels a fine grid finds the nearest
+other class: a local radius reaches near it, no farther.
 """
 
 import functools

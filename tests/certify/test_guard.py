@@ -1,5 +1,7 @@
-"""Laws of every certificate method: rows of a batch stand alone, torch's settings are those that are stated, no network
-changes while it is certified, and `--arithmetic` is known to the methods that have it."""
+"""Laws of every certificate method: rows of a batch stand alone, torch's settings are those that
+are stated, no network changes while it is certified, and `--arithmetic` is known to the methods
+that have it.
+"""
 
 import inspect
 import warnings

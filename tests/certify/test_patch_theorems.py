@@ -1,5 +1,6 @@
-"""Double masking and voting are right whatever the passes that see the patch answer; no patch, of extreme pixels or
-adaptive, changes a class that is certified."""
+"""Double masking and voting are right whatever the passes that see the patch answer; no patch, of
+extreme pixels or adaptive, changes a class that is certified.
+"""
 
 import itertools
 from collections.abc import Callable, Sequence

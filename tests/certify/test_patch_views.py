@@ -1,5 +1,6 @@
-"""Patches as they are spelled, which cells they meet, and passes over views: hidden cells do not enter, and batches of one
-size give the same bits."""
+"""Patches as they are spelled, which cells they meet, and passes over views: hidden cells do not
+enter, and batches of one size give the same bits.
+"""
 
 import itertools
 from typing import Any

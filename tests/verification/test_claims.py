@@ -1,6 +1,4 @@
-"""`certvit verify` refutes evidence that does not follow from the weights and images. The old one
-accepted all.
-"""
+"""`certvit verify` refutes evidence and lineages that do not follow from the weights, the images and each other."""
 
 import json
 from collections.abc import Callable
@@ -279,3 +277,41 @@ def test_an_accuracy_may_stand_alone(before: float | None, after: float | None) 
     assert accuracies.count("not stated") == unknown % 2
     assert accuracies.count("10 of 20") == 2 - unknown
     assert "(measured)" in text
+
+
+def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
+    first = workshop / "constrained.safetensors"
+    last = workshop / "certified.safetensors"
+    told = json.loads(console("verify", str(first), str(last), "--json", folder=tmp_path).out)
+    links = [
+        claim
+        for claim in told["checkpoints"][1]["claims"]
+        if claim["entry"].startswith("lineage, step")
+    ]
+    assert [claim["status"] for claim in links] == ["verified"]
+    forged = Checkpoint.read(last)
+    steps = forged.record.lineage
+    steps = (
+        *steps[:-1],
+        replace(steps[-1], command="alchemy"),
+    )  # the file's own step, which no other file tells
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(
+        tmp_path / "own.safetensors"
+    )
+    told = json.loads(
+        console("verify", str(first), "own.safetensors", "--json", folder=tmp_path).out
+    )
+    links = told["checkpoints"][1]["claims"]
+    assert not any(
+        "alchemy" in claim["statement"] for claim in links if claim["status"] == "verified"
+    )
+    steps = forged.record.lineage[1:]
+    Checkpoint(forged.tensors, replace(forged.record, lineage=steps)).write(
+        tmp_path / "f.safetensors"
+    )
+    done = console("verify", str(first), "f.safetensors", "--json", folder=tmp_path)
+    assert done.code == 7
+    assert any(
+        "whose own lineage is another" in reason
+        for reason in json.loads(done.out)["gate"]["reasons"]
+    )

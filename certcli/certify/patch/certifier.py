@@ -1,5 +1,6 @@
-"""--method patch: a defended classifier, one record an image of what no patch changes, what attacks climb, and the classes
-of images, by a network or by the defence."""
+"""--method patch: a defended classifier, one record an image of what no patch changes, what attacks
+climb, and the classes of images, by a network or by the defence.
+"""
 
 import time
 from collections import Counter
