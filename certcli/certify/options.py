@@ -285,13 +285,18 @@ class Smoothing(CertifierOptions):
         if not 0 < self.alpha < 1:
             raise UsageError(f"--alpha {self.alpha:g} is not between 0 and 1", "--alpha 0.001")
         if min(self.n0, self.samples) < 1 or max(self.n0, self.samples) > MOST_DRAWS:
-            raise UsageError(f"--n0 and --samples must be between 1 and {MOST_DRAWS:,}")
+            raise UsageError(
+                f"--n0 and --samples must be between 1 and {MOST_DRAWS:,}",
+                "--n0 100 --samples 1000",
+            )
         if self.enough is not None and not 0 <= self.enough < math.inf:
-            raise UsageError(f"--enough {self.enough:g} is not a finite radius >= 0")
+            raise UsageError(
+                f"--enough {self.enough:g} is not a finite radius >= 0", "--enough 0.25"
+            )
         if self.decide and self.enough is None:
             raise UsageError("--decide needs a radius to decide about", "--enough 0.25")
         if not 0 <= self.seed < 1 << 64:
-            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64")
+            raise UsageError(f"--seed {self.seed} is not between 0 and 2^64", "--seed 0")
 
     def require_reach(self) -> None:
         """Raise UsageError unless these draws can certify a radius, and one beyond `enough`."""

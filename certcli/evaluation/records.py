@@ -13,7 +13,6 @@ generator draws it when the run has ended: no author of the file can have known 
 
 import contextlib
 import json
-import math
 import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -271,19 +270,6 @@ def require_share(share: float, option: str) -> float:
             f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images"
         )
     return share
-
-
-def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
-    """Ascending, each once. UsageError: none, negative, infinite, or no number."""
-    chosen = tuple(sorted(set(radii)))
-    wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
-    if wrong is not None or not chosen:
-        raise UsageError(
-            "no radius was given"
-            if wrong is None
-            else f"radius {wrong:g} is not a finite number >= 0"
-        )
-    return chosen
 
 
 FEW = 16

@@ -255,20 +255,6 @@ def test_a_record_said_twice_or_of_no_image_is_refused(
         assert code == 6
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--records", "x.jsonl"),
-        ("--plot", "x.png"),
-        ("-o", "x.safetensors"),
-        ("--min-certified", "0.5"),
-    ],
-)
-def test_verify_writes_nothing(workshop: Path, made: Path, words: tuple[str, str]) -> None:
-    code, _ = verified(workshop, "lipschitz", made / "lipschitz.jsonl", *words)
-    assert code == 2
-
-
 def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> None:
     """The class changes at distance 0.3: a claim of 0.4 falls to the attack, whatever the method
     says of it.

@@ -196,42 +196,6 @@ def test_a_class_that_the_network_has_not_has_no_hits() -> None:
     assert certifier._hits(claims, torch.ones(3, 1, 1, 2), 0, noise.CONFIRM) == [64, 0, 0]
 
 
-NONSENSE = [
-    (["--sigma", "0"], "sigma"),
-    (["--sigma", "-0.1"], "sigma"),
-    (["--sigma", "nan"], "sigma"),
-    (["--sigma", "wide"], "sigma"),
-    (["--sigma", "0.25,0.5"], "radii of several would share --alpha"),
-    (["--alpha", "0"], "alpha"),
-    (["--alpha", "1"], "alpha"),
-    (["--alpha", "nan"], "alpha"),
-    (["--samples", "0"], "samples"),
-    (["--samples", "9"], "--samples 10 or more"),
-    (["--samples", "100", "-e", "9"], "no radius beyond 0.375"),
-    (["--enough", "nan"], "enough"),
-    (["--enough", "5"], "enough"),
-    (["--precision", "int3"], "int3"),
-    (["--seed", "-1"], "seed"),
-    (["--method", "auto"], "auto alone"),
-    (["--norm", "linf"], "--method local only"),
-    (["--method", "local", "--norm", "linf"], "--method local only"),
-    (["--method", "smoothing"], "once"),
-    (["--method", "lipschitz", "--records", "r.jsonl"], "holds one method"),
-]
-
-
-@pytest.mark.parametrize(
-    ("words", "named"), NONSENSE, ids=lambda value: " ".join(value) if value else ""
-)
-def test_wishes_that_mean_nothing_are_refused(workshop: Path, words: list[str], named: str) -> None:
-    done = attempt("certify", workshop / "plain.safetensors", "--method", "smoothing", *words)
-    failure = done.exception
-    assert getattr(failure, "code", None) == 2, failure  # ours, or of the parser of options
-    assert named in (
-        failure.message + failure.hint if isinstance(failure, UsageError) else done.output
-    )
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -496,14 +460,6 @@ def test_a_network_that_mixes_its_batch_is_refused() -> None:
     for mixing in (nn.BatchNorm2d(1, track_running_stats=False), slightly):
         with pytest.raises(UsageError, match="beside it"):
             ready(mixing)
-
-
-@pytest.mark.parametrize("command", ["certify", "audit"])
-def test_two_sigmas_are_two_networks(workshop: Path, command: str) -> None:
-    """The last one would win in silence; the larger of two radii would be of neither network."""
-    done = attempt(command, workshop / "plain.safetensors", "--sigma", 0.25, "--sigma", 0.5)
-    assert getattr(done.exception, "code", done.exit_code) == 2
-    assert "--sigma is given 2 times" in str(done.exception)
 
 
 @pytest.mark.parametrize("sigma", [1e-3, 0.06, 0.25, 1.0, 7.0, 1e4])

@@ -22,7 +22,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import named_denoiser
 from certcli.certify.smoothing.functions import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent
@@ -222,11 +222,10 @@ class SmoothingCertifier(Certifier):
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = normal_chance(raw_radii[row] / self.settings.sigma)
-            if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
-                message = f"{message}, {probability:.4f} of all are stated"
-                confirmations.append(claim.checked("refuted", message))
-            else:
-                confirmations.append(claim.checked("verified", message))
+            few = _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level
+            stated = f", {probability:.4f} of all are stated" if few else ""
+            status: Status = "refuted" if few else "verified"
+            confirmations.append(claim.checked(status, message + stated))
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
@@ -241,19 +240,13 @@ class SmoothingCertifier(Certifier):
             )
             shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
+            found = proven_radius(now.radius)
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
-                message = f"radius {proven_radius(now.radius)} is found again"
-                confirmations.append(claim.checked("verified", message))
-            else:
-                said = (
-                    f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
-                )
-                confirmations.append(
-                    claim.checked(
-                        "refuted",
-                        f"{said}, {now.prediction} and {proven_radius(now.radius)} found again",
-                    )
-                )
+                confirmations.append(claim.checked("verified", f"radius {found} is found again"))
+                continue
+            said = f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
+            message = f"{said}, {now.prediction} and {found} found again"
+            confirmations.append(claim.checked("refuted", message))
         return confirmations
 
     def stands(

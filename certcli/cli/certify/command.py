@@ -1,17 +1,11 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
-from typing import TYPE_CHECKING
-
 import typer
 
 from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
-
-if TYPE_CHECKING:
-    pass
-
 
 PANELS = {
     "smoothing": "Smoothing",
