@@ -16,15 +16,10 @@ Radii = Radius | Sequence[Radius]
 Words = str | Sequence[str]
 
 
-class ProofOptions(TypedDict, total=False):
-    """Of methods lipschitz, box, local-lip and bcp: `certify.options.Proof`."""
+class LocalOptions(TypedDict, total=False):
+    """Of method local: `certify.options.Local`; of lipschitz, box, local-lip and bcp `arithmetic` alone."""
 
     arithmetic: Arithmetic | None
-
-
-class LocalOptions(ProofOptions, total=False):
-    """Of method local: `certify.options.Local`."""
-
     effort: Effort
     norm: Norm
     seconds: float | None

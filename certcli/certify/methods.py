@@ -242,20 +242,18 @@ def recheck(
             for certificate, label in zip(batch, labels, strict=True)
         ]
         undecided = [row for row, claim in enumerate(claims) if claim is None]
-        if undecided:
-            confirmed = certifier.confirm(
-                [batch[row] for row in undecided], pixels[undecided], doubt
-            )
-            for row, confirmation in zip(undecided, confirmed, strict=True):
-                claims[row] = confirmation
-        for row, (certificate, claim) in enumerate(zip(batch, claims, strict=True)):
-            assert claim is not None
-            if claim.status == "verified" and certificate.held:
+        confirmed = iter(
+            certifier.confirm([batch[row] for row in undecided], pixels[undecided], doubt)
+            if undecided
+            else ()
+        )
+        for row, (certificate, wrong) in enumerate(zip(batch, claims, strict=True)):
+            claim = wrong or next(confirmed)
+            attacked = claim.status == "verified" and bool(certificate.held)
+            if attacked:
                 image = pixels[row : row + 1]
-                attacked = _attack_claim(certifier, certificate, image, claim.why, doubt, attack)
-                yield CheckedRecord(certificate, attacked, True)
-            else:
-                yield CheckedRecord(certificate, claim)
+                claim = _attack_claim(certifier, certificate, image, claim.why, doubt, attack)
+            yield CheckedRecord(certificate, claim, attacked)
 
 
 def plainly_wrong(certificate: Certificate, label: int, certifier: Certifier) -> Claim | None:

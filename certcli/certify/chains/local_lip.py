@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings
+from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings, require_logits
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_radii
 from certcli.certify.options import Proof
@@ -23,7 +23,6 @@ from certcli.evaluation.claim import Claim
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import DataError
 
 GLOBAL = "global"
 _FIRST = 1e-6
@@ -102,10 +101,8 @@ class LocalLipCertifier(ProvingCertifier):
         self._weights.require_unchanged()
         pixels = pixels.double().to(self._device)
         values = self.network.values(pixels)
-        logits = values.centre[-1]
-        if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
-        return pixels, values, logits.argmax(1)
+        require_logits(values.centre[-1], pixels)
+        return pixels, values, values.centre[-1].argmax(1)
 
     def _start(self, values: Values, top: Tensor, nearby: Tensor | None = None) -> Tensor:
         """Return the global bound's radii."""
