@@ -160,6 +160,12 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
     assert share * bound <= found <= bound
 
 
+def test_a_token_that_is_hidden_from_itself_leaves_no_bound() -> None:
+    result = bound_network(_l2("l2-attention", 1.0, (1 - torch.eye(3)).log()), (3, 8), 3)
+    assert not result.upper.finite
+    assert "does not see itself" in result.bound.why
+
+
 def test_no_factor_of_scores_from_the_image_can_be_spared() -> None:
     """Values R and -R, and an addition to the scores that alone moves: R sqrt(1/2) is attained."""
     e, g, *_ = AXES
