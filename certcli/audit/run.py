@@ -17,7 +17,7 @@ from certcli.audit.proving import Measuring, Proving
 from certcli.audit.schedule import CAREFUL, Stage
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.image_doubts import (

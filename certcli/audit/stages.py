@@ -18,8 +18,8 @@ from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.method_choice import is_useful, why_hopeless
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import defended
-from certcli.certify.smoothing.functions import Classifier, require_rows_alone
 from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.noise import Classifier, require_rows_alone
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import FEWEST

@@ -28,7 +28,7 @@ from certcli.certify.certificate import AGAIN, RecheckSettings
 from certcli.certify.methods import prepare_method
 from certcli.certify.options import Local
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import part_of
 from certcli.evaluation.threat import Threat

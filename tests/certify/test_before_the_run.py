@@ -18,8 +18,8 @@ from certcli.certify.forecast import SHORT, duration, seconds_a_draw
 from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint

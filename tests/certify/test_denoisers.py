@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import certvit
 from certcli.certify.smoothing.denoiser import Denoiser, read_denoiser
-from certcli.certify.smoothing.functions import DTYPES, Classifier
+from certcli.certify.smoothing.noise import DTYPES, Classifier
 from certcli.certify.smoothing.pixel_denoiser import from_memory
 from certcli.checkpoint.record import InputSpec
 from certcli.models.hub import fetched_diffusers

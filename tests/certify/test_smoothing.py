@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from certcli.certify.certificate import Certificate
 from certcli.certify.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.functions import Classifier, smoothed_classifier
 from certcli.certify.smoothing.method import STATED, SmoothingCertifier, _chance_of_so_few
+from certcli.certify.smoothing.noise import Classifier, smoothed_classifier
 from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import method_of

@@ -17,7 +17,7 @@ from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
-from certcli.verification.lineage import compare_lineages, remake_means
+from certcli.verification.report import compare_lineages, remake_means
 from tests.helpers.commands import certvit, document
 
 MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {

@@ -17,7 +17,6 @@ from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real
 from certcli.verification import documents, evidence, report
-from certcli.verification import lineage as lineages
 from certcli.verification.evidence import Recertified, Request
 
 V = "verified"
@@ -230,7 +229,7 @@ def test_a_parent_s_own_steps_come_before_the_step() -> None:
         }
         return [
             (int(one.entry.split()[-1]), one.status, one.asked)
-            for _, one in lineages.compare_lineages(files)
+            for _, one in report.compare_lineages(files)
         ]
 
     assert compared("A", "I", "B", "M", "whole") == [
@@ -247,7 +246,7 @@ def lineage(
     steps = [Fields(command=word, parent="p") for word in commands.split()]
     record = Fields(lineage=steps, surgery=surgery, evidence=entries)
     checkpoint: Any = Fields(record=record, digest="own")
-    return [claim.status for claim in lineages.check_lineage(checkpoint)]
+    return [claim.status for claim in report.check_lineage(checkpoint)]
 
 
 def test_what_contradicts_a_lineage_is_found() -> None:

@@ -20,7 +20,7 @@ from certcli.certify.forecast import duration, seconds_a_draw
 from certcli.certify.options import SAME, Smoothing, normal_chance
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import named_denoiser
-from certcli.certify.smoothing.functions import Classifier, Smoothed, smoothed_classifier
+from certcli.certify.smoothing.noise import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import number_of
