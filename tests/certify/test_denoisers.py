@@ -105,35 +105,18 @@ def test_the_published_network() -> None:
     )
 
 
-def missing(tensors: dict[str, Tensor]) -> None:
-    del tensors["module.dncnn.3.running_var"]
+SPOILT: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "missing": lambda tensors: tensors.pop("module.dncnn.3.running_var"),
+    "surplus": lambda tensors: tensors.update({"module.head.weight": torch.ones(2)}),
+    "reshaped": lambda tensors: tensors.update({"module.dncnn.2.weight": torch.ones(4, 4, 5, 5)}),
+    "deeper": lambda tensors: tensors.update({"module.dncnn.999.weight": torch.ones(1)}),
+    "renamed": lambda tensors: tensors.update(conv=tensors.pop("module.dncnn.0.weight")),
+    "flat": lambda tensors: tensors.update({"module.dncnn.0.weight": torch.ones(4)}),
+    "broken": lambda tensors: tensors["module.dncnn.2.weight"].mul_(torch.nan),
+}
 
 
-def surplus(tensors: dict[str, Tensor]) -> None:
-    tensors["module.head.weight"] = torch.ones(2)
-
-
-def reshaped(tensors: dict[str, Tensor]) -> None:
-    tensors["module.dncnn.2.weight"] = torch.ones(4, 4, 5, 5)
-
-
-def deeper(tensors: dict[str, Tensor]) -> None:
-    tensors["module.dncnn.999.weight"] = torch.ones(1)
-
-
-def renamed(tensors: dict[str, Tensor]) -> None:
-    tensors["conv.weight"] = tensors.pop("module.dncnn.0.weight")
-
-
-def flat(tensors: dict[str, Tensor]) -> None:
-    tensors["module.dncnn.0.weight"] = torch.ones(4)
-
-
-def broken(tensors: dict[str, Tensor]) -> None:
-    tensors["module.dncnn.2.weight"] *= torch.nan
-
-
-@pytest.mark.parametrize("spoil", [missing, surplus, reshaped, deeper, renamed, flat, broken])
+@pytest.mark.parametrize("spoil", SPOILT.values(), ids=SPOILT)
 def test_anything_else_is_refused(tmp_path: Path, spoil: Any) -> None:
     with pytest.raises(CertvitError) as refused:
         read_denoiser(dncnn(tmp_path / "d.safetensors", 1.0, spoil), 1)
