@@ -287,14 +287,14 @@ class PinnedWeights:
 
 
 def _compare_radius(claim: Certificate, recomputed: Certificate) -> Claim:
-    found = proven_radius(recomputed.radius)
+    radius = proven_radius(recomputed.radius)
     if claim.prediction != recomputed.prediction:
         return claim.proven_again(recomputed.prediction, False)
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return claim.checked(
-            "refuted", f"radius {proven_radius(claim.radius)} is stated, {found} is found"
+            "refuted", f"radius {proven_radius(claim.radius)} is stated, {radius} is found"
         )
-    return claim.checked("verified", f"radius {found} is found again")
+    return claim.checked("verified", f"radius {radius} is found again")
 
 
 @dataclass(frozen=True)

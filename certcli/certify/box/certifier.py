@@ -299,8 +299,8 @@ class BoxCertifier(LipschitzCertifier):
                 (repeated,) = self._certified(
                     [claim.index], image[None], [claim.prediction], 2 * STEPS
                 )
-                again = claim.radius <= repeated.radius * (1 + AGAIN)
-                if claim.prediction == repeated.prediction and again:
+                proven = claim.radius <= repeated.radius * (1 + AGAIN)
+                if claim.prediction == repeated.prediction and proven:
                     confirmed = claim.proven_again(repeated.prediction, True)
             confirmations.append(confirmed)
         return confirmations

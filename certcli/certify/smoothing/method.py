@@ -223,9 +223,9 @@ class SmoothingCertifier(Certifier):
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = normal_chance(raw_radii[row] / self.settings.sigma)
             few = _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level
-            stated = f", {probability:.4f} of all are stated" if few else ""
+            refutation = f", {probability:.4f} of all are stated" if few else ""
             status: Status = "refuted" if few else "verified"
-            confirmations.append(claim.checked(status, message + stated))
+            confirmations.append(claim.checked(status, message + refutation))
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
@@ -240,12 +240,12 @@ class SmoothingCertifier(Certifier):
             )
             shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
-            found = proven_radius(now.radius)
+            radius = proven_radius(now.radius)
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
-                confirmations.append(claim.checked("verified", f"radius {found} is found again"))
+                confirmations.append(claim.checked("verified", f"radius {radius} is found again"))
                 continue
             said = f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
-            message = f"{said}, {now.prediction} and {found} found again"
+            message = f"{said}, {now.prediction} and {radius} found again"
             confirmations.append(claim.checked("refuted", message))
         return confirmations
 
