@@ -12,9 +12,11 @@ from certcli.checkpoint.schema import (
     Json,
     Log10,
     Measured,
+    NoArgs,
     Number,
     Seed,
     Share,
+    StrictStruct,
     Text,
     Upper,
     convert_json,
@@ -38,15 +40,11 @@ Arithmetic = Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
 Setting = Seed | Number | bool | Attacks | None
 
 
-class _Closed(Struct, forbid_unknown_fields=True):
-    pass
-
-
-class LipschitzParameters(_Closed):
+class LipschitzParameters(StrictStruct):
     images: Tried = 0
 
 
-class LipschitzResult(_Closed):
+class LipschitzResult(StrictStruct):
     """upper_text, upper_finite: of reports, which say it in words too."""
 
     upper: Upper
@@ -59,13 +57,13 @@ class LipschitzResult(_Closed):
     upper_finite: bool | UnsetType = UNSET
 
 
-class FinetuneParameters(_Closed):
+class FinetuneParameters(StrictStruct):
     epsilon: Length
     split: Literal["val"] = "val"
     images: ImageCount | None = None
 
 
-class FinetuneResult(_Closed):
+class FinetuneResult(StrictStruct):
     """dataset: unset in files of older versions, whose share is of real arithmetic."""
 
     clean: Share
@@ -78,7 +76,7 @@ class FinetuneResult(_Closed):
     arithmetic: Arithmetic = "real"
 
 
-class CertifyParameters(_Closed):
+class CertifyParameters(StrictStruct):
     dataset: Dataset
     split: Text
     limit: ImageCount | None
@@ -86,11 +84,7 @@ class CertifyParameters(_Closed):
     method: Text
 
 
-class NoOptions(_Closed):
-    """Most methods have none."""
-
-
-class LocalOptions(_Closed):
+class LocalOptions(StrictStruct):
     effort: Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
@@ -99,7 +93,7 @@ class LocalOptions(_Closed):
     seconds: Annotated[float, Meta(gt=0, le=1e9)] | UnsetType = UNSET
 
 
-class SmoothingOptions(_Closed):
+class SmoothingOptions(StrictStruct):
     sigma: Annotated[float, Meta(gt=0, le=1e6)]
     n0: Draws
     samples: Draws
@@ -117,18 +111,18 @@ class SmoothingOptions(_Closed):
 
 
 OPTIONS: Mapping[str, type[Struct]] = {
-    "lipschitz": NoOptions,
-    "box": NoOptions,
+    "lipschitz": NoArgs,
+    "box": NoArgs,
     "local": LocalOptions,
-    "local-lip": NoOptions,
-    "bcp": NoOptions,
+    "local-lip": NoArgs,
+    "bcp": NoArgs,
     "smoothing": SmoothingOptions,
     "patch": PatchOptions,
 }
 """Parameters of each certificate method, in evidence and in the header of records; a test keeps it equal to the registry."""
 
 
-class CertifyResult(_Closed):
+class CertifyResult(StrictStruct):
     """average_radius: of all methods but `patch`."""
 
     dataset: JudgedImages
@@ -168,7 +162,7 @@ class CertifyResult(_Closed):
         )
 
 
-class AttackParameters(_Closed):
+class AttackParameters(StrictStruct):
     dataset: Dataset = ""
     split: Text = ""
     images: ImageCount | None = None
@@ -185,7 +179,7 @@ class AttackParameters(_Closed):
     refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
 
 
-class AttackPart(_Closed):
+class AttackPart(StrictStruct):
     """One stage at one radius, or at one size of patch."""
 
     norm: Kind
@@ -218,7 +212,7 @@ class AttackPart(_Closed):
         )
 
 
-class AttackFlag(_Closed):
+class AttackFlag(StrictStruct):
     """A check that was raised; its words are not shown."""
 
     name: Text
@@ -242,11 +236,11 @@ class AttackResult(AttackPart):
     refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
 
 
-class KeptParameters(_Closed):
+class KeptParameters(StrictStruct):
     calibration: Dataset
 
 
-class Rung(_Closed):
+class Rung(StrictStruct):
     """One row of adapt's trade."""
 
     changes: Tried
@@ -260,7 +254,7 @@ class Rung(_Closed):
     agreement_at_least: Share | UnsetType = UNSET
 
 
-class KeptResult(_Closed):
+class KeptResult(StrictStruct):
     """What adapt or constrain kept of the network that it changed."""
 
     images: ImageCount

@@ -20,6 +20,7 @@ from certcli.checkpoint.schema import (
     Digest,
     Json,
     Name,
+    StrictStruct,
     Text,
     decode_json,
     require_bounded_json,
@@ -46,11 +47,7 @@ Splits = Annotated[str, Meta(pattern=r"\A[-0-9. ]+\Z")]
 """A tree of splits at signs of units, in preorder."""
 
 
-class _Fields(Struct, forbid_unknown_fields=True):
-    pass
-
-
-class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
+class JudgedImages(StrictStruct, frozen=True):
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
 
     name: Dataset
@@ -59,7 +56,7 @@ class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
     digest: Digest
 
 
-class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Run(StrictStruct, frozen=True, kw_only=True):
     """All that decides the records of a file: two runs that are equal write the same records.
 
     Attributes:
@@ -136,7 +133,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 48 else f"{text[:16]}..."
 
 
-class _Record(_Fields, kw_only=True):
+class _Record(StrictStruct, kw_only=True):
     index: Count
     label: Class
     pixels: Pixels
@@ -241,7 +238,7 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 """By command, and whether its threat is a patch."""
 
 
-class PatchOptions(_Fields):
+class PatchOptions(StrictStruct):
     """Parameters of a defence against patches. cell: (height, width) hidden together."""
 
     procedure: Literal["double-masking", "voting"]
