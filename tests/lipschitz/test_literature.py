@@ -20,7 +20,7 @@ from benchmarks.formulas import (
 )
 from certcli.constrain.prox import l1
 from certcli.engine import curves
-from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
