@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.tables.jacobians import module_inputs
 from certcli.models.build import load, own_name
 from certcli.models.open import open_checkpoint
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention_variants import L2Attention
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 

@@ -29,7 +29,7 @@ from certcli.adapt.pixels import as_pixels
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import compose_inputs, deviations, fit_layer
 from certcli.adapt.weight_transfer import Scales, branch_inputs, head_layers, output_map, start_norm
-from certcli.nn.heads import FlatHead
+from certcli.nn.layers import FlatHead
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.products import fast_products
 

@@ -21,12 +21,15 @@ from torch import nn
 from certcli.adapt.families import Family, Half, Section, part_at
 from certcli.adapt.start import fold_gain
 from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant
-from certcli.nn.attention_weights import AttentionWeights
-from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
-from certcli.nn.lnorm_attention import LipschitzNormAttention
+from certcli.nn.attention import AttentionWeights
+from certcli.nn.attention_variants import (
+    CosineAttention,
+    L2Attention,
+    L2UntiedValueAttention,
+    LipschitzNormAttention,
+)
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual
-from certcli.nn.scsa_attention import CosineAttention
 
 _LINEAR_READERS = (
     Attention, WindowAttention, GPSA, MHSA, L2Attention, L2UntiedValueAttention, CosineAttention, LipschitzNormAttention

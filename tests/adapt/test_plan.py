@@ -20,7 +20,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.models import build
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention_variants import L2Attention
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.grids import crossed
 
