@@ -10,10 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.families import adapted_family, run_end
-from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
-from certcli.adapt.plan import plan
+from certcli.adapt.plan import AdaptedPart, adapted_family, plan, run_end
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings
 from certcli.checkpoint.file import Checkpoint
