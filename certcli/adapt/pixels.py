@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from certcli.images.transforms import transform_each
+from certcli.images.labelled import transform_each
 
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
 

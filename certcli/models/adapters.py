@@ -21,7 +21,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import decode_json
-from certcli.system.errors import CheckpointError, Refused, one_line
+from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
 
 CONFIG = "adapter_config.json"
@@ -87,8 +87,11 @@ class Adapter:
         """Put the weight and the bias of a layer into `changed`, and take its tensors of `unread`."""
         path = layer.removeprefix("base_model.model.")
         a = unread.pop(f"{layer}.lora_A.weight").double()
-        if f"{layer}.lora_B.weight" not in unread:
-            raise CheckpointError(f"'{one_line(path)[:80]}' has lora_A and no lora_B")
+        raise_if(
+            f"{layer}.lora_B.weight" not in unread,
+            CheckpointError,
+            f"'{one_line(path)[:80]}' has lora_A and no lora_B",
+        )
         b = unread.pop(f"{layer}.lora_B.weight").double()
         lengths = [
             unread.pop(key)
@@ -98,8 +101,11 @@ class Adapter:
         rank = _by_pattern(self.config.rank_pattern, path, self.config.r)
         name = _base_name(f"{layer}.weight", base)
         fits = 2 <= a.dim() == b.dim() == base[name].dim()
-        if not fits or not len(a) == b.flatten(1).shape[1] == rank:
-            raise CheckpointError(f"'{one_line(path)[:80]}' is of another rank than {CONFIG} says")
+        raise_if(
+            not fits or not len(a) == b.flatten(1).shape[1] == rank,
+            CheckpointError,
+            f"'{one_line(path)[:80]}' is of another rank than {CONFIG} says",
+        )
         scale = self._scale(path, rank)
         product = torch.einsum("or,r...->o...", b.flatten(1), a)
         change = scale * (product.T if self.config.fan_in_fan_out else product)
@@ -116,14 +122,20 @@ class Adapter:
 
     def _with_lengths(self, name: str, weight: Tensor, lengths: list[Tensor]) -> Tensor:
         """Return the weight, with rows (o, i) of the lengths (o,) that DoRA learned."""
-        if self.config.use_dora != bool(lengths):
-            raise CheckpointError(f"'{name}': DoRA's lengths are not there as {CONFIG} says")
+        raise_if(
+            self.config.use_dora != bool(lengths),
+            CheckpointError,
+            f"'{name}': DoRA's lengths are not there as {CONFIG} says",
+        )
         if not lengths:
             return weight
         rows = weight.flatten(1).norm(dim=1)
         turned = self.config.fan_in_fan_out
-        if weight.dim() != 2 or turned or lengths[0].shape != rows.shape or not rows.all():
-            raise CheckpointError(f"'{name}': DoRA is merged into the rows of linear layers alone")
+        raise_if(
+            weight.dim() != 2 or turned or lengths[0].shape != rows.shape or not rows.all(),
+            CheckpointError,
+            f"'{name}': DoRA is merged into the rows of linear layers alone",
+        )
         return (lengths[0].double() / rows)[:, None] * weight
 
 
@@ -133,18 +145,18 @@ def read_adapter(folder: Path) -> Adapter:
     Raises:
         CheckpointError: a file is missing, damaged, or says what nothing here reads.
     """
-    if is_absent(folder / WEIGHTS) and not is_absent(folder / "adapter_model.bin"):
-        raise CheckpointError(
-            f"{folder} has adapter_model.bin, which runs code as it is read",
-            "in a place that you trust: model.save_pretrained(FOLDER) writes safetensors",
-        )
+    raise_if(
+        is_absent(folder / WEIGHTS) and not is_absent(folder / "adapter_model.bin"),
+        CheckpointError,
+        f"{folder} has adapter_model.bin, which runs code as it is read",
+        "in a place that you trust: model.save_pretrained(FOLDER) writes safetensors",
+    )
     try:
         text = read_bounded(folder / CONFIG)
         config = decode_json(text, AdapterConfig)
         about = decode_json(text, dict[str, Any])
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
-            if about[name]:
-                raise Refused(f"'{one_line(name)[:80]}' has no reader")
+            raise_if(about[name], Refused, f"'{one_line(name)[:80]}' has no reader")
         for key in {**(config.rank_pattern or {}), **(config.alpha_pattern or {})}:
             if re.fullmatch(r"[\w.]+", key) is None:
                 raise Refused(f"the pattern '{one_line(key)[:80]}' is no name")

@@ -20,7 +20,7 @@ from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import Program, on_meta, shape_of
-from certcli.system.errors import ArchitectureError, Refused, one_line
+from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
 _MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -109,8 +109,11 @@ class _Reader:
             result = target(*args, **kwargs)
             return Batch(result) if any(isinstance(each, Batch) for each in args) else result
         name = target._schema.name.removeprefix("aten::")
-        if target._schema.is_mutable and not _is_fresh(node.args[0], node):
-            raise Refused("it changes a tensor that is read elsewhere")
+        raise_if(
+            target._schema.is_mutable and not _is_fresh(node.args[0], node),
+            Refused,
+            "it changes a tensor that is read elsewhere",
+        )
         depends = any(isinstance(each, fx.Node) for each in _flat_arguments((args, kwargs)))
         if name == "sym_size":
             size = shape_of(args[0])[args[1]]
@@ -165,8 +168,11 @@ def _aten_attention(
     program: Program, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    if is_causal or dropout_p or enable_gqa:
-        raise Refused("attention with dropout, over earlier tokens or with shared heads")
+    raise_if(
+        is_causal or dropout_p or enable_gqa,
+        Refused,
+        "attention with dropout, over earlier tokens or with shared heads",
+    )
     rank = len(shape_of(key))
     turned = program.apply("permute", key, [*range(rank - 2), rank - 1, rank - 2])
     scores = program.apply(torch.matmul, query, turned)
@@ -204,8 +210,7 @@ def _aten_batch_norm(
     program: Program, x: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> Any:  # fmt: skip
-    if training:
-        raise Refused("statistics of the batch: export model.eval()")
+    raise_if(training, Refused, "statistics of the batch: export model.eval()")
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
     return _op(program, "BatchNormalization", x, weight, bias, mean, variance, epsilon=eps)
@@ -235,8 +240,7 @@ def _aten_max_pool(
 
 
 def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
-    if train and p:
-        raise Refused("dropout in training: export model.eval()")
+    raise_if(train and p, Refused, "dropout in training: export model.eval()")
     return x
 
 

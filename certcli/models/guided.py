@@ -30,7 +30,7 @@ from certcli.models.diffusion import (
 )
 from certcli.models.weights import load_weights
 from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
 
 MARK = "input_blocks.0.0.weight"
@@ -108,15 +108,17 @@ def read_guided(
             channels, or a flag is missing that decides its function.
         CheckpointError: the file of flags is broken.
     """
-    if any(name.startswith("label_emb.") for name in tensors):
-        raise ArchitectureError(
-            f"the denoiser {path} is conditional: it wants the class of each image",
-            "an unconditional model, such as 256x256_diffusion_uncond.pt",
-        )
-    if not any(name.startswith("output_blocks.") for name in tensors):
-        raise ArchitectureError(
-            f"{path} has no output_blocks: it is half a UNet, such as a classifier of noisy images"
-        )
+    raise_if(
+        any(name.startswith("label_emb.") for name in tensors),
+        ArchitectureError,
+        f"the denoiser {path} is conditional: it wants the class of each image",
+        "an unconditional model, such as 256x256_diffusion_uncond.pt",
+    )
+    raise_if(
+        not any(name.startswith("output_blocks.") for name in tensors),
+        ArchitectureError,
+        f"{path} has no output_blocks: it is half a UNet, such as a classifier of noisy images",
+    )
     flags = _flags(path)
     try:
         layout = _Layout.of(tensors)
@@ -180,8 +182,11 @@ def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
     for width in sorted(widths):
         divisor = flags.num_heads or flags.num_head_channels
         assert divisor is not None
-        if width % divisor:
-            raise ArchitectureError(f"{path}: {width} channels are not cut into heads by {divisor}")
+        raise_if(
+            width % divisor,
+            ArchitectureError,
+            f"{path}: {width} channels are not cut into heads by {divisor}",
+        )
     several = any(shape.head_width(width) < width for width in widths)
     if several and flags.use_new_attention_order is None:
         raise _missing(
@@ -248,8 +253,11 @@ class _Layout:
         outputs = {name.split(".")[1] for name in tensors if name.startswith("output_blocks.")}
         levels = 1 + len(steps)
         layers = len(outputs) // levels - 1
-        if levels > DEEPEST or not 1 <= layers <= DEEPEST:
-            raise ValueError(f"{levels} levels of {layers} residual blocks")
+        raise_if(
+            levels > DEEPEST or not 1 <= layers <= DEEPEST,
+            ValueError,
+            f"{levels} levels of {layers} residual blocks",
+        )
         firsts = [1 + level * (layers + 1) for level in range(levels)]
         attending = tuple(f"input_blocks.{first}.1.qkv.weight" in tensors for first in firsts)
         return cls(layers, attending, "conv" not in steps)
@@ -297,8 +305,7 @@ def _guided_shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) 
     widths = tuple(len(tensors[f"input_blocks.{first}.0.out_layers.3.bias"]) for first in firsts)
     rows = len(tensors["input_blocks.1.0.emb_layers.1.bias"])
     waves = tensors["time_embed.0.weight"].shape[1]
-    if waves % 2:
-        raise ValueError(f"an odd number of waves of t, {waves}")
+    raise_if(waves % 2, ValueError, f"an odd number of waves of t, {waves}")
     resampling: Resampling = "resnet" if layout.by_resnet else "conv"
     return GuidedShape(
         in_channels=tensors[MARK].shape[1],

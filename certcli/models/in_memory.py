@@ -15,11 +15,10 @@ from certcli.checkpoint.file import Checkpoint, require_weights
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixel_statistics
 from certcli.models import build, exported
-from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.models.program import program_digest
-from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
+from certcli.models.weights import foreign_tensor, require_classifier, require_features
+from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line, raise_if
 
 PREFIX = "module."
 """Of the architecture's name in the record: timm has no such architecture, so that no command builds another network."""
@@ -140,10 +139,12 @@ def open_module(
     ends = (is_number and class_count == 0) or (
         features and not (is_number and class_count == width)
     )
-    if width < 2 and not ends:
-        raise ArchitectureError(
-            f"the {kind} returns one logit an image", "a classifier has two logits or more"
-        )
+    raise_if(
+        width < 2 and not ends,
+        ArchitectureError,
+        f"the {kind} returns one logit an image",
+        "a classifier has two logits or more",
+    )
     opened = build.with_network(
         Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net
     )
@@ -183,11 +184,12 @@ def _require_same_function(module: nn.Module, model: PixelModel) -> None:
     is_run_alike = dtypes == {ours} and weight.device.type == "cpu"
     scale = logits.amax(0) - logits.amin(0) if is_run_alike else logits.abs().amax()
     allowed = rounding * scale + 8 * torch.finfo(ours).eps * logits.abs()
-    if theirs.shape != logits.shape or not bool(((theirs - logits).abs() <= allowed).all()):
-        raise ArchitectureError(
-            f"the network that is made of the {type(module).__name__} and its weights gives other logits than the module",
-            "its copy, state_dict, hooks of loading or types of tensors change it: give it as plain modules and tensors",
-        )
+    raise_if(
+        theirs.shape != logits.shape or not bool(((theirs - logits).abs() <= allowed).all()),
+        ArchitectureError,
+        f"the network that is made of the {type(module).__name__} and its weights gives other logits than the module",
+        "its copy, state_dict, hooks of loading or types of tensors change it: give it as plain modules and tensors",
+    )
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """The program of a module in memory, as a digest: its classes' code, its attributes, its constants.
 
 Names and shapes of tensors are those of many networks, and so is what `repr` prints: torch.fx's
-graphs all print as `GraphModule()`. A graph counts by its operations, whatever their names are. Code
-counts by its instructions, so it belongs to one version of Python; library code counts by its name.
+graphs all print as `GraphModule()`. A graph counts by its operations, whatever their names are. What
+libraries and Python itself define counts by its name, so that no version of Python changes a graph's
+digest; code of the user's counts by its instructions, which belong to one version.
 """
 
 import copyreg
@@ -25,9 +26,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
-LIBRARIES = ("builtins", "torch", "torchvision", "timm", "certcli", "numpy")
-_TORCH = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+LIBRARIES = {"torch", "torchvision", "timm", "certcli", "numpy"} | sys.stdlib_module_names
+_TORCH = (
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    OpOverload,
+    OpOverloadPacket,
+)
+"""Types whose texts name all that their values are."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *_TORCH)
 _BESIDE = ("_parameters", "_buffers", "_modules", "training", "_graph", "_code")
 """Attributes that tensors, paths of modules and a graph's own text stand for."""

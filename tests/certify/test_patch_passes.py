@@ -14,8 +14,7 @@ from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
 from certcli.models.pixels import PixelModel
-from certcli.models.views import Grid
-from certcli.models.visible_part import GreyPixels, KeptTokens, SeenPart, seen_part
+from certcli.models.visible_part import GreyPixels, Grid, KeptTokens, SeenPart, seen_part
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, views_as_pixels
 

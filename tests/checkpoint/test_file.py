@@ -18,7 +18,7 @@ from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_weights, t
 from certcli.checkpoint.record import Evidence, InputSpec, LineageStep, Record, Replacement
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]

@@ -9,7 +9,6 @@ import pytest
 import safetensors.torch
 import torch
 
-from certcli.checkpoint import mapped as spool
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import Outputs
 from certcli.checkpoint.record import KEY
@@ -18,6 +17,7 @@ from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
+from certcli.models import weights as spool
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, UsageError
 

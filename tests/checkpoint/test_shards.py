@@ -13,12 +13,12 @@ import safetensors.torch
 import torch
 
 from certcli.checkpoint import file as checkpoint_module
-from certcli.checkpoint import mapped
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import last_command, remove
 from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, shards_of_index
 from certcli.constrain import network
+from certcli.models import weights
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CheckpointError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit
@@ -173,9 +173,9 @@ def test_every_command_that_writes_one_writes_several(plain: Checkpoint, tmp_pat
     certvit("constrain", source, *words, "-o", tmp_path / "one.safetensors")
     one = Checkpoint.read(tmp_path / "one.safetensors")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(mapped, "IN_MEMORY", 0)
-        patched.setattr(mapped, "SPARED", 0)
-        patched.setattr(mapped, "_SMALL", 0)
+        patched.setattr(weights, "IN_MEMORY", 0)
+        patched.setattr(weights, "SPARED", 0)
+        patched.setattr(weights, "_SMALL", 0)
         patched.setattr(network, "room_for", lambda *_: 2**16)
         certvit("constrain", tmp_path / "s", *words, "--shard-size", "6KB")
     several = Checkpoint.read(tmp_path / "s" / "model.constrain.safetensors.index.json")

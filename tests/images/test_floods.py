@@ -16,8 +16,9 @@ from PIL import Image
 from certcli.checkpoint.file import read_tensors
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.records import read_records
-from certcli.images import datasets, opening
-from certcli.images.folders import LARGEST_TABLE, Decoder, image_files
+from certcli.images import datasets, decoding
+from certcli.images.decoding import Decoder
+from certcli.images.folders import LARGEST_TABLE, image_files
 from certcli.system.errors import CheckpointError, DataError
 from tests.helpers.commands import console
 
@@ -52,9 +53,9 @@ def test_the_size_of_a_webp_is_pillows(lossless: bool, tmp_path: Path) -> None:
     for size in ((1, 1), (8, 300), (16_383, 2)):
         path = tmp_path / "x.webp"
         Image.new("RGB", size, (9, 200, 3)).save(path, lossless=lossless)
-        assert opening._webp_size(path.read_bytes()[:30]) == size
+        assert decoding._webp_size(path.read_bytes()[:30]) == size
     Image.new("RGBA", (7, 9), (9, 200, 3, 90)).save(path)
-    assert opening._webp_size(path.read_bytes()[:30]) == (7, 9)
+    assert decoding._webp_size(path.read_bytes()[:30]) == (7, 9)
 
 
 @pytest.mark.parametrize("suffix", ["png", "bmp", "ppm", "tif"])
@@ -62,7 +63,7 @@ def test_every_format_has_the_limit(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Image.new("L", (30, 30)).save(tmp_path / f"x.{suffix}")
-    monkeypatch.setattr(opening, "MOST_PIXELS", 800)
+    monkeypatch.setattr(decoding, "MOST_PIXELS", 800)
     with pytest.raises(DataError, match="more than 800 pixels"):
         Decoder(SPEC)(tmp_path / f"x.{suffix}")
 
@@ -133,21 +134,21 @@ def test_images_are_as_before_however_they_are_opened(tmp_path: Path) -> None:
 def test_threads_decode_no_more_pixels_together_than_one_image_may_have(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(opening, "MOST_PIXELS", 1000)
+    monkeypatch.setattr(decoding, "MOST_PIXELS", 1000)
     for number in range(12):
         Image.new("L", (20, 20)).save(tmp_path / f"{number}.{'webp' if number % 3 == 0 else 'png'}")
     together: list[int] = []
 
     def read(path: Path) -> None:
-        with opening.opened_image(path) as image:
+        with decoding.opened_image(path) as image:
             image.load()
-            together.append(opening._decoding[0])
+            together.append(decoding._decoding[0])
             time.sleep(0.01)
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(read, sorted(tmp_path.iterdir())))
     assert max(together) == 800
-    assert opening._decoding == [0]
+    assert decoding._decoding == [0]
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.models import build
 from certcli.models.adapters import CONFIG, WEIGHTS, read_adapter
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import CheckpointError
 from tests.helpers.commands import certvit as typed
 from tests.helpers.commands import document

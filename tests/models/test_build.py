@@ -12,7 +12,7 @@ from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
 from certcli.models.build_limits import Building
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console

@@ -28,7 +28,7 @@ from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
 from certcli.models.converters.transformers import FAMILIES, TimmNetwork
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError
 from tests.models.transformers_logits import FILE, PIXELS, headless, seeded_images, weights
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from certcli.checkpoint.shards import INDEX
 from certcli.models import build
-from certcli.models.folder import HUB_NAMES
-from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.open import HUB_NAMES, open_checkpoint
+from certcli.models.origins import Hints
 from certcli.system.errors import CheckpointError
 from tests.helpers.unreadable import UNREADABLE
 

@@ -22,7 +22,7 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 import timm
 from timm.data import create_transform, resolve_data_config
 
-from certcli.images.folders import Decoder
+from certcli.images.decoding import Decoder
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError

@@ -16,7 +16,7 @@ from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.models.pixels import PixelModel, PixelResize, ResizedPixels
 from certcli.models.visible_part import seen_part
 from certcli.system.errors import CheckpointError, UsageError

@@ -13,7 +13,7 @@ from torchvision.models import VisionTransformer
 
 from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.models.test_converters import (
     SMALL,

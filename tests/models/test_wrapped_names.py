@@ -14,7 +14,7 @@ from torchvision.models import VisionTransformer
 
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError
 from tests.models.test_converters import STATISTICS, TRANSFORMERS, transformers_folder
 from tests.models.test_wrapping import HINTS, Tensors, opened_wrapping, wrapped_network

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 
 ARCH = "vit_tiny_patch16_224"

@@ -19,7 +19,7 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 
 FILE = Path(__file__).with_name("transformers_logits.json")
 PIXELS = {

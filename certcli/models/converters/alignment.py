@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.system.errors import ArchitectureError, one_line, raise_if
 
 _TRAINING = re.compile(
     r"(\w+_)?(loss(es)?|criteri(on|a)|metrics?|acc(uracy)?|auroc|optimi[sz]ers?|schedulers?)(_\w+)?\."
@@ -213,10 +213,11 @@ def without_weight_norm(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor
         ):
             continue
         norms = torch.linalg.vector_norm(directions, dim=axes, keepdim=True)
-        if norms.shape != gains.shape or not bool((norms > 0).all()):
-            raise ArchitectureError(
-                f"'{one_line(name)}' and '{one_line(other)}' are no weight norm: of other shapes, or of norm zero"
-            )
+        raise_if(
+            norms.shape != gains.shape or not bool((norms > 0).all()),
+            ArchitectureError,
+            f"'{one_line(name)}' and '{one_line(other)}' are no weight norm: of other shapes, or of norm zero",
+        )
         del result[name], result[other]
         result[target] = directions * (gains / norms)
         computed.append(target)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.checkpoint.schema import require_pixel_statistics
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import read_bounded
 
 Renames = Sequence[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -61,12 +61,13 @@ def require_whole_windows(
             Swin v2.
     """
     tokens = [side / patch / 2**stage for stage in range(stages)]
-    if any(count % 1 or count % (min(window, count) if shrinks else window) for count in tokens):
-        raise ArchitectureError(
-            f"{side} pixels are {', '.join(f'{count:g}' for count in tokens)} tokens in Swin's stages, no whole "
-            f"windows of {window}: timm's Swin would compute another function",
-            "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
-        )
+    raise_if(
+        any(count % 1 or count % (min(window, count) if shrinks else window) for count in tokens),
+        ArchitectureError,
+        f"{side} pixels are {', '.join(f'{count:g}' for count in tokens)} tokens in Swin's stages, no whole "
+        f"windows of {window}: timm's Swin would compute another function",
+        "the image size that it was trained with: --arch-arg img_size=... for torchvision's",
+    )
 
 
 def read_config(config: Path, read: Callable[[bytes], T], hint: str) -> T:
@@ -105,8 +106,12 @@ def tensors_by_name(pairs: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
     """Return the pairs as a dictionary; ArchitectureError where two tensors would get one name."""
     tensors_of: dict[str, Tensor] = {}
     for name, value in pairs:
-        if name in tensors_of:
-            raise ArchitectureError(f"two tensors of the file are timm's '{one_line(name)}'", ALONE)
+        raise_if(
+            name in tensors_of,
+            ArchitectureError,
+            f"two tensors of the file are timm's '{one_line(name)}'",
+            ALONE,
+        )
         tensors_of[name] = value
     return tensors_of
 

@@ -39,8 +39,8 @@ from certcli.models.converters.transformers_config import (
     unknown_fields,
 )
 from certcli.models.converters.transformers_names import CONVNEXT_NAMES, SWIN_NAMES, TOKEN_NAMES
-from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.models.origins import Hints
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent
 
 _ACTIVATIONS = {
@@ -121,10 +121,11 @@ def _tokens(config: TokenConfig) -> dict[str, Any]:
 
 
 def _timm_activation(config: Config) -> dict[str, Any]:
-    if config.hidden_act not in _ACTIVATIONS:
-        raise Refused(
-            f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}"
-        )
+    raise_if(
+        config.hidden_act not in _ACTIVATIONS,
+        Refused,
+        f"hidden_act '{one_line(config.hidden_act)[:40]}' is none of {', '.join(_ACTIVATIONS)}",
+    )
     word = _ACTIVATIONS[config.hidden_act]
     return {} if word is None else {"act_layer": word}
 
@@ -132,10 +133,11 @@ def _timm_activation(config: Config) -> dict[str, Any]:
 def _square_side(config: Any) -> int:
     """A square image's side: on others, transformers and timm place positions differently."""
     sides = {config.image_size} if isinstance(config.image_size, int) else set(config.image_size)
-    if len(sides) > 1:
-        raise Refused(
-            f"image_size {config.image_size}: this network is converted for square images only"
-        )
+    raise_if(
+        len(sides) > 1,
+        Refused,
+        f"image_size {config.image_size}: this network is converted for square images only",
+    )
     return sides.pop()
 
 
@@ -154,10 +156,11 @@ def _deit(config: TokenConfig, architecture: str) -> TimmNetwork:
 
 
 def _dinov2(config: TokenConfig, architecture: str) -> TimmNetwork:
-    if config.use_swiglu_ffn:
-        raise Refused(
-            "use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it"
-        )
+    raise_if(
+        config.use_swiglu_ffn,
+        Refused,
+        "use_swiglu_ffn: such an MLP is not converted; timm's own vit_giant_patch14_dinov2 has it",
+    )
     arguments = {
         **_tokens(config),
         **_timm_activation(config),
@@ -179,14 +182,18 @@ def _dinov2_registers(config: TokenConfig, architecture: str) -> TimmNetwork:
 
 
 def _beit(config: TokenConfig, _: str) -> TimmNetwork:
-    if not config.use_mean_pooling:
-        raise Refused(
-            "use_mean_pooling is false: a BEiT that ends in its class token is not converted"
-        )
+    raise_if(
+        not config.use_mean_pooling,
+        Refused,
+        "use_mean_pooling is false: a BEiT that ends in its class token is not converted",
+    )
     if config.use_relative_position_bias or config.use_shared_relative_position_bias:
         _square_side(config)
-    if config.hidden_act != "gelu":
-        raise Refused(f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'")
+    raise_if(
+        config.hidden_act != "gelu",
+        Refused,
+        f"timm's BEiT has no activation '{one_line(config.hidden_act)[:40]}'",
+    )
     return TimmNetwork(
         "beit_base_patch16_224",
         {
@@ -201,10 +208,11 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
 
 def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
     second = config.model_type == "swinv2"
-    if config.use_absolute_embeddings or not config.qkv_bias:
-        raise Refused(
-            "use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin"
-        )
+    raise_if(
+        config.use_absolute_embeddings or not config.qkv_bias,
+        Refused,
+        "use_absolute_embeddings and attention without qkv_bias have no counterpart in timm's Swin",
+    )
     if config.layer_norm_eps != 1e-5:  # transformers' other norms keep 1e-5
         raise Refused(
             f"layer_norm_eps is {config.layer_norm_eps:g}: only Swin's own 1e-5 is converted"
@@ -217,8 +225,9 @@ def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
         shrinks=second,
     )
     activation = _timm_activation(config)
-    if activation and not second:
-        raise Refused(f"timm's Swin has no activation '{config.hidden_act}'")
+    raise_if(
+        activation and not second, Refused, f"timm's Swin has no activation '{config.hidden_act}'"
+    )
     arguments = {
         "img_size": config.image_size,
         "patch_size": config.patch_size,
@@ -353,11 +362,12 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
         ArchitectureError: the model is none of `FAMILIES`, or a config leaves its function open.
     """
     config_file = path.parent / CONFIG
-    if is_absent(config_file):
-        raise ArchitectureError(
-            f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
-            f"put its {CONFIG} and {PIXELS} beside it",
-        )
+    raise_if(
+        is_absent(config_file),
+        ArchitectureError,
+        f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
+        f"put its {CONFIG} and {PIXELS} beside it",
+    )
     about = decoded_config(config_file, Named)
     architecture = about.architectures[0] if about.architectures else ""
     family = FAMILIES.get(about.model_type)

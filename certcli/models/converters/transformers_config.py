@@ -21,8 +21,8 @@ from certcli.checkpoint.schema import (
     decode_json,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
-from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.models.origins import Hints
+from certcli.system.errors import ArchitectureError, one_line, raise_if
 from certcli.system.reading import is_absent
 
 CONFIG = "config.json"
@@ -275,12 +275,13 @@ def _pixel_statistics(
     std = _channel_values(pixels.image_std)
     if not pixels.do_rescale:
         is_bytes = pixels.do_normalize and mean is not None and max(mean) > PIXEL_SCALE
-        if not is_bytes and not is_given:
-            raise ArchitectureError(
-                f"{PIXELS} does not rescale (do_rescale false): it takes pixels of 0 to 255, or images that are in [0, 1] "
-                "already, and does not say which",
-                "pass --mean and --std of pixels in [0, 1]",
-            )
+        raise_if(
+            not is_bytes and not is_given,
+            ArchitectureError,
+            f"{PIXELS} does not rescale (do_rescale false): it takes pixels of 0 to 255, or images that are in [0, 1] "
+            "already, and does not say which",
+            "pass --mean and --std of pixels in [0, 1]",
+        )
     scale = 255 * pixels.rescale_factor if pixels.do_rescale else 255.0
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale  # 0.00392156862745098 is 1 / 255 in 16 digits
     if not pixels.do_normalize:
@@ -304,11 +305,12 @@ def _require_known_steps(pixels: Pixels) -> None:
         "normalises twice (include_top)": pixels.include_top or pixels.processor == "EfficientNet",
     }
     for words, is_on in steps.items():
-        if is_on:
-            raise ArchitectureError(
-                f"{PIXELS} {words}, which is not converted",
-                "convert the network to one of pixels in [0, 1] with a mean and a std",
-            )
+        raise_if(
+            is_on,
+            ArchitectureError,
+            f"{PIXELS} {words}, which is not converted",
+            "convert the network to one of pixels in [0, 1] with a mean and a std",
+        )
 
 
 def _crop_mode(pixels: Pixels | None) -> str:

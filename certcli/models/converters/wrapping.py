@@ -10,8 +10,8 @@ from torch import Tensor
 
 from certcli.checkpoint.file import require_weights
 from certcli.checkpoint.torch_file import load_plain
-from certcli.models.provenance import Fact
-from certcli.system.errors import ArchitectureError, CheckpointError, one_line
+from certcli.models.origins import Fact
+from certcli.system.errors import ArchitectureError, CheckpointError, one_line, raise_if
 
 TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar", ".pt2")
 RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
@@ -111,16 +111,19 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     """
     loaded = load_plain(path)
     candidates = _networks(loaded)
-    if not candidates:
-        raise CheckpointError(f"{path} {_content(loaded)}", "save the network's state_dict()")
+    raise_if(
+        not candidates,
+        CheckpointError,
+        f"{path} {_content(loaded)}",
+        "save the network's state_dict()",
+    )
     names_prefix = any(
         str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
     )
     keys = chosen_weights(list(candidates), candidates, path, None if names_prefix else weights)
     state_dict = candidates[keys]
     tensors = {str(name): value.detach() for name, value in state_dict.items()}
-    if len(tensors) < len(state_dict):
-        raise CheckpointError(f"{path} has two tensors of one name")
+    raise_if(len(tensors) < len(state_dict), CheckpointError, f"{path} has two tensors of one name")
     for name, value in tensors.items():
         plain = (
             value.layout == torch.strided
@@ -128,10 +131,11 @@ def read_torch(path: Path, weights: str | None) -> Bare:
             and not value.is_meta
             and not value.is_nested
         )
-        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
-            )
+        raise_if(
+            not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes(),
+            CheckpointError,
+            f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own",
+        )
     require_weights(tensors, path.name)
     return Bare(tensors, keys)
 
@@ -203,11 +207,12 @@ def chosen_weights(
     """
     if weights not in (None, "raw", "ema"):
         named = [keys for keys in places if weights in (keys[-1] if keys else None, "/".join(keys))]
-        if not named:
-            raise ArchitectureError(
-                f"{path.name} holds no weights '{one_line(weights)[:80]}'",
-                f"it holds {_places_in_words(places)}",
-            )
+        raise_if(
+            not named,
+            ArchitectureError,
+            f"{path.name} holds no weights '{one_line(weights)[:80]}'",
+            f"it holds {_places_in_words(places)}",
+        )
         places = named
     averaged = [keys for keys in places if set(keys) & set(EMA)]
     raw = [keys for keys in places if keys not in averaged]
