@@ -63,11 +63,12 @@ class Checkpoint:
     @staticmethod
     def read(path: Path) -> "Checkpoint":
         """Read certvit's checkpoint. CheckpointError: unreadable, foreign, or with NaN."""
-        if path.suffix == ".onnx" and path.is_file():
-            raise CheckpointError(
-                f"{path} is an ONNX file, which carries no record of certvit",
-                "certvit audit and certify say what holds for it, with --json for a program",
-            )
+        raise_if(
+            path.suffix == ".onnx" and path.is_file(),
+            CheckpointError,
+            f"{path} is an ONNX file, which carries no record of certvit",
+            "certvit audit and certify say what holds for it, with --json for a program",
+        )
         tensors, metadata = read_tensors(path)
         raise_if(
             KEY not in metadata,

@@ -121,8 +121,11 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
         std=spec.std,
     )
     *steps, last = whole.transforms
-    if type(last).__name__ != "Normalize":
-        raise AssertionError("timm's transform ends in another step than the normalisation")
+    raise_if(
+        type(last).__name__ != "Normalize",
+        AssertionError,
+        "timm's transform ends in another step than the normalisation",
+    )
 
     def transform(image: Image.Image) -> Tensor:
         current: Any = image

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,6 @@ HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth
 """Names that the hub's libraries give to weights; which of them comes first differs between libraries."""
 TIMM = "timm's own"
 _PIXELS = "one mean and one positive std a channel, of pixels in [0, 1]"
-
-
-@dataclass(frozen=True)
-class Description:
-    """The record of a foreign file, and the origin of its values.
-
-    Attributes:
-        origins: By argument of the architecture, "architecture", "mean", "std", "view".
-        net: The network, where describing the file took building it.
-    """
-
-    record: Record
-    origins: Mapping[str, str]
-    net: nn.Module | None = None
 
 
 def config_path(path: Path) -> Path:
@@ -139,10 +125,11 @@ def _value_text(value: Any) -> str:
 
 def describe_timm_file(
     path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]
-) -> Description:
-    """Return the description of a foreign file, from config.json or, without it, the options."""
+) -> tuple[Record, dict[str, str], nn.Module]:
+    """Return the record of a foreign file, from config.json or, without it, the options; the origin of
+    its values, by argument of the architecture, "architecture", "mean", "std", "view"; the network.
+    """
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
-    net = None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     if config is not None:
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
@@ -157,10 +144,11 @@ def describe_timm_file(
             record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
+            net = build.build(record, like=tensors)
     else:
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
         record, net = _from_hints(hints, tensors, path)
-    return Description(record, origins, net)
+    return record, origins, net
 
 
 def _as_hints(fields: ConfigFields, hints: Hints) -> Hints:

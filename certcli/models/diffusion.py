@@ -115,18 +115,13 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     """
     by_torch = path.suffix in TORCH_SUFFIXES
     bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
-    bare = without_wrapping(bare, path, None, _denoiser_roots)
+    bare = without_wrapping(bare, path, None, _FIRST)
     if bare.normaliser is not None:
         raise ArchitectureError(
             f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
             "write the network alone",
         )
     return bare.tensors
-
-
-def _denoiser_roots(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes under which denoisers lie."""
-    return sorted({match[1] for name in tensors if (match := _FIRST.fullmatch(name))})
 
 
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:

@@ -11,7 +11,7 @@ values for the published files).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -265,34 +265,29 @@ class _Layout:
     def names(self) -> dict[str, str]:
         """Return prefix of a module of `UNet` -> its prefix in the file."""
         names = dict(ENDS)
-        for level, attends_here in enumerate(self.attending):
-            first = level * (self.layers + 1) + 1
-            blocks = [f"input_blocks.{first + layer}" for layer in range(self.layers)]
-            names |= self._level(f"down_blocks.{level}", blocks, attends_here)
-            if level < len(self.attending) - 1:
-                step = f"input_blocks.{first + self.layers}.0"
-                names |= self._step(f"down_blocks.{level}.downsamplers.0", step, "op")
-        for level, attends_here in enumerate(reversed(self.attending)):
-            first = level * (self.layers + 1)
-            blocks = [f"output_blocks.{first + layer}" for layer in range(self.layers + 1)]
-            names |= self._level(f"up_blocks.{level}", blocks, attends_here)
-            if level < len(self.attending) - 1:
-                step = f"{blocks[-1]}.{1 + attends_here}"
-                names |= self._step(f"up_blocks.{level}.upsamplers.0", step, "conv")
+        ways = (
+            ("down", "input", self.attending, self.layers, "op"),
+            ("up", "output", self.attending[::-1], self.layers + 1, "conv"),
+        )
+        for way, side, attending, layers, convolution in ways:
+            for level, attends_here in enumerate(attending):
+                new = f"{way}_blocks.{level}"
+                first = level * (self.layers + 1) + (way == "down")
+                for layer in range(layers):
+                    block = f"{side}_blocks.{first + layer}"
+                    names[f"{new}.resnets.{layer}"] = f"{block}.0"
+                    if attends_here:
+                        names[f"{new}.attentions.{layer}"] = f"{block}.1"
+                if level < len(attending) - 1:
+                    # a step between levels: a residual block, or one convolution
+                    ahead = (
+                        f"{first + layers}.0"
+                        if way == "down"
+                        else f"{first + layers - 1}.{1 + attends_here}"
+                    )
+                    step = ("", "") if self.by_resnet else (".conv", f".{convolution}")
+                    names[f"{new}.{way}samplers.0{step[0]}"] = f"{side}_blocks.{ahead}{step[1]}"
         return names
-
-    def _level(self, new: str, blocks: Sequence[str], attends_here: bool) -> dict[str, str]:
-        """Return the names of a level's residual blocks, and of the attention after each."""
-        names = {}
-        for layer, block in enumerate(blocks):
-            names[f"{new}.resnets.{layer}"] = f"{block}.0"
-            if attends_here:
-                names[f"{new}.attentions.{layer}"] = f"{block}.1"
-        return names
-
-    def _step(self, new: str, old: str, convolution: str) -> dict[str, str]:
-        """Return the names of a step between levels: a residual block, or one convolution."""
-        return {new: old} if self.by_resnet else {f"{new}.conv": f"{old}.{convolution}"}
 
     def kinds(self, plain: str, attention: str, resnet: str) -> tuple[Any, ...]:
         without = resnet if self.by_resnet else plain

@@ -145,7 +145,7 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         tensors = hints.adapted(bare.tensors)
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    bare = without_wrapping(bare, path, hints.weights, _library_roots)
+    bare = without_wrapping(bare, path, hints.weights, _ANCHORS)
     bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
@@ -185,11 +185,6 @@ _ANCHORS = re.compile(
     r"|(\w+\.)?embeddings\.(patch_embeddings\..*|cls_token))"
 )
 """Names by which `_converted` recognises another library's network, after the prefix around it."""
-
-
-def _library_roots(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes under which networks of other libraries lie."""
-    return sorted({match[1] for name in tensors if (match := _ANCHORS.fullmatch(name))})
 
 
 def _of_another_library(
@@ -351,22 +346,22 @@ def weights_of(folder: Path, weights: str | None) -> Path:
         f"folder {folder} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
         "name the file itself",
     )
-    first, *others = _readable_digests(paths, weights) if len(paths) > 1 else [(paths[0], "")]
+    if len(paths) == 1:
+        return paths[0]
+    # where none can be read, the first
+    (first, its_digest), *others = list(_digests(paths, weights)) or [(paths[0], "")]
     for path, digest in others:
-        if digest != first[1]:
-            raise CheckpointError(
-                f"folder {folder} holds two sets of weights: the tensors of {first[0].name} and {path.name} differ",
-                f"name the file that is meant: {first[0]}, or {path}",
-            )
-    return first[0]
-
-
-def _readable_digests(paths: list[Path], weights: str | None) -> list[tuple[Path, str]]:
-    """Return each file that can be read with a digest of its tensors; where none can, the first."""
-    return list(_digests(paths, weights)) or [(paths[0], "")]
+        raise_if(
+            digest != its_digest,
+            CheckpointError,
+            f"folder {folder} holds two sets of weights: the tensors of {first.name} and {path.name} differ",
+            f"name the file that is meant: {first}, or {path}",
+        )
+    return first
 
 
 def _digests(paths: list[Path], weights: str | None) -> Iterator[tuple[Path, str]]:
+    """Yield each file that can be read, with a digest of its tensors."""
     for path in paths:
         try:  # a pointer of git-lfs, say, holds no other weights
             if path.suffix in TORCH_SUFFIXES:

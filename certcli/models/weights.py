@@ -48,6 +48,12 @@ def load_weights(
 
 def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArchitectureError unless `net` has exactly these tensors."""
+    why = misfit(net, tensors)
+    raise_if(why, ArchitectureError, why, FITTING_HINT)
+
+
+def misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return where `net` has other tensors than these, "" where it has exactly these."""
     expected = net.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - expected.keys())
@@ -67,12 +73,7 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if _value_kind(tensors[name]) != _value_kind(expected[name])
     ][:3]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
-    raise_if(
-        problems,
-        ArchitectureError,
-        f"architecture and tensors disagree: {'; '.join(problems)}",
-        FITTING_HINT,
-    )
+    return f"architecture and tensors disagree: {'; '.join(problems)}" if problems else ""
 
 
 def require_computed(net: nn.Module, stored: Mapping[str, Tensor]) -> None:

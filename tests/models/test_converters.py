@@ -26,7 +26,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
-from certcli.models.converters.transformers import FAMILIES, TimmNetwork
+from certcli.models.converters.transformers_families import FAMILIES, TimmNetwork
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError
