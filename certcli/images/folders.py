@@ -138,48 +138,39 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     strange = next((name for name in classes if not name.isprintable()), None)
     if strange is not None:
         raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
-    decode = Decoder(spec)
-
-    ahead = Ahead(lambda position: decode(paths[position]))
-    positions = torch.arange(len(paths))
-    note = "; ".join(
-        filter(
-            None,
-            (
-                _left_out(others, paths),
-                _unread(dataset, folder, listing if listed else None),
-                _sizes(paths, spec),
-            ),
-        )
+    images = _from_files(folder.name, split, paths, spec, dataset)
+    unread = _unread(dataset, folder, listing if listed else None)
+    notes = filter(None, (_left_out(others, paths), unread, images.note))
+    return replace(
+        images, classes=tuple(classes), labels=torch.tensor(labels), note="; ".join(notes)
     )
-
-    def file(position: int) -> str:
-        return _printable_name(paths[position].relative_to(dataset))
-
-    labelled = tuple(classes), torch.tensor(labels)
-    return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, file)
 
 
 def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) -> Images:
     """Return images without labels from files in one folder."""
     for path in paths:
         raise_if(not path.is_file(), DataError, f"{path} is not a regular file", "remove it")
+    within = paths[0].parent if paths else Path()
+    return replace(_from_files(name, split, paths, spec, within), unlabelled=True)
+
+
+def _from_files(
+    name: str, split: str, paths: Sequence[Path], spec: InputSpec, dataset: Path
+) -> Images:
+    """Return the images of files below the dataset's folder, their labels zero."""
     decode = Decoder(spec)
     ahead = Ahead(lambda position: decode(paths[position]))
-    zeros = torch.zeros(len(paths), dtype=torch.long)
-    positions = torch.arange(len(paths))
     return Images(
         name=name,
         split=split,
         classes=(),
-        labels=zeros,
-        indices=positions,
+        labels=torch.zeros(len(paths), dtype=torch.long),
+        indices=torch.arange(len(paths)),
         fetch=ahead,
         note=_sizes(paths, spec),
         expect=ahead.expect,
         ahead=ahead,
-        file=lambda position: _printable_name(Path(paths[position].name)),
-        unlabelled=True,
+        file=lambda position: _printable_name(paths[position].relative_to(dataset)),
     )
 
 

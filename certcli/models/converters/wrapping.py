@@ -87,19 +87,19 @@ class Bare:
 
     def facts(self) -> list[Fact]:
         """Return what was taken off and renamed."""
+        parts = (*self.private, *filter(None, [self.prefix]))
+        keys = " / ".join(f"'{key}'" for key in self.keys)
         facts = (
-            [Fact("weights", " / ".join(f"'{key}'" for key in self.keys), "the file")]
-            if self.keys
-            else []
+            (self.keys, Fact("weights", keys, "the file")),
+            (parts, Fact("names", f"without {first_names(parts)}", "the file")),
+            (self.computed, Fact("computed", first_names(self.computed), "a weight norm")),
+            (self.aside, Fact("set aside", first_names(self.aside), "the file")),
+            (
+                self.original,
+                Fact("tensors", "renamed", "timm's filter for the original repository"),
+            ),
         )
-        parts = (*self.private, *((self.prefix,) if self.prefix else ()))
-        facts += [Fact("names", f"without {first_names(parts)}", "the file")] if parts else []
-        facts += (
-            [Fact("computed", first_names(self.computed), "a weight norm")] if self.computed else []
-        )
-        facts += [Fact("set aside", first_names(self.aside), "the file")] if self.aside else []
-        by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
-        return [*facts, by_filter] if self.original else facts
+        return [fact for is_there, fact in facts if is_there]
 
 
 def read_torch(path: Path, weights: str | None) -> Bare:
@@ -242,12 +242,12 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def _all_equal(state_dicts: list[Mapping[Any, Tensor]]) -> bool:
-    first = state_dicts[0]
-    return all(_are_equal(first, other) for other in state_dicts[1:])
-
-
-def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
-    return first.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name])
-        for name, value in first.items()
+    first, *others = state_dicts
+    return all(
+        first.keys() == other.keys()
+        and all(
+            value.dtype == other[name].dtype and torch.equal(value, other[name])
+            for name, value in first.items()
+        )
+        for other in others
     )
