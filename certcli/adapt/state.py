@@ -12,8 +12,8 @@ from torch import Tensor
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.header import in_file_order
+from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import AdaptFields
-from certcli.checkpoint.states import read_state, write_state
 
 KEY = "certvit-adapt-state"
 

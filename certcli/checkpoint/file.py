@@ -19,7 +19,6 @@ from certcli.checkpoint.header import (
     require_no_pointer,
     write_one_by_one,
 )
-from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
 from certcli.system.errors import CheckpointError, one_line, raise_if
@@ -229,7 +228,7 @@ def write_shards(
         parts = list(shards.parts_of(tensors, shard_bytes))
         if force:
             sweep(index.parent, shards.part_names(index))
-        old = [*shards.belonging(index), *(orphans(index) if force else ())]
+        old = [*shards.belonging(index), *(shards.orphans(index) if force else ())]
         paths = shards.free_names(index, len(parts))
         place: dict[str, str] = {}
         try:

@@ -26,8 +26,7 @@ from certcli.models.assumptions import RECORD, image_preparation, reading_of, ri
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import HUB_NAMES
 from certcli.models.converters import torchvision
-from certcli.models.converters.alignment import cause
-from certcli.models.converters.base import Converted
+from certcli.models.converters.base import Converted, cause
 from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.transformers import convert_transformers as convert_transformers
 from certcli.models.converters.transformers import describes, is_transformers

@@ -27,8 +27,7 @@ from certcli.models.config_json import (
     describe_timm_file,
     require_consistent_config,
 )
-from certcli.models.converters.alignment import cause, rivals
-from certcli.models.converters.base import ALONE
+from certcli.models.converters.base import ALONE, cause, rivals
 from certcli.models.converters.prefixes import aligned
 from certcli.models.converters.wrapping import Bare
 from certcli.models.origins import Hints

@@ -24,12 +24,11 @@ from certcli.checkpoint.outputs import (
     Outputs,
     discard_state,
     last_command,
-    orphans,
-    read_metadata,
+    read_state,
     require_own_state,
+    write_state,
 )
-from certcli.checkpoint.shards import INDEX, PART_OF
-from certcli.checkpoint.states import read_state, write_state
+from certcli.checkpoint.shards import INDEX, PART_OF, orphans, read_metadata
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes

@@ -22,9 +22,8 @@ from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
-from certcli.models.adapters import CONFIG, WEIGHTS, read_adapter
 from certcli.models.open import open_checkpoint
-from certcli.models.origins import Hints
+from certcli.models.origins import CONFIG, WEIGHTS, Hints, read_adapter
 from certcli.models.pixels import PixelModel, PixelResize, ResizedPixels
 from certcli.models.visible_part import seen_part
 from certcli.system.errors import CheckpointError, UsageError

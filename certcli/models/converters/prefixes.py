@@ -8,13 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from certcli.models.converters.alignment import (
+from certcli.models.converters.base import (
+    ALONE,
     alignments,
     harmless,
+    renamed,
     require_merged,
+    tensors_by_name,
     without_weight_norm,
 )
-from certcli.models.converters.base import ALONE, renamed, tensors_by_name
 from certcli.models.converters.wrapping import (
     EMA,
     RAW,
