@@ -14,7 +14,7 @@ from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
 from torchvision.transforms import v2
 
 from certcli.finetune.augmentations import CUTOUT, JITTER, jitter_reach
-from certcli.images.transforms import transform_each
+from certcli.images.labelled import transform_each
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8

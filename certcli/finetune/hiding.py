@@ -8,8 +8,7 @@ from torch import Generator, Tensor
 
 from certcli.finetune.augmentations import BANDS, SQUARES
 from certcli.models.pixels import PixelModel
-from certcli.models.views import band_views, square_views
-from certcli.models.visible_part import AUTO, seen_part
+from certcli.models.visible_part import AUTO, band_views, seen_part, square_views
 
 
 class Hiding:

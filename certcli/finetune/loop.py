@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.mapped import Spool
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune import shards
@@ -37,6 +36,7 @@ from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
+from certcli.models.weights import Spool
 from certcli.system.errors import (
     CheckpointError,
     DataError,

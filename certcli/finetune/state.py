@@ -17,8 +17,8 @@ from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.header import in_file_order
+from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import TrainingFields
-from certcli.checkpoint.states import read_state, write_state
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.shards import LocalRows, Stored
 from certcli.images.labelled import Images
