@@ -13,7 +13,7 @@ import certcli.system.compat  # noqa: F401 (lets torchvision be imported)
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.finetune import augment as moves
-from certcli.finetune.adversarial import Adversary
+from certcli.finetune.augment import Adversary
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.models import build
@@ -136,7 +136,7 @@ def watched_hooks(model: nn.Module) -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["fgsm", "pgd"])
 @pytest.mark.parametrize("norm", ["l2", "linf"])
-@pytest.mark.parametrize("masks", [{}, {"ard": 0.7, "prm": 0.5}], ids=["", "masked"])
+@pytest.mark.parametrize("masks", [{}, {"ard_prm": 0.5}], ids=["", "masked"])
 def test_attacked_images_stay_in_the_ball_and_cost_more(
     kind: str, norm: str, masks: dict, tiny: Checkpoint
 ) -> None:
@@ -176,7 +176,9 @@ def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -
         "attack_norm": "l2",
         "attack_steps": 3,
     }
-    adversary = Adversary(build.load(tiny), FinetuneSettings(**common, ard=1.0), torch.Generator())  # type: ignore[arg-type]
+    adversary = Adversary(
+        build.load(tiny), FinetuneSettings(**common, ard_prm=1.0), torch.Generator()
+    )  # type: ignore[arg-type]
     net = adversary.model.net
     pixels = images.clone().requires_grad_(True)
     with adversary._attention_dropped(1.0):
@@ -196,9 +198,8 @@ def test_ard_drops_attention_gradients_and_prm_perturbations(tiny: Checkpoint) -
         0.0,
         0.0,
     ]
-    masking = Adversary(build.load(tiny), FinetuneSettings(**common, prm=1.0), torch.Generator())  # type: ignore[arg-type]
-    assert torch.equal(masking._masked(images + 0.1, images, 1.0), images)
-    assert torch.equal(masking._masked(images + 0.1, images, 0.0), images + 0.1)
-    half = masking._masked(images + 0.1, images, 0.5) != images
+    assert torch.equal(adversary._masked(images + 0.1, images, 1.0), images)
+    assert torch.equal(adversary._masked(images + 0.1, images, 0.0), images + 0.1)
+    half = adversary._masked(images + 0.1, images, 0.5) != images
     patches = half.view(3, 2, 4, 2, 4).transpose(2, 3).flatten(3).float().mean(3)
     assert set(patches.flatten().tolist()) == {0.0, 1.0}  # whole patches

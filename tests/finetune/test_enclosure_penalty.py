@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from certcli.checkpoint.record import InputSpec
-from certcli.finetune.enclosure_penalty import EnclosurePenalty
+from certcli.finetune.penalties import EnclosurePenalty
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm
 from certcli.system.errors import ArchitectureError

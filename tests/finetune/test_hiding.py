@@ -12,7 +12,7 @@ from certcli.certify.patch.certifier import defended
 from certcli.certify.patch.masks import square_masks
 from certcli.certify.patch.options import Patches
 from certcli.evaluation.threat import Patch
-from certcli.finetune.hiding import Hiding
+from certcli.finetune.augment import Hiding
 from certcli.models.pixels import PixelModel
 from certcli.models.views import Grid, band_views, square_views
 from tests.helpers.patches import half_normalised

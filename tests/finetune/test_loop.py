@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.settings import FinetuneSettings
@@ -20,6 +19,7 @@ from certcli.finetune.stiefel import (
     polar_factor,
     retract,
 )
+from certcli.finetune.validation import Quality, evaluate
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network
 from certcli.models import build

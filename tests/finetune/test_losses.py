@@ -12,8 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
-from certcli.finetune.losses.published import EMMA_FLOOR, HINGE_WEIGHT, TRADES_WEIGHT
-from certcli.finetune.losses.worst_case import LINEAR_UP_TO, shifted_logits
+from certcli.finetune.losses.pairs import (
+    EMMA_FLOOR,
+    HINGE_WEIGHT,
+    LINEAR_UP_TO,
+    TRADES_WEIGHT,
+    shifted_logits,
+)
 from certcli.system.errors import NoBoundError, UsageError
 
 CERTIFIED = sorted(NEEDS_PAIRS | NEEDS_CHAIN)

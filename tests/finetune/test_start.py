@@ -66,8 +66,11 @@ def test_what_nobody_named_depends_on_the_start() -> None:
         defaults_of_start(trained, FinetuneSettings(loss="margin"), 100) == {}
     )  # matrices begin anew
     assert (plain.lr, plain.epochs) == (0.001, 40)
-    assert default_batch_size(trained, plain, 5_000_000) == 32
-    assert default_batch_size(fresh, plain, 5_000_000) is None
+    assert default_batch_size(trained, plain, 5_000_000, 100) == 32
+    assert default_batch_size(fresh, plain, 5_000_000, 60_000) == 128
+    orthogonal = FinetuneSettings(loss="margin")
+    sizes = [default_batch_size(trained, orthogonal, 9, images) for images in (25_599, 25_600)]
+    assert sizes == [128, 512]
 
 
 DIGITS = ("--dataset", "digits", "--loss", "ce", "--limit", 40)
