@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import certvit
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.families import gradient, margin
+from certcli.attack.families import ascent
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Norm, Region
@@ -58,7 +58,7 @@ def test_an_attack_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) 
     def idle(model: nn.Module, images: Tensor, *rest: object) -> Tensor:
         return images
 
-    monkeypatch.setattr(gradient, "fgsm", idle)
+    monkeypatch.setattr(ascent, "fgsm", idle)
     assert share_broken("fgsm", "l2") == 0.0
 
 
@@ -67,12 +67,12 @@ def test_momentum_breaks_more_where_gradients_jump(monkeypatch: pytest.MonkeyPat
     model = certvit.network("certvit/digits")
     images, labels = certvit.images("certvit/digits", "digits", split="val").tensors()
     left = {}
-    for momentum in (0.0, margin.MOMENTUM):
-        monkeypatch.setattr(margin, "MOMENTUM", momentum)
+    for momentum in (0.0, ascent.MOMENTUM):
+        monkeypatch.setattr(ascent, "MOMENTUM", momentum)
         region, settings = Region("linf", 0.12), AttackSettings(steps=10)
-        adversarial = margin.margin_pgd(model, images, labels, region, settings)
+        adversarial = ascent.margin_pgd(model, images, labels, region, settings)
         left[momentum] = int((model(adversarial).argmax(1) == labels).sum())
-    assert left[margin.MOMENTUM] < left[0.0]
+    assert left[ascent.MOMENTUM] < left[0.0]
 
 
 @pytest.mark.parametrize("scale", [1e-42, 1e-20, 1.0, 3e37, math.inf])
@@ -80,10 +80,10 @@ def test_no_size_of_a_gradient_ends_the_momentum(scale: float) -> None:
     """The sum of 784 entries of 3e37 is beyond float32."""
     signs = torch.ones(2, 1, 28, 28)
     signs[0, 0, ::2] = -1
-    scaled = margin._unit_mean(scale * signs)
+    scaled = ascent._unit_mean(scale * signs)
     assert bool(scaled.sign().equal(signs))
     assert float((scaled.abs() - 1).abs().max()) < 1e-3
-    assert not margin._unit_mean(0 * signs).any()
+    assert not ascent._unit_mean(0 * signs).any()
 
 
 def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +92,6 @@ def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -
     images = random_pictures(4)
     labels = labelled(model, images)
     settings = AttackSettings(steps=5, step_size=0.02)
-    before = gradient.pgd(model, images, labels, Region("linf", 0.05), settings)
-    monkeypatch.setattr(margin, "MOMENTUM", 0.9)
-    assert gradient.pgd(model, images, labels, Region("linf", 0.05), settings).equal(before)
+    before = ascent.pgd(model, images, labels, Region("linf", 0.05), settings)
+    monkeypatch.setattr(ascent, "MOMENTUM", 0.9)
+    assert ascent.pgd(model, images, labels, Region("linf", 0.05), settings).equal(before)

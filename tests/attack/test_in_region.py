@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families import gradient
+from certcli.attack.families import ascent
 from certcli.attack.judge import judge_points, rounded_to_8bit
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
@@ -119,7 +119,7 @@ def test_a_run_counts_nothing_outside(
     settings = AttackSettings(pixels=kind)
     growing, own = regions(norm)[:-1], regions(norm)[-1:]
     for returned, several in itertools.product(RETURNED.values(), (growing, own)):
-        monkeypatch.setattr(gradient, "fgsm", lambda m, x, y, r, s, of=returned: of(x, r))
+        monkeypatch.setattr(ascent, "fgsm", lambda m, x, y, r, s, of=returned: of(x, r))
         for record in attack_images(
             Elsewhere(images).eval(), batch, ["fgsm"], several, settings, keep_images=True
         ):

@@ -6,7 +6,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.families.saga import FLOOR, rollout
+from certcli.attack.families.ascent import FLOOR, rollout
 from certcli.attack.run import attack_images
 from certcli.evaluation.perturbation import Region
 from certcli.nn.l2_attention import build
