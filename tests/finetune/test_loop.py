@@ -174,7 +174,7 @@ def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(lipschitz: Check
 
 @pytest.mark.parametrize(
     "name", [name for name in LOSSES.names() if name not in NEEDS_CHAIN]
-)  # see test_chain_losses.py
+)  # see test_losses.py
 def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> None:
     loss = LOSSES.load(name)
     pairs = torch.ones(3, 3) - torch.eye(3)
