@@ -22,7 +22,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import Norm, require_norm
-from certcli.lipschitz.measured.estimate import copies_of, slopes_below
+from certcli.lipschitz.estimate import copies_of, slopes_below
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError, UsageError
 from certcli.system.memory import out_of_memory

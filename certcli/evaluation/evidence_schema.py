@@ -12,11 +12,9 @@ from certcli.checkpoint.schema import (
     Json,
     Log10,
     Measured,
-    NoArgs,
     Number,
     Seed,
     Share,
-    StrictStruct,
     Text,
     Upper,
     convert_json,
@@ -40,11 +38,15 @@ Arithmetic = Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
 Setting = Seed | Number | bool | Attacks | None
 
 
-class LipschitzParameters(StrictStruct):
+class _Closed(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class LipschitzParameters(_Closed):
     images: Tried = 0
 
 
-class LipschitzResult(StrictStruct):
+class LipschitzResult(_Closed):
     """upper_text, upper_finite: of reports, which say it in words too."""
 
     upper: Upper
@@ -57,13 +59,13 @@ class LipschitzResult(StrictStruct):
     upper_finite: bool | UnsetType = UNSET
 
 
-class FinetuneParameters(StrictStruct):
+class FinetuneParameters(_Closed):
     epsilon: Length
     split: Literal["val"] = "val"
     images: ImageCount | None = None
 
 
-class FinetuneResult(StrictStruct):
+class FinetuneResult(_Closed):
     """dataset: unset in files of older versions, whose share is of real arithmetic."""
 
     clean: Share
@@ -76,7 +78,7 @@ class FinetuneResult(StrictStruct):
     arithmetic: Arithmetic = "real"
 
 
-class CertifyParameters(StrictStruct):
+class CertifyParameters(_Closed):
     dataset: Dataset
     split: Text
     limit: ImageCount | None
@@ -84,7 +86,11 @@ class CertifyParameters(StrictStruct):
     method: Text
 
 
-class LocalOptions(StrictStruct):
+class NoOptions(_Closed):
+    """Most methods have none."""
+
+
+class LocalOptions(_Closed):
     effort: Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
     norm: Norm
     symbols: Annotated[int, Meta(ge=0, le=10**6)]
@@ -93,7 +99,7 @@ class LocalOptions(StrictStruct):
     seconds: Annotated[float, Meta(gt=0, le=1e9)] | UnsetType = UNSET
 
 
-class SmoothingOptions(StrictStruct):
+class SmoothingOptions(_Closed):
     sigma: Annotated[float, Meta(gt=0, le=1e6)]
     n0: Draws
     samples: Draws
@@ -111,18 +117,18 @@ class SmoothingOptions(StrictStruct):
 
 
 OPTIONS: Mapping[str, type[Struct]] = {
-    "lipschitz": NoArgs,
-    "box": NoArgs,
+    "lipschitz": NoOptions,
+    "box": NoOptions,
     "local": LocalOptions,
-    "local-lip": NoArgs,
-    "bcp": NoArgs,
+    "local-lip": NoOptions,
+    "bcp": NoOptions,
     "smoothing": SmoothingOptions,
     "patch": PatchOptions,
 }
 """Parameters of each certificate method, in evidence and in the header of records; a test keeps it equal to the registry."""
 
 
-class CertifyResult(StrictStruct):
+class CertifyResult(_Closed):
     """average_radius: of all methods but `patch`."""
 
     dataset: JudgedImages
@@ -162,7 +168,7 @@ class CertifyResult(StrictStruct):
         )
 
 
-class AttackParameters(StrictStruct):
+class AttackParameters(_Closed):
     dataset: Dataset = ""
     split: Text = ""
     images: ImageCount | None = None
@@ -179,7 +185,7 @@ class AttackParameters(StrictStruct):
     refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
 
 
-class AttackPart(StrictStruct):
+class AttackPart(_Closed):
     """One stage at one radius, or at one size of patch."""
 
     norm: Kind
@@ -212,7 +218,7 @@ class AttackPart(StrictStruct):
         )
 
 
-class AttackFlag(StrictStruct):
+class AttackFlag(_Closed):
     """A check that was raised; its words are not shown."""
 
     name: Text
@@ -236,11 +242,11 @@ class AttackResult(AttackPart):
     refine: Annotated[int, Meta(ge=0, le=10**6)] = 0
 
 
-class KeptParameters(StrictStruct):
+class KeptParameters(_Closed):
     calibration: Dataset
 
 
-class Rung(StrictStruct):
+class Rung(_Closed):
     """One row of adapt's trade."""
 
     changes: Tried
@@ -254,7 +260,7 @@ class Rung(StrictStruct):
     agreement_at_least: Share | UnsetType = UNSET
 
 
-class KeptResult(StrictStruct):
+class KeptResult(_Closed):
     """What adapt or constrain kept of the network that it changed."""
 
     images: ImageCount

@@ -20,7 +20,6 @@ from certcli.checkpoint.schema import (
     Digest,
     Json,
     Name,
-    StrictStruct,
     Text,
     decode_json,
     require_bounded_json,
@@ -47,7 +46,11 @@ Splits = Annotated[str, Meta(pattern=r"\A[-0-9. ]+\Z")]
 """A tree of splits at signs of units, in preorder."""
 
 
-class JudgedImages(StrictStruct, frozen=True):
+class _Fields(Struct, forbid_unknown_fields=True):
+    pass
+
+
+class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
     """Which images: the dataset's name, the split, how many, and the digest of their contents."""
 
     name: Dataset
@@ -56,7 +59,7 @@ class JudgedImages(StrictStruct, frozen=True):
     digest: Digest
 
 
-class Run(StrictStruct, frozen=True, kw_only=True):
+class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """All that decides the records of a file: two runs that are equal write the same records.
 
     Attributes:
@@ -133,7 +136,7 @@ def _shortened(value: Any) -> str:
     return text if len(text) <= 48 else f"{text[:16]}..."
 
 
-class _Record(StrictStruct, kw_only=True):
+class _Record(_Fields, kw_only=True):
     index: Count
     label: Class
     pixels: Pixels
@@ -238,7 +241,7 @@ RECORDS: dict[tuple[str, bool], type[Struct]] = {
 """By command, and whether its threat is a patch."""
 
 
-class PatchOptions(StrictStruct):
+class PatchOptions(_Fields):
     """Parameters of a defence against patches. cell: (height, width) hidden together."""
 
     procedure: Literal["double-masking", "voting"]

@@ -28,7 +28,7 @@ ROOT = Path(certcli.__file__).parent
 ONE_SHOT = "certify/smoothing/pixel_denoiser.py"
 UNET = "nn/unet.py"
 GUIDED = "models/guided.py"
-QUALITY = "finetune/evaluate.py"
+QUALITY = "finetune/validation.py"
 
 
 SIGMAS = (0.06, 0.25, 0.5, 1.0)

@@ -24,8 +24,7 @@ from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
-from certcli.models.views import Grid, band_views
-from certcli.models.visible_part import GreyPixels
+from certcli.models.visible_part import Grid, SeenPart, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, patch_places, views_as_pixels
 
 
@@ -269,7 +268,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
     attacked = kept = 0
     for seed in range(4):
         patch = Patch(2, 1)
-        part = GreyPixels(half_normalised(Bright(seed), (1, 4, 5)), GRID)
+        part = SeenPart(half_normalised(Bright(seed), (1, 4, 5)), GRID)
         defence = (
             DoubleMasking(GRID, [patch], 2)
             if name == "double-masking"

@@ -21,8 +21,7 @@ from certcli.checkpoint.file import require_weights, tensors_digest
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, LATENT, SAMPLE, Schedule, assembled
 from certcli.models.program import program_digest
-from certcli.nn.schedules import noise_to_signal
-from certcli.nn.unet import UNet
+from certcli.nn.unet import UNet, noise_to_signal
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 
