@@ -10,7 +10,7 @@ import certcli.system.compat  # noqa: F401
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
 from certcli.enclosure.zonotopes.domain import LocalNetwork
