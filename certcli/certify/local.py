@@ -30,8 +30,8 @@ from certcli.certify.local_options import (
     Local,
 )
 from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised

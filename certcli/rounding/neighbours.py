@@ -33,10 +33,9 @@ from certcli.engine.walk import walk
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
 from certcli.lipschitz.propagate import deep_recursion
 from certcli.lipschitz.table import rules as slopes
-from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs
-from certcli.rounding.head import head_of
+from certcli.rounding.arithmetics import Precision
+from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
-from certcli.rounding.precisions import Precision
 from certcli.rounding.program_comparison import require_same_program
 from certcli.rounding.stepwise import Stepwise
 from certcli.system.memory import out_of_memory

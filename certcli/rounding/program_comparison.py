@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, trace_model
 from certcli.engine.tracer import Untraceable
-from certcli.rounding.computed_constants import error_of
-from certcli.rounding.precisions import FLOAT64, Precision
+from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
 
 
 def require_same_program(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
+from certcli.enclosure.zonotopes.ascent import coupled, hinges, proven
 from certcli.enclosure.zonotopes.backward import (
     Ball,
     Hinge,
@@ -25,7 +26,6 @@ from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.enclosure.zonotopes.parabolas import coupled, hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import arranged

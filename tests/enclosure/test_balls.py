@@ -16,13 +16,11 @@ from certcli.certify.local_options import Local
 from certcli.checkpoint.record import Evidence
 from certcli.cli.log.run import _certified_cells
 from certcli.cli.log.view import evidence_sentence
-from certcli.enclosure.balls import activations, layers
-from certcli.enclosure.balls.attention import nonnegative_norm
-from certcli.enclosure.balls.ball import Near, Normalised, settled
-from certcli.enclosure.balls.fused_attention import heads
+from certcli.enclosure.balls import layers
+from certcli.enclosure.balls.attention import heads, nonnegative_norm
+from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rules, settled
 from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
@@ -138,7 +136,7 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
         lambda x: layers.linear_function(context(), x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
     "zeros around": (lambda x: layers.arranged(F.pad, x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
-    "MaxMin": (lambda x: activations.maxmin(context(), MaxMin(), x), MaxMin()),
+    "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
 

@@ -13,14 +13,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.balls.attention import Facts, _gains
+from certcli.enclosure.balls.attention import (
+    Facts,
+    _gains,
+    heads,
+    product_of_matrices,
+    softmax_of_rows,
+)
 from certcli.enclosure.balls.ball import Near, Normalised, settled
-from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, divide, normalised, rms_norm
-from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
-from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.columns import FUNCTION
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.rounding import FUNCTION
+from certcli.enclosure.zonotopes.space import Bounds
 from certcli.engine.walk import Constant
 from tests.enclosure.test_balls import context, draw
 from tests.helpers.enclosure_cases import CASES, forms

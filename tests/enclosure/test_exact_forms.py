@@ -10,24 +10,21 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.enclosure.balls.activations import curved
-from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.layers import mean, rms_norm
+from certcli.enclosure.balls.ball import Near, folded_norm
+from certcli.enclosure.balls.ball import rules as ball_rules
+from certcli.enclosure.balls.layers import curved, mean, rms_norm
 from certcli.enclosure.balls.network import NormsNetwork, _margins
-from certcli.enclosure.balls.table import folded_norm
-from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes import attention, margins, pointwise, products
+from certcli.enclosure.zonotopes.columns import FUNCTION, Block, quadratic_radius
 from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.functions import GELU, RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
-from certcli.enclosure.zonotopes.quadratic import quadratic_radius
-from certcli.enclosure.zonotopes.rounding import FUNCTION
+from certcli.enclosure.zonotopes.pointwise import RSQRT, SQRT
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
-from certcli.enclosure.zonotopes.symbols import Block
+from certcli.engine.curves import GELU, Curve
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel
@@ -225,7 +222,7 @@ def test_logarithms_of_probabilities_lie_between_their_bounds(
     asked: list[tuple[Tensor, Tensor]] = []
     known = attention.joint_activation
 
-    def activation(f: Function, x: Form, low: Any = None, high: Any = None) -> Form:
+    def activation(f: Curve, x: Form, low: Any = None, high: Any = None) -> Form:
         asked.extend([(low, high)] * (high is not None))
         return known(f, x, low, high)
 
@@ -248,14 +245,14 @@ def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
     """f(x) = 1 + x on [-1, 1]: value 2, slope 1 at most, and 1 for the argument and for the fit's
     own.
     """
-    line = Function("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
+    line = Curve("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
     one = torch.ones(1).double()
     found = pointwise.residual(line, 0 * one, -one, one, one, 0 * one)
     assert float(found.error) >= FUNCTION * (2 + (1 + 1 + 1) + 1)
 
 
 @pytest.mark.parametrize("f", [RSQRT, SQRT], ids=lambda f: f.name)
-def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Function) -> None:
+def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Curve) -> None:
     """Whatever its slope: f(max(x, 1)) on 400 intervals, most of them on both sides of 1."""
     low = 2 * draw(400, seed=1).abs()
     high = low + 2 * draw(400, seed=2).abs()

@@ -18,14 +18,14 @@ from torch import nn
 
 import certcli.enclosure
 from certcli.certify.around import AroundImages
+from certcli.enclosure.balls.attention import heads, product_of_matrices, softmax_of_rows
 from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
-from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, normalised, pixels
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
 from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
-from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes import columns
+from certcli.enclosure.zonotopes.ascent import hinges, proven
 from certcli.enclosure.zonotopes.attention import average, softmax
 from certcli.enclosure.zonotopes.backward import (
     Hinge,
@@ -35,20 +35,18 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
-from certcli.enclosure.zonotopes.coordinates import Coordinates
 from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.first_map import changed
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.reduction import by_fibres
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.rules.shapes import joined
+from certcli.enclosure.zonotopes.space import Bounds, Coordinates
 from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
@@ -69,7 +67,9 @@ FOLDER = Path(certcli.enclosure.__file__).parent
 FILES = sorted(
     "/".join(file.parts[-2:])
     for file in FOLDER.rglob("*.py")
-    if re.search(r"zonotopes.rounding import .*\b(up|gamma)\b", file.read_text())
+    if re.search(
+        r"^def up|zonotopes.columns import (\([^)]*|.*)\b(up|gamma)\b", file.read_text(), re.M
+    )
 )
 Numbers = list[float]
 
@@ -362,7 +362,7 @@ FACTORS = (2.0**30, 1 + 2.0**-6)
 @contextmanager
 def watched() -> Iterator[dict[str, Sites]]:
     """`up` and `gamma` of all modules of the room note their callers."""
-    made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma")}
+    made = {name: Sites(getattr(columns, name)) for name in ("up", "gamma")}
     with pytest.MonkeyPatch.context() as patch:
         for module in [
             module for name, module in sys.modules.items() if name.startswith("certcli.enclosure")

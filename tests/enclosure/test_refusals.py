@@ -20,16 +20,17 @@ from timm.models.swin_transformer import WindowAttention
 
 from certcli.certify.local import LocalCertifier
 from certcli.certify.local_options import Local
-from certcli.enclosure.balls import layers, spelled_attention
+from certcli.enclosure.balls import attention as ball_attention
+from certcli.enclosure.balls import layers
 from certcli.enclosure.balls.attention import attention as of_tokens
+from certcli.enclosure.balls.attention import heads
 from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
 from certcli.enclosure.zonotopes.rules import shapes, spelled
+from certcli.enclosure.zonotopes.rules import shapes as zonotopes
 from certcli.enclosure.zonotopes.rules.layers import (
     batch_norm,
     linear_function,
@@ -296,7 +297,7 @@ def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
     ("rule", "place", "make"),
     [
         (spelled.product_of_matrices, NO_TOKEN, a_form),
-        (spelled_attention.product_of_matrices, context(), a_ball),
+        (ball_attention.product_of_matrices, context(), a_ball),
     ],
     ids=["forms", "balls"],
 )

@@ -17,27 +17,25 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.enclosure.balls.attention import _attention_weights, _facts, _own, nonnegative_norm
+from certcli.enclosure.balls.attention import (
+    _attention_weights,
+    _facts,
+    _own,
+    heads,
+    nonnegative_norm,
+)
+from certcli.enclosure.balls.attention import _fused_facts as fused_facts
 from certcli.enclosure.balls.ball import Near, pixel_ball, settled
-from certcli.enclosure.balls.fused_attention import _fused_facts as fused_facts
-from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
 from certcli.enclosure.balls.network import _margins
-from certcli.enclosure.zonotopes import parabolas as parabolas_module
-from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes import ascent as parabolas_module
+from certcli.enclosure.zonotopes import columns
+from certcli.enclosure.zonotopes.ascent import hinges, proven
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
+from certcli.enclosure.zonotopes.columns import gamma
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.functions import (
-    EXP,
-    GELU,
-    GELU_TANH,
-    LOG,
-    RECIPROCAL,
-    RSQRT,
-    SQRT,
-    Function,
-)
 from certcli.enclosure.zonotopes.margins import (
     differences,
     linear_margins,
@@ -46,16 +44,14 @@ from certcli.enclosure.zonotopes.margins import (
 )
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.parabolas import hinges, proven
-from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
 from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.engine.curves import GELU, GELU_TANH, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.nn.norms import FloorNorm, Spread
@@ -75,7 +71,7 @@ Found = list[Tensor]
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """gamma(n) = 2^-22 (n + 4) in the whole room."""
-    known = rounding.gamma
+    known = columns.gamma
     for name, module in list(sys.modules.items()):
         if name.startswith("certcli.enclosure") and getattr(module, "gamma", None) is known:
             monkeypatch.setattr(module, "gamma", lambda terms: (terms + 4) * 2.0**-22)
@@ -245,7 +241,7 @@ def parabolas(s: float) -> Found:
     ]
 
 
-def relative(f: Function, s: float) -> Found:
+def relative(f: Curve, s: float) -> Found:
     (x,) = forms(next(case for case in CASES if case.positive), 0.1, True, 0)
     return parts(apply(f, scaled(x, s)))
 
@@ -440,7 +436,7 @@ def test_sums_over_keys_are_rounded_once_a_key() -> None:
 @pytest.mark.parametrize(
     "f", [EXP, LOG, RECIPROCAL, RSQRT, SQRT, GELU, GELU_TANH], ids=lambda f: f.name
 )
-def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Function) -> None:
+def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Curve) -> None:
     x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
     node = apply(f, x).node
     assert node is not None

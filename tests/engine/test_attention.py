@@ -15,7 +15,7 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers.attention import Attention
 
-from certcli.enclosure.balls.table import rules as balls
+from certcli.enclosure.balls.ball import rules as balls
 from certcli.enclosure.zonotopes.table import rules as zonotopes
 from certcli.engine.attention import require_no_mask
 from certcli.engine.table import NoRule, RuleTable

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from certcli.enclosure.balls import table as balls
+from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import table as zonotopes
 from certcli.enclosure.zonotopes.backward import lower

@@ -7,27 +7,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.columns import Block, Blocks, reach_of, runs
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import (
+from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
+from certcli.enclosure.zonotopes.pointwise import (
     EXP,
-    GELU,
-    GELU_TANH,
     LOG,
     RECIPROCAL,
     RSQRT,
-    SIGMOID,
-    SILU,
     SQRT,
-    TANH,
+    activation,
+    apply,
+    relu,
 )
-from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
-from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rules.arithmetic import divide, negative
 from certcli.enclosure.zonotopes.rules.layers import (
     affine,
     batch_norm,
@@ -37,9 +33,9 @@ from certcli.enclosure.zonotopes.rules.layers import (
     maxmin,
     normalize,
 )
-from certcli.enclosure.zonotopes.rules.shapes import total
-from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
+from certcli.enclosure.zonotopes.rules.shapes import divide, negative, total
 from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 

@@ -19,7 +19,7 @@ from certcli.certify.executed_network import ProvingCertifier, as_executed
 from certcli.certify.lipschitz import certified_radii
 from certcli.certify.proof_options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.enclosure.zonotopes.columns import TINY
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove_network

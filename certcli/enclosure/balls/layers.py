@@ -1,4 +1,4 @@
-"""Modules and operations whose effect on norms is known near one image."""
+"""Modules and operations whose effect on norms is known near one image. docs/local.md, 10."""
 
 import math
 import operator
@@ -11,28 +11,39 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
-from certcli.enclosure.balls.table import BallContext, folded_norm, rules
+import certcli.engine.activations  # noqa: F401 (for the names it enters)
+from certcli.enclosure.balls.ball import (
+    BallContext,
+    Near,
+    Normalised,
+    folded_norm,
+    rearranged,
+    rules,
+    settled,
+)
+from certcli.enclosure.zonotopes.columns import FUNCTION, gamma, norm2, up
 from certcli.enclosure.zonotopes.form import fitting
-from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
-from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
 from certcli.enclosure.zonotopes.rules.layers import (
     of_statistics,
     require_last_axis,
     unit_length,
 )
 from certcli.enclosure.zonotopes.rules.shapes import (
+    constant_operand,
+    register_arithmetic,
     register_choices,
     register_types,
     require_entries,
     summed_axes,
     unsqueezed,
 )
+from certcli.engine.curves import Curve, register_curves
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.models.pixels import PixelNormalize
+from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 
@@ -331,3 +342,40 @@ def divide(ctx: BallContext, x: Any, y: Any) -> Near:
         up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)),
         gamma(1) * fibres(centre),
     )
+
+
+@rules.module(MaxMin)
+def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
+    """Sorted pairs are no farther apart than the pairs."""
+    x = settled(x)
+    return Near.of(module(x.centre), x.fibre, x.whole)
+
+
+def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
+    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r, sup |f'|) |z - c|."""
+    x = settled(x)
+    centre = curve.value(x.centre)
+    if curve.name == "ReLU":
+        # a fibre of which no unit can open does not move
+        alive = (x.centre.amax(-1) + x.fibre > 0).double()
+        return Near.of(centre, x.fibre * alive, x.whole)
+    slope = torch.full_like(x.fibre, curve.slope)
+    if math.isfinite(curve.bend):
+        first: Any = curve.first
+        steepest = ctx.at_centre(
+            "slope", lambda: first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
+        )
+        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre))
+    # x Phi(x) and x sigmoid(x) cancel for x far below 0
+    noise = FUNCTION * (2 * x.size + fibres(centre))
+    return x.moved(centre, slope, noise if curve.line is None else gamma(8) * noise / FUNCTION)
+
+
+register_curves(rules, (Near, Normalised), curved)
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
+    """A clipped entry is at most 0, at least theta, or moves as the input does."""
+    x = settled(x)
+    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)

@@ -8,13 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
+from certcli.enclosure.balls.ball import BallContext, Near, Normalised, pixel_ball, rules, settled
 from certcli.enclosure.balls.layers import fibres, normalised
-from certcli.enclosure.balls.table import BallContext, rules
+from certcli.enclosure.zonotopes.columns import gamma, up
 from certcli.enclosure.zonotopes.domain import Enclosure, Watch, prepared
-from certcli.enclosure.zonotopes.executed import ExecutedWalk, Execution
 from certcli.enclosure.zonotopes.margins import differences
-from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.space import ExecutedWalk, Execution
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
 from certcli.evaluation.perturbation import Norm

@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
+from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rearranged, rules, settled
 from certcli.enclosure.balls.layers import fibres, mean
-from certcli.enclosure.balls.table import BallContext, rules
-from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
+from certcli.enclosure.zonotopes.columns import gamma, norm2, up
 from certcli.enclosure.zonotopes.rules.windows import (
     CONVOLUTIONS,
     register_convolutions,

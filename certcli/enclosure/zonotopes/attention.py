@@ -6,13 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.activations import joint_activation
+from certcli.enclosure.zonotopes.columns import distances, gamma, reach_of_differences, up
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.functions import EXP, LOG
-from certcli.enclosure.zonotopes.pointwise import apply, capped
+from certcli.enclosure.zonotopes.pointwise import EXP, LOG, apply, capped, joint_activation
 from certcli.enclosure.zonotopes.products import Bilinear, crossing, matrix_product, product
-from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""

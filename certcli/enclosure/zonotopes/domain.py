@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
-from certcli.enclosure.zonotopes.executed import ExecutedNodes, ExecutedWalk, Execution
 from certcli.enclosure.zonotopes.first_map import changed, may_change, narrow_place
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import (
@@ -37,6 +35,13 @@ from certcli.enclosure.zonotopes.rules.layers import (
     QUERIES,
     SUMMING,
     TOKENWISE,
+)
+from certcli.enclosure.zonotopes.space import (
+    Coordinates,
+    ExecutedNodes,
+    ExecutedWalk,
+    Execution,
+    coordinates_of,
 )
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.replay import close, noise_like, replayed

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from certcli.enclosure.zonotopes.coordinates import Coordinates
+from certcli.enclosure.zonotopes.columns import norm2, up
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rounding import norm2, up
+from certcli.enclosure.zonotopes.space import Coordinates
 from certcli.engine.trace import Trace
 
 

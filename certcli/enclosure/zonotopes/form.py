@@ -23,19 +23,24 @@ from certcli.enclosure.zonotopes.backward import (
     rearranging,
     transposing,
 )
-from certcli.enclosure.zonotopes.executed import Bounds
-from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
-from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
-from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import (
+from certcli.enclosure.zonotopes.columns import (
     Block,
     Blocks,
+    Reach,
     every_block,
+    gamma,
+    norm1,
+    norm2,
     over,
+    pairs,
+    quadratic_radius,
     reach_of,
     runs,
     summed,
+    up,
+    weights,
 )
+from certcli.enclosure.zonotopes.space import Bounds, Space
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]

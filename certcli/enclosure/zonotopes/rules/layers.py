@@ -13,17 +13,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import certcli.engine.activations  # noqa: F401 (for the names it enters)
-from certcli.enclosure.zonotopes.activations import activation
 from certcli.enclosure.zonotopes.attention import attend
-from certcli.enclosure.zonotopes.ellipsoids import narrowed
+from certcli.enclosure.zonotopes.columns import gamma
+from certcli.enclosure.zonotopes.ellipsoids import by_fibres, narrowed
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
-from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.reduction import by_fibres
-from certcli.enclosure.zonotopes.rounding import gamma
-from certcli.enclosure.zonotopes.rules.arithmetic import negative
-from certcli.enclosure.zonotopes.rules.shapes import joined
+from certcli.enclosure.zonotopes.pointwise import activation, relu
+from certcli.enclosure.zonotopes.rules.shapes import joined, negative
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.attention import (
     added_to_scores,

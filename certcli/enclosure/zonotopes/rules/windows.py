@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
 from certcli.enclosure.zonotopes.rules.layers import stored
-from certcli.enclosure.zonotopes.rules.shapes import mean
+from certcli.enclosure.zonotopes.rules.shapes import constant_operand, mean, negative
 from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
 from certcli.engine.averages import (
     MAX_WINDOWS,
