@@ -26,7 +26,6 @@ from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_
 from certcli.enclosure.slopes.network import SlopeNetwork
 from certcli.enclosure.zonotopes import columns
 from certcli.enclosure.zonotopes.ascent import hinges, proven
-from certcli.enclosure.zonotopes.attention import average, softmax
 from certcli.enclosure.zonotopes.backward import (
     Hinge,
     HingeChoice,
@@ -35,19 +34,18 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
-from certcli.enclosure.zonotopes.first_map import changed
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
+from certcli.enclosure.zonotopes.rules.attention import average, softmax
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.rules.shapes import joined
-from certcli.enclosure.zonotopes.space import Bounds, Coordinates
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import Bounds, Coordinates, ZonotopeContext
 from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.norms import Spread
@@ -389,7 +387,7 @@ def plain() -> tuple[dict[str, Numbers], dict[tuple[str, Site], list[str]]]:
     return numbers, rows
 
 
-CHOSEN = ("zonotopes/attention.py", "zonotopes/direction.py")
+CHOSEN = ("rules/attention.py", "zonotopes/direction.py")
 """Of two enclosures the narrower one is taken: the other may have less slack."""
 FITTED = "rows of length 1, wide"
 """At a floor the fit of less error is taken: the other may be narrower elsewhere."""

@@ -26,10 +26,11 @@ from certcli.enclosure.balls.attention import attention as of_tokens
 from certcli.enclosure.balls.attention import heads
 from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.rules import shapes, spelled
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.rules import attention as form_attention
+from certcli.enclosure.zonotopes.rules import shapes
 from certcli.enclosure.zonotopes.rules import shapes as zonotopes
 from certcli.enclosure.zonotopes.rules.layers import (
     batch_norm,
@@ -37,7 +38,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     rms_norm,
     unit_length,
 )
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
@@ -296,7 +297,7 @@ def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
 @pytest.mark.parametrize(
     ("rule", "place", "make"),
     [
-        (spelled.product_of_matrices, NO_TOKEN, a_form),
+        (form_attention.product_of_matrices, NO_TOKEN, a_form),
         (ball_attention.product_of_matrices, context(), a_ball),
     ],
     ids=["forms", "balls"],
@@ -323,9 +324,9 @@ def test_products_that_no_theorem_is_about_are_refused(
 )
 def test_softmax_along_another_axis_is_refused(axes: int, dim: int | None, dtype: Any) -> None:
     with pytest.raises(NoRule, match="another axis"):
-        spelled.require_rows(axes, dim, dtype)
-    spelled.require_rows(2, 1, None)
-    spelled.require_rows(3, -1, None)
+        form_attention.require_rows(axes, dim, dtype)
+    form_attention.require_rows(2, 1, None)
+    form_attention.require_rows(3, -1, None)
 
 
 DEPENDS = {"forms": a_form(5), "balls": a_ball(1, 5)}

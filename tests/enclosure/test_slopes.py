@@ -19,7 +19,7 @@ from certcli.enclosure.slopes import functions as derivatives
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
 from certcli.enclosure.slopes.table import pulls
-from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball

@@ -31,7 +31,6 @@ from certcli.enclosure.balls.network import _margins
 from certcli.enclosure.zonotopes import ascent as parabolas_module
 from certcli.enclosure.zonotopes import columns
 from certcli.enclosure.zonotopes.ascent import hinges, proven
-from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
 from certcli.enclosure.zonotopes.columns import gamma
 from certcli.enclosure.zonotopes.ellipsoids import reduced
@@ -47,10 +46,11 @@ from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
+from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.curves import GELU, GELU_TANH, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm

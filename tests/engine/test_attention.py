@@ -16,7 +16,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.attention import Attention
 
 from certcli.enclosure.balls.ball import rules as balls
-from certcli.enclosure.zonotopes.table import rules as zonotopes
+from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine.attention import require_no_mask
 from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)

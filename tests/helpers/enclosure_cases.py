@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.columns import Block, Blocks, reach_of, runs
 from certcli.enclosure.zonotopes.direction import divided
 from certcli.enclosure.zonotopes.ellipsoids import reduced
@@ -24,6 +23,7 @@ from certcli.enclosure.zonotopes.pointwise import (
     relu,
 )
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
+from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import (
     affine,
     batch_norm,
@@ -34,7 +34,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
     normalize,
 )
 from certcli.enclosure.zonotopes.rules.shapes import divide, negative, total
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
 from certcli.nn.activations import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread

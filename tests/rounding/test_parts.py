@@ -19,7 +19,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant

@@ -20,9 +20,9 @@ from certcli.certify.proof_options import REAL
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import pointwise
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.engine.tracer import Untraceable

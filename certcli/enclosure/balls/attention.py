@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rules, settled
 from certcli.enclosure.balls.layers import fibres, still
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
-from certcli.enclosure.zonotopes.rules.spelled import require_rows
+from certcli.enclosure.zonotopes.rules.attention import require_rows
 from certcli.engine.attention import (
     added_to_scores,
     attention_module,

@@ -10,7 +10,7 @@ from torch import Tensor
 from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rearranged, rules, settled
 from certcli.enclosure.balls.layers import fibres, mean
 from certcli.enclosure.zonotopes.columns import gamma, norm2, up
-from certcli.enclosure.zonotopes.rules.windows import (
+from certcli.enclosure.zonotopes.rules.layers import (
     CONVOLUTIONS,
     register_convolutions,
     register_max_pooling,

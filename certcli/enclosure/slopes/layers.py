@@ -20,9 +20,14 @@ from certcli.enclosure.zonotopes.columns import gamma, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
 from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, activation, apply
-from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
+from certcli.enclosure.zonotopes.rules.layers import (
+    CONVOLUTIONS,
+    of_statistics,
+    register_convolutions,
+    stored,
+    unit_length,
+)
 from certcli.enclosure.zonotopes.rules.shapes import constant_operand, negative
-from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_convolutions
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule

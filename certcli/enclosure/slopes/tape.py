@@ -16,7 +16,7 @@ from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.needed_tokens import reads
 from certcli.enclosure.zonotopes.rules.layers import TOKENWISE
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, called, walk_back

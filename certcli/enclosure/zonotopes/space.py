@@ -3,13 +3,13 @@ of an execution.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
-from torch import Tensor
+from torch import Tensor, fx
 
 from certcli.enclosure.zonotopes.columns import Reach, gamma, up
 from certcli.engine.table import RuleTable
@@ -192,3 +192,19 @@ class Execution(Protocol):
     def beside(self, enclosed: Collection[str]) -> ExecutedNodes:
         """Return the rounding of walks that enclose the values of the nodes of these names."""
         ...
+
+
+rules = RuleTable("local")
+
+
+@dataclass(frozen=True)
+class ZonotopeContext:
+    """The node in the graph, and the only token (axis 1) of its result read later; None: all.
+
+    Attributes:
+        inner: forms of which the rule made its result, by name, for the derivative.
+    """
+
+    node: fx.Node
+    token: int | None
+    inner: dict[str, Any] = field(default_factory=dict)

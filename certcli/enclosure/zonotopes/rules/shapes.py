@@ -16,7 +16,7 @@ from certcli.enclosure.zonotopes.form import Form, fitting
 from certcli.enclosure.zonotopes.needed_tokens import chosen_token
 from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, apply
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled
-from certcli.enclosure.zonotopes.table import ZonotopeContext, rules
+from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
