@@ -27,8 +27,7 @@ from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.rules.shapes import arranged
+from certcli.enclosure.zonotopes.rules.layers import affine, arranged
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
 from tests.helpers.enclosure_cases import CASES, Case
 

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from certcli.enclosure.balls.ball import Near, folded_norm
 from certcli.enclosure.balls.ball import rules as ball_rules
-from certcli.enclosure.balls.layers import curved, mean, rms_norm
+from certcli.enclosure.balls.layers import curved
 from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.zonotopes import margins, pointwise, products
 from certcli.enclosure.zonotopes.columns import FUNCTION, Block, quadratic_radius
@@ -25,14 +26,14 @@ from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
 from certcli.enclosure.zonotopes.pointwise import RSQRT, SQRT
 from certcli.enclosure.zonotopes.rules import attention
-from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
+from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.curves import GELU, Curve
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import Spread
 from certcli.rounding import PRECISIONS, NeighbourErrors
-from tests.enclosure.test_balls import context, draw
+from tests.enclosure.test_balls import context, draw, ruled
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image, network
 from tests.enclosure.test_zonotopes import reach
@@ -94,7 +95,9 @@ def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
 
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
     tokens = 1e3 * torch.tensor([1.0, -1.0]).double().repeat(1, 1, 50)[..., None]  # whose mean is 0
-    assert float(mean(context(), still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+    assert (
+        float(ruled(torch.mean, still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+    )
 
 
 def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
@@ -132,7 +135,7 @@ def test_a_product_of_ball_parts_loses_as_much_as_its_sum_is_long() -> None:
     assert float(found) >= d * (1 + 2.0**-43)
 
 
-@pytest.mark.parametrize("run", [centred, lambda x: form_mean(NO_TOKEN, x, -1)])
+@pytest.mark.parametrize("run", [centred, lambda x: rules.functions[torch.mean](NO_TOKEN, x, -1)])
 def test_means_of_forms_lose_as_much_as_their_terms_say(run: Any) -> None:
     assert bool((run(form(torch.ones(1, 1, 4096).double())).slack >= 4096 * U).all())
 
@@ -141,7 +144,7 @@ def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
     """A sum of n squares is off by n u, its root by half of it."""
     n = 1024
     token = draw(1, 1, 1, n)
-    found: Any = rms_norm(context(), still(token), (n,), None, 1e-3)
+    found: Any = ruled(F.rms_norm, still(token), (n,), None, 1e-3)
     assert float(found.near.fibre) >= n / 2 * U * float(found.near.centre.norm())
     _, low, high = mean_square(form(token[0]), Spread(1e-3))
     exact = float(token.square().sum() / n + 1e-3)

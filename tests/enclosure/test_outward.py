@@ -18,9 +18,9 @@ from torch import nn
 
 import certcli.enclosure
 from certcli.certify.around import AroundImages
-from certcli.enclosure.balls.attention import heads, product_of_matrices, softmax_of_rows
-from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
-from certcli.enclosure.balls.layers import arranged, normalised, pixels
+from certcli.enclosure.balls.attention import heads
+from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, rules, settled
+from certcli.enclosure.balls.layers import arranged, normalised
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
@@ -43,14 +43,14 @@ from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.attention import average, softmax
+from certcli.enclosure.zonotopes.rules.layers import joined
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
-from certcli.enclosure.zonotopes.rules.shapes import joined
 from certcli.enclosure.zonotopes.space import Bounds, Coordinates, ZonotopeContext
 from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import Spread
+from certcli.nn.norms import Spread, spread_of
 from tests.enclosure.test_backward import hinged, inputs
-from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
+from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind, ruled
 from tests.enclosure.test_every_rule import pixel_model
 from tests.enclosure.test_slopes import ball
 from tests.enclosure.test_slopes import network as slopes
@@ -157,7 +157,7 @@ def margins(kind: str) -> Numbers:
 
 def after_a_norm() -> Numbers:
     norm = nn.LayerNorm(8, eps=1e-3).double().requires_grad_(False)
-    x = normalised(norm, near(1, 1, 5, 8))
+    x = normalised(None, near(1, 1, 5, 8), spread_of(norm), norm.weight, norm.bias)
     assert isinstance(x, Normalised)
     return of_ball(x.settled())
 
@@ -167,7 +167,11 @@ def first_layers() -> Numbers:
     ball, boxed = (
         pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf")
     )
-    return [number for x in (pixels(context(), module, ball), boxed) for number in of_ball(x)]
+    return [
+        number
+        for x in (rules.modules[PixelNormalize].apply(context(), module, ball), boxed)
+        for number in of_ball(x)
+    ]
 
 
 def rearranged_and_doubted() -> Numbers:
@@ -179,8 +183,8 @@ def rearranged_and_doubted() -> Numbers:
 def written_out(size: float) -> Numbers:
     x, y = near(1, 1, 2, 4, 3), near(1, 1, 2, 3, 5)
     x, y = (Near.of(part.centre, size * part.fibre) for part in (x, y))
-    rows = softmax_of_rows(context(), replace(x, whole=x.whole / 2), dim=-1)
-    parts = product_of_matrices(context(), x, y), rows
+    rows = ruled(torch.softmax, replace(x, whole=x.whole / 2), dim=-1)
+    parts = ruled(torch.matmul, x, y), rows
     return [number for part in parts for number in of_ball(part)]
 
 

@@ -1,24 +1,22 @@
 """Attention near one image, timm's, torch's fused one, and written out. docs/local.md, 10."""
 
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rules, settled
-from certcli.enclosure.balls.layers import fibres, still
+from certcli.enclosure.balls.ball import BallContext, Near, Normalised, fibres, rules, settled
+from certcli.enclosure.balls.layers import still
+from certcli.enclosure.operations import register_products
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
-from certcli.enclosure.zonotopes.rules.attention import require_rows
 from certcli.engine.attention import (
     added_to_scores,
     attention_module,
     fused_attention,
     require_no_mask,
 )
-from certcli.engine.table import NoRule, with_attributes
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
@@ -322,18 +320,15 @@ def _fused_facts(
     return up(share * (1 + unsure[..., None]), 4), o, q_size, turn, reach, off
 
 
-@rules.function(operator.matmul, torch.matmul, torch.bmm)
-@rules.method("matmul", "bmm")
-def product_of_matrices(ctx: BallContext, x: Any, y: Any) -> Near:
+def _frobenius(rows: Tensor) -> Tensor:
+    """Return |Y|_F, rounded up, from the lengths of its rows: (.., j) -> (.., 1)."""
+    return up(torch.linalg.vector_norm(rows, dim=-1, keepdim=True), rows.shape[-1] + 2)
+
+
+def matmul(x: Near, y: Near) -> Near:
     """|dx_i Y + X_i dY + dx_i dY| <= |dx_i| |Y|_F + |X_i| |dY|_F + |dx_i| |dY|_F, row by row."""
-    if isinstance(x, Constant) or isinstance(y, Constant):
-        raise NoRule("a product of matrices with a constant")
-    x = settled(x)
-    y = settled(y)
-    if x.shape[:-2] != y.shape[:-2] or min(len(x.shape), len(y.shape)) < 3:
-        raise NoRule("a product of matrices that repeats a tensor")
-    length = fibres(x.centre)
-    matrix = _frobenius(fibres(y.centre))
+    length = x.size
+    matrix = _frobenius(y.size)
     moved = _frobenius(y.fibre)
     fibre = up(x.fibre * matrix + length * moved + x.fibre * moved, 8)
     return Near.of(x.centre @ y.centre, fibre).noisy(
@@ -341,24 +336,11 @@ def product_of_matrices(ctx: BallContext, x: Any, y: Any) -> Near:
     )
 
 
-def _frobenius(rows: Tensor) -> Tensor:
-    """Return |Y|_F, rounded up, from the lengths of its rows: (.., j) -> (.., 1)."""
-    return up(torch.linalg.vector_norm(rows, dim=-1, keepdim=True), rows.shape[-1] + 2)
-
-
-@rules.function(torch.softmax, F.softmax)
-@rules.method("softmax")
-def softmax_of_rows(
-    ctx: BallContext, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
-) -> Near:
+def softmax(ctx: BallContext, x: Near) -> Near:
     """Softmax has slope 1/2: the norm of diag(p) - p p^T, whose absolute rows sum to 2 p (1 - p)."""
-    x = settled(x)
-    require_rows(len(x.shape), dim, dtype)
     centre = x.centre.softmax(-1)
-    count = x.shape[-1]
-    return Near.of(centre, up(x.fibre / 2), up(x.whole / 2)).noisy(
-        (FUNCTION + gamma(count + 64)) * fibres(centre)
-    )
+    loss = FUNCTION + gamma(x.shape[-1] + 64)
+    return Near.of(centre, up(x.fibre / 2), up(x.whole / 2)).noisy(loss * fibres(centre))
 
 
-rules.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))
+register_products(rules, (Near, Normalised), settled, matmul, softmax)

@@ -21,6 +21,11 @@ _UNEVEN = 64.0
 """Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide errors by the least one."""
 
 
+def fibres(t: Tensor) -> Tensor:
+    """|t_i|_2 of each fibre, rounded up."""
+    return norm2(t.movedim(-1, 0))
+
+
 @dataclass(frozen=True)
 class Near:
     """All z, |z_i - centre_i|_2 <= fibre_i for fibres i (last axis), |z - centre|_2 <= whole.
@@ -53,7 +58,7 @@ class Near:
     @property
     def size(self) -> Tensor:
         """Return |centre_i|_2 of each fibre, rounded up."""
-        return norm2(self.centre.movedim(-1, 0))
+        return fibres(self.centre)
 
     @property
     def consistent(self) -> bool:
@@ -112,18 +117,23 @@ class Near:
         """Return x + constant (broadcast to the shape of x)."""
         constant = fitting(constant, self.shape)
         centre = self.centre + constant
-        return replace(self, centre=centre).noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+        return replace(self, centre=centre).noisy(gamma(0) * fibres(centre))
 
     def scale(self, factor: Tensor) -> "Near":
         """Return factor * x (broadcast to the shape of x)."""
         factor = fitting(factor, self.shape)
         centre = self.centre * factor
-        return self.moved(centre, factor.abs().max(), gamma(1) * norm2(centre.movedim(-1, 0)))
+        return self.moved(centre, factor.abs().max(), gamma(1) * fibres(centre))
+
+    def over(self, divisor: Tensor) -> "Near":
+        """Return x / divisor (broadcast to the shape of x)."""
+        centre = self.centre / divisor
+        return self.moved(centre, up((1 / divisor).abs().max()), gamma(1) * fibres(centre))
 
     def __add__(self, other: "Near") -> "Near":
         centre = self.centre + other.centre
         total = Near.of(centre, up(self.fibre + other.fibre), up(self.whole + other.whole))
-        return total.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+        return total.noisy(gamma(0) * fibres(centre))
 
     def choose(self, token: int) -> "Near":
         """Return the one token at this place of axis 1."""

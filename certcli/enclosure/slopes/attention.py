@@ -13,7 +13,7 @@ from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.rules.attention import multiplied
-from certcli.enclosure.zonotopes.rules.shapes import negative
+from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.engine.attention import attention_module, fused_attention
 from certcli.engine.table import with_attributes
 

@@ -314,6 +314,12 @@ class Form:
         )
         return form.sized(self, lambda size: size + error)
 
+    noisy = doubted
+
+    def over(self, divisor: Tensor) -> "Form":
+        """Return x / divisor (broadcast to the shape of x)."""
+        return self.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), terms=1)
+
     def choose(self, token: int) -> "Form":
         """Return the one token at this place of axis 1, (1, n, d) -> (1, 1, d)."""
         if not self.has_fibres_own:

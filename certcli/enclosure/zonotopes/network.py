@@ -24,9 +24,7 @@ from certcli.enclosure.zonotopes.margins import (
     optimised,
 )
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.rules.layers import (
-    QUERIES,
-)
+from certcli.enclosure.zonotopes.rules.layers import QUERIES
 from certcli.enclosure.zonotopes.space import (
     Coordinates,
     ExecutedWalk,

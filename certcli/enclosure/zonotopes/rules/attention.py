@@ -1,13 +1,12 @@
 """Dot-product attention: scores, 1 / sum exp of differences, averages; written out as well. docs/local.md, section 7."""
 
-import operator
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
+from certcli.enclosure.operations import register_products
 from certcli.enclosure.zonotopes.columns import distances, gamma, reach_of_differences, up
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
@@ -22,7 +21,7 @@ from certcli.engine.attention import (
     fused_attention,
     require_no_mask,
 )
-from certcli.engine.table import NoRule, with_attributes
+from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 
 _FARTHEST = 30.0
@@ -221,36 +220,6 @@ def attend(
     return average(p, v)
 
 
-@rules.function(operator.matmul, torch.matmul, torch.bmm)
-@rules.method("matmul", "bmm")
-def product_of_matrices(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
-    if not isinstance(x, Form) or not isinstance(y, Form):
-        raise NoRule("a product of matrices with a constant")
-    if x.shape[:-2] != y.shape[:-2] or min(len(x.shape), len(y.shape)) < 3:
-        raise NoRule("a product of matrices that repeats a tensor")
-    return matmul(x, y)
-
-
-@rules.function(torch.softmax, F.softmax)
-@rules.method("softmax")
-def softmax_of_rows(
-    ctx: ZonotopeContext, x: Form, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
-) -> Form:
-    require_rows(len(x.shape), dim, dtype)
-    ctx.inner["p"] = softmax(x)
-    probabilities: Form = ctx.inner["p"]
-    return probabilities
-
-
-def require_rows(axes: int, dim: int | None, dtype: Any) -> None:
-    """Raise NoRule for softmax over another axis than the last, or in another type."""
-    if dim is None or dim % axes != axes - 1 or axes < 2 or dtype is not None:
-        raise NoRule("softmax over another axis than the last")
-
-
-rules.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))
-
-
 @attention_module(rules)
 def attention(
     ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False
@@ -285,7 +254,9 @@ def attention(
         return affine(out, module.proj.weight, module.proj.bias)
     out = attend(part(0, asking), part(1, x), part(2, x), module.scale, None, ctx.inner)
     return affine(
-        out.linear(lambda t: t.transpose(-3, -2).flatten(-2)), module.proj.weight, module.proj.bias
+        out.linear(lambda t: t.transpose(-3, -2).flatten(-2)),
+        module.proj.weight,
+        module.proj.bias,
     )
 
 
@@ -312,3 +283,12 @@ def attention_function(
     added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
     scale = scale if scale is not None else query.shape[-1] ** -0.5
     return attend(query, key, value, scale, added, ctx.inner)
+
+
+def _probabilities(ctx: ZonotopeContext, x: Form) -> Form:
+    ctx.inner["p"] = softmax(x)
+    probabilities: Form = ctx.inner["p"]
+    return probabilities
+
+
+register_products(rules, Form, lambda x: x, matmul, _probabilities)
