@@ -333,8 +333,11 @@ def register_products(
         ctx: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
     ) -> Any:
         axes = len(x.shape)
-        if dim is None or dim % axes != axes - 1 or axes < 2 or dtype is not None:
-            raise NoRule("softmax over another axis than the last")
+        raise_if(
+            dim is None or dim % axes != axes - 1 or axes < 2 or dtype is not None,
+            NoRule,
+            "softmax over another axis than the last",
+        )
         return softmax(ctx, settle(x))
 
     table.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))
@@ -347,11 +350,17 @@ def register_convolutions(table: RuleTable, values: Any, convolve: Callable[...,
         ctx: Any, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
         dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        if not isinstance(x, values) or any(isinstance(part, values) for part in (weight, bias)):
-            raise NoRule("a convolution whose weight depends on the image")
+        raise_if(
+            not isinstance(x, values) or any(isinstance(part, values) for part in (weight, bias)),
+            NoRule,
+            "a convolution whose weight depends on the image",
+        )
         weight, bias = (stored(part, x.centre) for part in (weight, bias))
-        if len(x.shape) != weight.dim() or x.shape[0] != 1:
-            raise NoRule("a convolution of something other than one image")
+        raise_if(
+            len(x.shape) != weight.dim() or x.shape[0] != 1,
+            NoRule,
+            "a convolution of something other than one image",
+        )
         options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
         return convolve(ctx, x, weight, bias, options)
 
@@ -370,8 +379,11 @@ def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -
         def apply(ctx: Any, x: Any, y: Any) -> Any:
             x, y = (x, y) if isinstance(x, values) else (y, x)
             other = y if isinstance(y, values) else constant_operand(y, x.centre, x.shape)
-            if other.shape != x.shape and isinstance(y, values):
-                raise NoRule("a maximum that repeats a tensor")
+            raise_if(
+                other.shape != x.shape and isinstance(y, values),
+                NoRule,
+                "a maximum that repeats a tensor",
+            )
             return larger(x, other, sign)
 
         return apply
@@ -388,8 +400,11 @@ def register_max_pooling(table: RuleTable, pool: Callable[..., Any]) -> None:
         ctx: Any, x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
         ceil_mode: bool = False, return_indices: bool = False,
     ) -> Any:  # fmt: skip
-        if return_indices or len(x.shape) != 4:
-            raise NoRule("max pooling that returns indices, or of other than maps")
+        raise_if(
+            return_indices or len(x.shape) != 4,
+            NoRule,
+            "max pooling that returns indices, or of other than maps",
+        )
         steps = kernel_size if stride in (None, [], ()) else stride
         kernel, *geometry = map(pair, (kernel_size, steps, padding, dilation))
         return pool(ctx, x, window_places(x.shape[-2:], kernel, *geometry, ceil_mode))
@@ -423,17 +438,20 @@ def register_types(table: RuleTable) -> None:
         ctx: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:
         """Dropout in eval mode."""
-        if training and p:
-            raise NoRule("dropout in training mode")
+        raise_if(training and p, NoRule, "dropout in training mode")
         return x
 
     @table.method("to", "type_as")
     def same(ctx: Any, x: Any, *types: Any, **named: Any) -> Any:
         """Called with float64, or with a tensor of it, alone."""
         targets = [*types, *named.values()]
-        if not targets or any(
-            getattr(kind, "dtype", kind) != torch.float64 and not hasattr(kind, "centre")
-            for kind in targets
-        ):
-            raise NoRule("a change of a tensor's type or place")
+        raise_if(
+            not targets
+            or any(
+                getattr(kind, "dtype", kind) != torch.float64 and not hasattr(kind, "centre")
+                for kind in targets
+            ),
+            NoRule,
+            "a change of a tensor's type or place",
+        )
         return x
