@@ -131,7 +131,7 @@ def errors_of_pairs(
 
 
 class EnclosedErrors:
-    """What `enclosure.zonotopes.executed.Execution` promises, of a network whose operations were
+    """What `enclosure.zonotopes.space.Execution` promises, of a network whose operations were
     followed.
 
     Attributes:

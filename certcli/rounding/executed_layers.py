@@ -27,8 +27,14 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.rules.convolution import numbers, padding_of, pads_with_zeros
-from certcli.nn.activations import ClippedReLU, MaxMin, SoftMaxMin
-from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
+from certcli.nn.layers import (
+    ChannelRoll,
+    ClippedReLU,
+    MaxMin,
+    OrthogonalMixing,
+    SoftMaxMin,
+    TokenMaxMin,
+)
 from certcli.rounding.arithmetics import BlockMap, Stored, compounded, covers, largest, length
 from certcli.rounding.operation_errors import (
     Followed,

@@ -27,7 +27,7 @@ from certcli.enclosure.zonotopes.rules.attention import attend, average, scores,
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
 

@@ -41,7 +41,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import Spread
 
 VALUES = (Near, Normalised)

@@ -46,7 +46,7 @@ from certcli.engine.averages import (
 from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_derivative
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread
 
 
