@@ -30,20 +30,20 @@ from certcli.certify.options import (
     Local,
 )
 from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
-from certcli.enclosure.zonotopes.memory import (
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import (
+    LocalNetwork,
     affordable,
     available,
     fits_by_fibres,
     keep_pages,
 )
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.claim import Claim

@@ -23,12 +23,12 @@ from certcli.certify.options import ARITHMETICS, BACKWARD, EFFORTS, NORMS, REAL,
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import Near, Normalised
+from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.images import datasets

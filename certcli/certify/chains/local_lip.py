@@ -18,7 +18,7 @@ from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_radii
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.enclosure.zonotopes.columns import TINY
 from certcli.evaluation.claim import Claim
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
