@@ -298,7 +298,10 @@ class SmoothingCertifier(Certifier):
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
-            part = rows[start : start + _whole_batch_size(len(rows) - start, self._batch_size)]
+            rest = len(rows) - start
+            # of the last batches powers of two, since each size is looked at once
+            size = self._batch_size if rest >= self._batch_size else 1 << rest.bit_length() - 1
+            part = rows[start : start + size]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]
             names = [indices[image] for image in which]
@@ -341,11 +344,6 @@ class SmoothingCertifier(Certifier):
             )
             raise DataError("the network gives NaN or infinite logits on noisy images", hint)
         return counts.view(len(indices), self._classes).cpu()
-
-
-def _whole_batch_size(remaining: int, batch_size: int) -> int:
-    """Return a batch's size: of the last ones powers of two, since each size is looked at once."""
-    return batch_size if remaining >= batch_size else 1 << remaining.bit_length() - 1
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:
