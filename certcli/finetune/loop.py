@@ -33,9 +33,8 @@ from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retra
 from certcli.finetune.teacher import Teacher
 from certcli.finetune.validation import Validation, enclosure_of
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import pair_constants
+from certcli.lipschitz.network import pair_constants, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import (
     CheckpointError,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
+from certcli.lipschitz.numerics.trainable import estimated_block_norms
 from certcli.system.errors import ArchitectureError
 
 KINDS = ("q", "k", "v")

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from certcli.engine.averages import Separable, register_averages
 from certcli.engine.table import with_attributes
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, Real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.rules.convolution import numbers, padding_of, pads_with_zeros

@@ -30,9 +30,9 @@ from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, executed, of_margins
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import walk
+from certcli.lipschitz.context import rules as slopes
+from certcli.lipschitz.network import deep_recursion
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
-from certcli.lipschitz.propagate import deep_recursion
-from certcli.lipschitz.table import rules as slopes
 from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs
 from certcli.rounding.head import head_of
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep

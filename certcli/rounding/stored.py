@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms

@@ -19,8 +19,8 @@ from certcli.enclosure.balls.table import rules as balls
 from certcli.enclosure.zonotopes.table import rules as zonotopes
 from certcli.engine.attention import require_no_mask
 from certcli.engine.table import NoRule, RuleTable
+from certcli.lipschitz.context import rules as lipschitz
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)
-from certcli.lipschitz.table import rules as lipschitz
 
 
 class Doubled(nn.Linear):

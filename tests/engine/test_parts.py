@@ -10,8 +10,8 @@ from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.replay import logits_agree
 from certcli.engine.table import ModuleRule
 from certcli.engine.walk import Constant, Domain, _shaped
+from certcli.lipschitz.context import rules
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.table import rules
 from tests.helpers.slopes import IMAGE
 
 

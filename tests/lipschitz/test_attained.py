@@ -18,12 +18,11 @@ from torch.nn import functional
 from certcli.engine.moves import Move
 from certcli.engine.walk import Call
 from certcli.lipschitz.context import Context, Walk
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.add_sub import _convex_shares
 from certcli.lipschitz.rules.moves import rearranged_bound
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Affine, Size, Value
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual
 from tests.helpers.lipschitz_cases import f, replaced_by

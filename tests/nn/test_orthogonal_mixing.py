@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.nn.layers import SOFTMAX_SLOPE, ChannelRoll, L2Pool, OrthogonalMixing, TokenMaxMin
 from certcli.nn.lipschitz_networks import LipschitzMixer, LipschitzPyramid, TokenMixer

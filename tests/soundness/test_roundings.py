@@ -20,9 +20,9 @@ from torch import nn
 import certcli.lipschitz
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_attention import Copies

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm, gamma, up
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norm, spectral_norms

@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, resized
+from certcli.lipschitz.context import Context, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.rules.linear import followed_by_linear, size_after
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Convolution, Value, Windows
+from certcli.lipschitz.value import Affine, Convolution, Size, Value, Windows
 
 
 def pads_with_zeros(module: nn.Conv2d) -> bool:

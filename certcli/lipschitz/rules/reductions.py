@@ -19,11 +19,10 @@ from certcli.engine.averages import (
     window_places,
 )
 from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context, resized
+from certcli.lipschitz.context import Context, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
-from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.layers import L2Pool
 

@@ -24,7 +24,7 @@ class Room:
         )
 
 
-_LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value")
+_LIPSCHITZ = ("bound", "chain", "context", "network", "value")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spectral")
 _EVALUATION = (
