@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from certcli.constrain import prox
-from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
-from certcli.constrain.prox import Penalty
+from certcli.constrain.prox import Eigenbasis, Penalty, eigenbasis, shrinkage
 from certcli.constrain.settings import PENALTIES
 from certcli.constrain.statistics import energy
 from tests.helpers.constrain_layers import ROUNDING, anisotropic_layer, gaussian

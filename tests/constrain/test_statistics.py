@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import gram_sums, network
+from certcli.constrain import network, statistics
 from certcli.constrain.network import LayerCalibration, room_for
 from certcli.constrain.settings import PRESETS
 from certcli.constrain.statistics import MOST_ETA, energy, passes_within
@@ -134,7 +134,7 @@ def test_rows_that_wait_for_one_product_all_count(
     """Sums of float32 products are those of float64 ones, whenever they are taken."""
     net = net.float()
     batches = [images.float() for images in gaussian(*IMAGES.shape).split(3)]
-    monkeypatch.setattr(gram_sums, "ROWS", rows)
+    monkeypatch.setattr(statistics, "ROWS", rows)
     sampled = collect(net, batches, PATHS, sample=10**6)
     exact = [images.double() for images in batches]
     whole = collect(net.double(), exact, PATHS)

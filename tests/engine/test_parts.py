@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import _symbolic_trace
 
-from certcli.engine import pinned
+from certcli.engine import table
 from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.replay import logits_agree
 from certcli.engine.table import ModuleRule
@@ -104,7 +104,7 @@ def test_a_class_of_the_library_that_runs_other_code_is_changed(
 ) -> None:
     """Patched before it was pinned, it shows in the module that its code comes from."""
     kind = type("Norm", (nn.Module,), {"__module__": "timm.layers", "forward": calls_itself})
-    assert not pinned.unchanged(kind)
-    assert pinned.unchanged(nn.LayerNorm)
+    assert not table.unchanged(kind)
+    assert table.unchanged(nn.LayerNorm)
     monkeypatch.setattr(calls_itself, "__module__", "timm.layers")
-    assert pinned.unchanged(kind)
+    assert table.unchanged(kind)

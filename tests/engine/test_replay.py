@@ -21,8 +21,8 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers import activations
 
-from certcli.engine import pinned
-from certcli.engine.state import differs, state_of, tensor_checksum
+from certcli.engine import table
+from certcli.engine.watched_run import differs, state_of, tensor_checksum
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_pair
@@ -363,7 +363,7 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
         broken.setattr("torch.fx._symbolic_trace._PatchedFnSetAttr.revert", rings)
         with pytest.raises(KeyboardInterrupt):
             bound_network(nn.Flatten().eval(), IMAGE, 4)
-    assert pinned.patched_function() is None
+    assert table.patched_function() is None
     assert vars(math) == functions
 
 

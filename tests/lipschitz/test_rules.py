@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine import curves
-from certcli.engine.pinned import pin
+from certcli.engine.table import pin
 from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.context import rules
 from certcli.lipschitz.network import bound_network
