@@ -20,7 +20,7 @@ from torch.nn import functional
 from torchvision.transforms import v2
 
 from certcli.adapt.settings import AdaptSettings
-from certcli.images.transforms import transform_each
+from certcli.images.labelled import transform_each
 from certcli.models.build import multiplies_bf16
 from certcli.system.errors import UsageError
 from certcli.system.processes import ALONE, Team

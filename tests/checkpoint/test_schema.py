@@ -22,7 +22,7 @@ from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import (
     ArchitectureError,

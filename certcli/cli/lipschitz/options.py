@@ -12,7 +12,7 @@ from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 if TYPE_CHECKING:
-    from certcli.models.overrides import Hints
+    from certcli.models.origins import Hints
 
 
 @command.group("Checkpoints of others")
