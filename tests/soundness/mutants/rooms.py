@@ -54,10 +54,10 @@ ROOMS = {
         tuple(f"evaluation/{name}.py" for name in _EVALUATION),
         ("evaluation", "attack/test_judge.py", "soundness/test_fuzz.py"),
     ),
-    "verification": Room(("verification",), ("verification", "nn/test_mean_network.py")),
+    "verification": Room(("verification",), ("verification", "nn/test_networks.py")),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
         ("engine",),
-        ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention"))),
+        ("engine", *(f"lipschitz/test_{name}.py" for name in ("network", "refusals", "attention"))),
     ),
 }
