@@ -115,7 +115,8 @@ class LayerStatistics:
 
     def relative_error(self, weight: Tensor) -> Tensor:
         """Return |W X - W0 X|_F / |W0 X|_F, (out, in) -> (), any dtype. 0 / 0 is 0."""
-        return error_ratio(energy(weight - self.weight, self.gram), self.output_energy)
+        error = energy(weight - self.weight, self.gram)
+        return torch.where(error > 0, (error / self.output_energy).sqrt(), torch.zeros_like(error))
 
     def held_out_error(self, weight: Tensor) -> float | None:
         """Return the same ratio on the held-out images; None without them."""
@@ -154,10 +155,6 @@ class LayerStatistics:
 def energy(matrix: Tensor, gram: Tensor) -> Tensor:
     """Return tr(M G M^T) >= 0: (out, in), (in, in) -> ()."""
     return (matrix @ gram).mul_(matrix).sum((-2, -1)).clamp_min(0)
-
-
-def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
-    return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:

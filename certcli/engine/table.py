@@ -181,10 +181,6 @@ class RuleTable:
                 return rule if runs_known_code(module, kind) and rule.when(module) else None
         return None
 
-    def settler(self, waiting: object) -> Rule:
-        """Return the rule that settles a waiting operation; every type that waits has one."""
-        return self.settlers[type(waiting)]
-
 
 def _into(rules: dict[Any, Rule], names: tuple[Any, ...]) -> Register:
     """Return a decorator that enters a rule under these names."""

@@ -171,7 +171,7 @@ class Context:
             return x
         settled = self.walk.settled
         if id(x) not in settled:  # a tensor that is used twice (a residual) is charged once
-            settled[id(x)] = (x, rules.settler(x.waiting)(self, x, x.waiting))
+            settled[id(x)] = (x, rules.settlers[type(x.waiting)](self, x, x.waiting))
         return settled[id(x)][1]
 
     def fold(

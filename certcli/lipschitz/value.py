@@ -196,7 +196,7 @@ class Affine:
         elif self.gain is not None:
             matrix = arith.scale_columns(matrix, self.gain)
         if self.centered:
-            matrix = arith.center_columns(matrix)
+            matrix = arith.centred(matrix, 1)
         return matrix if self.factor == 1.0 else arith.scale(matrix, self.factor)
 
     @property

@@ -146,7 +146,7 @@ def random_matrices() -> list[float]:
     arith = Arithmetic()
     a = arith.matrix(noise(3, 8))
     b = Matrix(noise(8, 5), 0.01)
-    made = [arith.matmul(a, b), arith.add(a, a), arith.center_rows(a), arith.scale(b, 3.0)]
+    made = [arith.matmul(a, b), arith.add(a, a), arith.centred(a, 0), arith.scale(b, 3.0)]
     factors = torch.linalg.cholesky_ex
     with (
         pytest.MonkeyPatch.context() as patch

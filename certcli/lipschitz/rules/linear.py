@@ -171,7 +171,7 @@ def center_norm_bound(ctx: Context, module: CenterNorm, x: Value) -> Value:
 
     def after(rows: Matrix) -> Matrix:
         return ctx.arith.scale(
-            ctx.arith.scale_rows(ctx.arith.center_rows(rows), module.weight), factor
+            ctx.arith.scale_rows(ctx.arith.centred(rows, 0), module.weight), factor
         )
 
     bias = None if pending.bias is None else after(pending.bias)

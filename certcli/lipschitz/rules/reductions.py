@@ -303,12 +303,6 @@ register_averages(rules, Value, separable)
 register_interpolation(rules, Value, separable)
 
 
-def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
-    """Return (size, number of windows) for each pooled axis."""
-    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
-    return list(zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True))
-
-
 @rules.function(
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
@@ -320,8 +314,9 @@ def adaptive_maximum(
         not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices"
     )
     x = ctx.settle(x)
+    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
     times = 1
-    for size, count in _pooled_axes(ctx, x):
+    for size, count in zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True):
         windows = adaptive_windows(size, count)
         times *= max(sum(pixel in window for window in windows) for pixel in range(size))
     why = (
