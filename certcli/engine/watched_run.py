@@ -14,7 +14,7 @@ import random
 import zlib
 from collections import deque
 from collections.abc import Callable
-from itertools import combinations, islice
+from itertools import combinations, islice, zip_longest
 from math import comb
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -97,24 +97,13 @@ _FROM_SHAPE = frozenset(
 
 
 class Operation(NamedTuple):
-    """One operation on the image or on what is made of it.
-
-    Attributes:
-        shapes: Of its results.
-        numbers: Among its arguments.
-        dtype: Of its first result.
+    """One operation on the image or on what is made of it: the dtype of its first result, and its numbers
+    and shapes in words.
     """
 
     name: str
-    shapes: list[tuple[int, ...]]
-    numbers: list[Any]
-    dtype: torch.dtype | None = None
-
-    def __str__(self) -> str:
-        numbers = tuple(self.numbers) if self.numbers else ""
-        shapes = ", ".join(map(str, self.shapes)) or "nothing"
-        precision = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}"
-        return f"{self.name}{numbers} to {shapes}{precision}"
+    dtype: torch.dtype | None
+    text: str
 
 
 class _Follow(OperationMode):
@@ -141,10 +130,11 @@ class _Follow(OperationMode):
                 f"the network reads a tensor's value back into Python ({name})"
             )
             raise self.reads
-        numbers = [value for value in args if isinstance(value, (bool, int, float))]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        numbers = tuple(value for value in args if isinstance(value, (bool, int, float)))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         dtype = tensors[0].dtype if tensors else None
-        self.operations.append(Operation(name, shapes, numbers, dtype))
+        text = f"{name}{numbers or ''} to {shapes or 'nothing'} of {dtype}"
+        self.operations.append(Operation(name, dtype, text))
         for tensor in tensors:
             self.known[tensor] = None
         return result
@@ -163,12 +153,9 @@ def watch_run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, li
 
 def first_other_step(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
-    for number, (one, other) in enumerate(zip(ran, traced)):
-        if one != other:
-            return f"step {number + 1} is {one}, in the trace {other}"
-    if len(ran) > len(traced):
-        return f"{len(ran) - len(traced)} more operations, from {ran[len(traced)].name}"
-    return f"{len(traced) - len(ran)} fewer operations, from {traced[len(ran)].name}"
+    steps = enumerate(zip_longest(ran, traced, fillvalue=Operation("", None, "nothing")), 1)
+    number, (one, other) = next(step for step in steps if step[1][0] != step[1][1])
+    return f"step {number} is {one.text}, in the trace {other.text}"
 
 
 FAITHFUL = frozenset(

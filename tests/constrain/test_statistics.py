@@ -1,7 +1,5 @@
-"""Statistics are those of the outputs, no memory limit changes them, bad input is named, foreign
-modules refused.
-
-Proximal maps minimise, projections land where slow references do.
+"""Statistics are those of the outputs, whatever the memory; proximal maps minimise, projections land
+where slow references do.
 """
 
 import math
@@ -178,25 +176,40 @@ def test_statistics_that_do_not_fit_are_made_in_passes(
     assert [path for part in parts for path in part] == called
 
 
-def test_bad_input_is_named(net: Net) -> None:
-    batches = IMAGES.split(4)
-    with pytest.raises(UsageError, match="'embed' alone needs"):
-        collect(net, batches, PATHS, memory_limit_bytes=8 * 16 * 16 - 1)
-    with pytest.raises(DataError, match="no calibration images"):  # in the second pass
-        collect(net, iter(batches), PATHS, memory_limit_bytes=8 * 16 * 16)
-    with pytest.raises(DataError, match="no calibration images"):
-        collect(net, [], PATHS)
-    with pytest.raises(UsageError, match="no layer 'fc9'"):
-        collect(net, batches, ["fc9"])
-    with pytest.raises(UsageError, match="evaluation mode"):
-        collect(Net().train(), batches, PATHS)
+def spoiled(net: Net, name: str) -> Net:
+    """Return the network in training mode, with a NaN, or with a weight of two layers."""
     with torch.no_grad():
-        net.fc1.bias[0] = math.nan
-    with pytest.raises(DataError, match="'fc2' holds NaN"):
-        collect(net, batches, PATHS)
-    net.head.weight = net.hidden.weight
-    with pytest.raises(UsageError, match="share one weight"):
-        collect(net, batches, PATHS)
+        if name == "NaN":
+            net.fc1.bias[0] = math.nan
+        elif name == "shared":
+            net.head.weight = net.hidden.weight
+    return net.train(name == "training")
+
+
+BATCHES = IMAGES.split(4)
+BAD_INPUT: list[tuple[str, Any, list[str], int | None, type[Exception], str]] = [
+    ("", BATCHES, PATHS, 8 * 16 * 16 - 1, UsageError, "'embed' alone needs"),
+    ("", iter(BATCHES), PATHS, 8 * 16 * 16, DataError, "no calibration images"),  # second pass
+    ("", [], PATHS, None, DataError, "no calibration images"),
+    ("", BATCHES, ["fc9"], None, UsageError, "no layer 'fc9'"),
+    ("training", BATCHES, PATHS, None, UsageError, "evaluation mode"),
+    ("NaN", BATCHES, PATHS, None, DataError, "'fc2' holds NaN"),
+    ("shared", BATCHES, PATHS, None, UsageError, "share one weight"),
+]
+
+
+@pytest.mark.parametrize(("fault", "batches", "paths", "limit", "kind", "message"), BAD_INPUT)
+def test_bad_input_is_named(
+    net: Net,
+    fault: str,
+    batches: Any,
+    paths: list[str],
+    limit: int | None,
+    kind: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(kind, match=message):
+        collect(spoiled(net, fault), batches, paths, memory_limit_bytes=limit)
 
 
 class Scaled(nn.Linear):

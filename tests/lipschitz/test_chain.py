@@ -5,6 +5,9 @@ Random chains of linear operations: neither the dense matrix of the chain nor a 
 exceeds a claim.
 """
 
+from collections.abc import Callable
+from functools import partial
+from operator import itemgetter, methodcaller
 from typing import Any
 
 import pytest
@@ -123,106 +126,76 @@ def _random_linear(seed: int, kinds: int = 10) -> nn.Module:
     def draw(options: int) -> int:
         return int(torch.randint(options, (1,), generator=generator))
 
-    steps: list[tuple[Any, ...]] = []
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
+
+    steps: list[Callable[[Tensor], Tensor]] = []
+    shifts: dict[int, Tensor] = {}
     shape = [1, 4, 8]
     for _ in range(7):
         kind = draw(kinds)
         axis = draw(len(shape))
+        index: list[Any] = [slice(None)] * len(shape)
         if kind <= 1:
-            out = (2, 4, 6, 8)[draw(4)]
-            steps.append(
-                (
-                    "linear",
-                    torch.randn(out, shape[-1], generator=generator, dtype=torch.float64),
-                    draw(2),
-                )
-            )
-            shape[-1] = out
+            weight = normal((2, 4, 6, 8)[draw(4)], shape[-1])
+            shape[-1] = len(weight)
+            bias = torch.ones(len(weight), dtype=torch.float64) if draw(2) else None
+            steps.append(partial(functional.linear, weight=weight, bias=bias))
         elif kind == 2:
             order = torch.randperm(len(shape), generator=generator).tolist()
-            steps.append(("permute", order))
+            steps.append(methodcaller("permute", order))
             shape = [shape[a] for a in order]
         elif kind == 3 and shape[axis] % 2 == 0 and len(shape) < 6:
             shape[axis : axis + 1] = [2, shape[axis] // 2] if draw(2) else [shape[axis] // 2, 2]
-            steps.append(("reshape", list(shape)))
+            steps.append(methodcaller("reshape", list(shape)))
         elif kind == 4 and axis + 1 < len(shape):
             shape[axis : axis + 2] = [shape[axis] * shape[axis + 1]]
-            steps.append(("reshape", list(shape)))
+            steps.append(methodcaller("reshape", list(shape)))
         elif kind == 5 and shape[axis] > 1:
-            index: list[Any] = [slice(None)] * len(shape)
             index[axis] = slice(draw(2), shape[axis])
             shape[axis] -= index[axis].start
-            steps.append(("select", tuple(index)))
+            steps.append(itemgetter(tuple(index)))
         elif kind == 6 and len(shape) > 2:
-            index = [slice(None)] * len(shape)
             index[axis] = draw(shape[axis])
             del shape[axis]
-            steps.append(("select", tuple(index)))
+            steps.append(itemgetter(tuple(index)))
         elif kind == 7 and len(shape) > 2:
-            steps.append(("mean", axis, draw(2)))
-            shape[axis : axis + 1] = [1] if steps[-1][2] else []
+            keepdim = bool(draw(2))
+            steps.append(methodcaller("mean", axis, keepdim=keepdim))
+            shape[axis : axis + 1] = [1] if keepdim else []
         elif kind == 8:
-            sizes = [n if a == axis else 1 for a, n in enumerate(shape)]
-            steps.append(("gain", torch.randn(sizes, generator=generator, dtype=torch.float64)))
+            gain = normal(*(n if a == axis else 1 for a, n in enumerate(shape)))
+            steps.append(lambda y, gain=gain: y * gain)
         elif kind == 9:
-            steps.append(("roll", draw(3), axis))
+            steps.append(methodcaller("roll", draw(3), axis))
         elif kind in (10, 11):
-            sizes = [n if a == axis and draw(3) else 1 for a, n in enumerate(shape)]
-            shift = 10 * torch.randn(sizes, generator=generator, dtype=torch.float64)
-            steps.append(
-                (
-                    "shift",
-                    steps[-1][1] if steps and steps[-1][0] == "shift" and draw(2) else shift,
-                    draw(3),
-                )
-            )
+            shift = 10 * normal(*[n if a == axis and draw(3) else 1 for a, n in enumerate(shape)])
+            before = shifts.get(len(steps) - 1)
+            shift = before if before is not None and draw(2) else shift
+            shifts[len(steps)] = shift
+            form = draw(3)
+            steps.append(lambda y, s=shift, form=form: (y + s, y - s, s - y)[form])
         elif kind == 12:
-            steps.append(("times", (-2.0, 0.5, -1.0, 0.0)[draw(4)]))
+            factor = (-2.0, 0.5, -1.0, 0.0)[draw(4)]
+            steps.append(lambda y, factor=factor: y * factor)
         elif kind == 13 and len(shape) in (3, 4):
             out = 2 * (1 + draw(3))
             taps = 1 + draw(2)
             groups = 1 + draw(2)
             pad = draw(2)
             if shape[1] % groups == 0 and all(n + 2 * pad >= taps for n in shape[2:]):
-                sizes = [out, shape[1] // groups, *[taps] * (len(shape) - 2)]
-                kernel = torch.randn(sizes, generator=generator, dtype=torch.float64)
+                kernel = normal(out, shape[1] // groups, *[taps] * (len(shape) - 2))
+                bias = 3 * normal(out)
+                convolved = functional.conv1d if len(shape) == 3 else functional.conv2d
                 steps.append(
-                    (
-                        "conv",
-                        kernel,
-                        3 * torch.randn(out, generator=generator, dtype=torch.float64),
-                        pad,
-                        groups,
-                    )
+                    partial(convolved, weight=kernel, bias=bias, padding=pad, groups=groups)
                 )
                 shape[1:] = [out, *[n + 2 * pad - taps + 1 for n in shape[2:]]]
 
     def forward(net: nn.Module, x: Tensor) -> Tensor:
         y = x.reshape(1, 4, 8)
         for step in steps:
-            if step[0] == "linear":
-                y = functional.linear(
-                    y, step[1], torch.ones(len(step[1]), dtype=torch.float64) if step[2] else None
-                )
-            elif step[0] == "permute":
-                y = y.permute(step[1])
-            elif step[0] == "reshape":
-                y = y.reshape(step[1])
-            elif step[0] == "select":
-                y = y[step[1]]
-            elif step[0] == "mean":
-                y = y.mean(step[1], keepdim=bool(step[2]))
-            elif step[0] == "gain":
-                y = y * step[1]
-            elif step[0] == "shift":
-                y = (y + step[1], y - step[1], step[1] - y)[step[2]]
-            elif step[0] == "times":
-                y = y * step[1]
-            elif step[0] == "conv":
-                convolved = functional.conv1d if y.dim() == 3 else functional.conv2d
-                y = convolved(y, step[1], step[2], padding=step[3], groups=step[4])
-            else:
-                y = y.roll(step[1], step[2])
+            y = step(y)
         return y
 
     return Function(forward, buffer=torch.zeros(1, dtype=torch.float64)).eval()
