@@ -244,8 +244,7 @@ def test_a_goal_that_needs_a_new_head_takes_one(
     """What `finetune --loss margin` starts from; the next test types that training to its end."""
     path = tmp_path / "a.safetensors"
     few = ("--limit", 40, "--epochs", 0) if options else ("--limit", 40)
-    source = workshop / "plain.safetensors"
-    told = attempt("adapt", source, *options, *few, "-o", path)
+    told = attempt("adapt", workshop / "plain.safetensors", *options, *few, "-o", path)
     step = Checkpoint.read(path).record.lineage[-1]
     assert step.parameters["head"] == head
     assert told.exit_code == 0, told.output

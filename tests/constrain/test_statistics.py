@@ -244,8 +244,7 @@ def test_an_absolute_eta_bounds_the_mean_squared_error_of_an_output_vector(
     statistics = collect(net, batches, PATHS)
     for result in network.constrain_to(calibration, settings):
         layer = statistics[result.path].widened()
-        old = layer.weight
-        error = energy(result.weight.flatten(1).double() - old, layer.gram)
+        error = energy(result.weight.flatten(1).double() - layer.weight, layer.gram)
         assert float(error) <= layer.tokens * mean_squared * (1 + 1e-5)
         allowed = math.sqrt(layer.tokens * mean_squared / float(layer.output_energy))
         assert result.eta == pytest.approx(min(MOST_ETA, allowed))

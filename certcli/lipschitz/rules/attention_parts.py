@@ -127,8 +127,7 @@ def gates_of_layer(ctx: Context, module: LipschitzAttention, tokens: int) -> Gat
     """Return the gates of Theorem 7.1 for ConViT's gated positions, else keep = 1, B = 0."""
     if not module.gated:
         one = ctx.arith.const(1.0)
-        zero = ctx.arith.const(0.0)
-        return Gates([one] * module.num_heads, [zero] * module.num_heads)
+        return Gates([one] * module.num_heads, [ctx.arith.const(0.0)] * module.num_heads)
     ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
     return positional_gates(ctx, module, tokens)
 

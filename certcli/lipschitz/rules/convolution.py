@@ -156,8 +156,7 @@ def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Return rows (out of one group, tap) of all input channels as a kernel of the weight's
     layout."""
     taps = math.prod(weight.shape[2:])
-    out = len(weight) // groups
-    kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
+    kernel = columns.view(len(weight) // groups, taps, groups, -1).permute(2, 0, 3, 1)
     return kernel.reshape(len(weight), -1, *weight.shape[2:])
 
 

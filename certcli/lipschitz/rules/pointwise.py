@@ -162,8 +162,7 @@ def product_of_entries(ctx: Context, a: Value, b: Value) -> Value:
 
 
 def _spread_total(arith: Any, x: Value, shape: tuple[int, ...]) -> Scalar:
-    times = math.prod(shape) // max(1, math.prod(x.shape))
-    return x.size.total * arith.root(times)
+    return x.size.total * arith.root(math.prod(shape) // max(1, math.prod(x.shape)))
 
 
 @rules.method("matmul", "bmm", "mm")
@@ -185,8 +184,7 @@ def matmul_bound(ctx: Context, a: Any, b: Any) -> Value:
 def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool) -> Value:
     """Return C x or x C for constant C: its matrices' largest norm, on disjoint parts."""
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
-    leading = tuple(ctx.shape[:-2])
-    x = ctx.spread(x, (*leading, *x.shape[-2:]))
+    x = ctx.spread(x, (*ctx.shape[:-2], *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
     arith = ctx.arith
     sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))

@@ -154,13 +154,11 @@ def deviation_bound(
     """std x = |P x| / sqrt(m - c), P the projection off the mean: slope 1 / sqrt(m - c)."""
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
-    arith = ctx.arith
-    slope = arith.const(up(1 / math.sqrt(divisor), 2))
-    why = f"deviation of {count}: 1/sqrt({divisor:g})"
+    slope = ctx.arith.const(up(1 / math.sqrt(divisor), 2))
     return ctx.chain(
         x,
         slope,
-        why,
+        f"deviation of {count}: 1/sqrt({divisor:g})",
         total=lambda: slope * x.size.total,
         peak=lambda: slope * _longest_spread(x, axes),
     )
