@@ -13,7 +13,9 @@ from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import (
+    Gates,
     HeadMap,
+    Prior,
     by_head,
     combined,
     exp_twice,
@@ -238,6 +240,15 @@ def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
     return ctx.arith.const(up(module.head_dim**-0.25, 4))
 
 
+def _scored_heads(
+    ctx: Context, module: LipschitzAttention, x: Value, mask: Any
+) -> tuple[Value, list[HeadMap], Prior, Gates]:
+    """Return the tokens, the maps to queries, keys and values, and what no image changes."""
+    inputs, maps = head_maps(ctx, x, module, "query", "key", "value")
+    tokens = x.shape[-2]
+    return inputs, maps, prior(ctx, module, mask, tokens), gates_of_layer(ctx, module, tokens)
+
+
 @rules.module(CosineAttention)
 def cosine_attention(
     ctx: Context,
@@ -252,10 +263,7 @@ def cosine_attention(
     """
     tokens = x.shape[-2]
     arith = ctx.arith
-    heads = module.num_heads
-    inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions = prior(ctx, module, mask, tokens)
-    gate = gates_of_layer(ctx, module, tokens)
+    inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
@@ -263,7 +271,7 @@ def cosine_attention(
     averaging = []
     of_query = []
     of_key = []
-    for h in range(heads):
+    for h in range(module.num_heads):
         grown = exp_twice(arith, tau[h])
         columns = arith.minimum(n, grown * positions.columns[h])
         peak = arith.minimum(half, grown * positions.peak[h])
@@ -272,7 +280,7 @@ def cosine_attention(
         of_key.append(nu[h] * slope * tau[h] * arith.sqrt(n * peak))
     # the positional map of a gated layer averages the same rows nu v, which move by nu / sqrt(eps)
     # |dw|
-    fixed = [nu[h] * slope * gate.fixed[h] for h in range(heads)]
+    fixed = [nu[h] * slope * gate.fixed[h] for h in range(module.num_heads)]
     of_value = [
         scaled_term + constant
         for scaled_term, constant in zip(gate.scale(averaging), fixed, strict=True)
@@ -298,10 +306,7 @@ def lipschitz_norm_attention(
     """
     tokens = x.shape[-2]
     arith = ctx.arith
-    heads = module.num_heads
-    inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions = prior(ctx, module, mask, tokens)
-    gate = gates_of_layer(ctx, module, tokens)
+    inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     one = arith.const(1.0)
@@ -314,7 +319,7 @@ def lipschitz_norm_attention(
             arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak))
         )
         of_key.append(arith.sqrt(arith.minimum(half, square * peak)))
-    keep = gate.scale([one] * heads)
+    keep = gate.scale([one] * module.num_heads)
     terms = [(gate.averaging(averaging), value), (keep, query), (gate.scale(of_key), key)]
     constant = combined(arith, terms, pairs=(keep, (query, key, value)))
     why = f"LipschitzNorm attention of {tokens} tokens (Theorem 10.2)"

@@ -140,8 +140,8 @@ def degrees(
     return axes, count, divisor * (1 - 2.0**-52)
 
 
-@rules.method("std")
-@rules.function(torch.std)
+@rules.method("std", "var")
+@rules.function(torch.std, torch.var)
 def deviation_bound(
     ctx: Context,
     x: Value,
@@ -151,34 +151,21 @@ def deviation_bound(
     *,
     correction: Any = None,
 ) -> Value:
-    """std x = |P x| / sqrt(m - c), P the projection off the mean: slope 1 / sqrt(m - c)."""
-    axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
-    x = ctx.settle(x)
-    slope = ctx.arith.const(up(1 / math.sqrt(divisor), 2))
-    return ctx.chain(
-        x,
-        slope,
-        f"deviation of {count}: 1/sqrt({divisor:g})",
-        total=lambda: slope * x.size.total,
-        peak=lambda: slope * _longest_spread(x, axes),
-    )
-
-
-@rules.method("var")
-@rules.function(torch.var)
-def variance_bound(
-    ctx: Context,
-    x: Value,
-    dim: Any = None,
-    unbiased: Any = None,
-    keepdim: bool = False,
-    *,
-    correction: Any = None,
-) -> Value:
-    """var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c): finite on the pixel box only."""
+    """P is the projection off the mean. std x = |P x| / sqrt(m - c) has slope 1 / sqrt(m - c); var x = |P
+    x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
+    """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith
+    if ctx.kind.startswith("std"):
+        slope = arith.const(up(1 / math.sqrt(divisor), 2))
+        return ctx.chain(
+            x,
+            slope,
+            f"deviation of {count}: 1/sqrt({divisor:g})",
+            total=lambda: slope * x.size.total,
+            peak=lambda: slope * _longest_spread(x, axes),
+        )
     longest = _longest_spread(x, axes)
     if arith.rigorous and not longest.finite:
         raise NoRule("the variance of a tensor without a bound on its size")
@@ -203,9 +190,7 @@ def spread_and_mean_bound(
     correction: Any = None,
 ) -> list[Value]:
     at = ctx.at(tuple(ctx.shape[0]))
-    spread = (variance_bound if ctx.kind == "var_mean" else deviation_bound)(
-        at, x, dim, unbiased, keepdim, correction=correction
-    )
+    spread = deviation_bound(at, x, dim, unbiased, keepdim, correction=correction)
     return [spread, mean_bound(at, x, None if isinstance(dim, bool) else dim, keepdim)]
 
 
