@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from certcli.enclosure.balls.ball import rules as balls
-from certcli.enclosure.zonotopes.space import rules as zonotopes
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+from certcli.enclosure.balls.ball import rules as balls
+from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine import activations
 from certcli.engine.attention import require_no_mask
 from certcli.engine.curves import NAMED, Curve, unknown_derivative
