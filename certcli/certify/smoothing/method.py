@@ -32,13 +32,18 @@ from certcli.system.memory import out_of_memory
 METHOD = "smoothing"
 
 STATED = ("sigma", "n0", "samples", "alpha", "enough", "seed", "precision")
-"""Parameters of every run; `decide` and `denoiser` only where they are used, as in older records."""
+"""Parameters of every run; `decide` and `denoiser` only where they are used, as in older records.
+"""
 TIES = 1e-3
-"""How far the probability behind a repeated radius may lie from the record's: other batches round otherwise, and an image
-with noise near two classes may fall to the other. Far more draws have to be such than are."""
+"""How far the probability behind a repeated radius may lie from the record's: other batches round
+otherwise, and an image with noise near two classes may fall to the other. Far more draws have to be
+such than are.
+"""
 SHIFT = 1e-2
-"""How far the radius may lie from it then, in deviations of the noise, where more than one draw differs: rounding shifts
-the boundary by less. Near probability 1, TIES alone would allow a radius a quarter larger."""
+"""How far the radius may lie from it then, in deviations of the noise, where more than one draw
+differs: rounding shifts the boundary by less. Near probability 1, TIES alone would allow a radius a
+quarter larger.
+"""
 
 
 class SmoothingCertifier(Certifier):
