@@ -8,8 +8,8 @@ them.
 
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -83,19 +83,6 @@ _PUBLISHED = {
 _VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
 
 
-@dataclass(frozen=True)
-class SizedNetwork:
-    """A torchvision network as (timm's architecture, its arguments, tensors by timm's names)."""
-
-    family: str
-    arch: str
-    arguments: dict[str, Any]
-    tensors: dict[str, Tensor]
-    size: tuple[int, int, int]
-    published: str | None
-    computed: Mapping[str, Tensor] = field(default_factory=dict)
-
-
 def torchvision_family(tensors: Mapping[str, Tensor]) -> str | None:
     """Return the one of `FAMILIES` whose names the tensors have, or None."""
     if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
@@ -112,23 +99,38 @@ def convert_torchvision(tensors: Mapping[str, Tensor], family: str, hints: Hints
         ArchitectureError: its sizes are of no published network, and the options do not say what
         its tensors cannot.
     """
-    network = FAMILIES[family](tensors, hints)
-    spec, origins = _published_input(network, hints)
-    arguments = {**network.arguments, **hints.arch_args}
+    about = FAMILIES[family]
+    network_tensors, computed = parted(renamed(tensors, about.names), COMPUTED)
+    width, channels, patch, _ = network_tensors[about.first].shape
+    arguments = about.sizes({**network_tensors, **computed}, hints)
+    classes = network_tensors[about.head].shape[0]
+    depths = arguments["depths"] if "depths" in arguments else [arguments["depth"]]
+    published = _PUBLISHED.get((family, patch, width, tuple(depths)))
+    if family == "vit" and "num_heads" not in hints.arch_args:
+        raise_if(
+            published is None,
+            ArchitectureError,
+            f"a torchvision ViT of width {width} and depth {depths[0]}: its number of heads cannot be known from its tensors",
+            "--arch-arg num_heads=...",
+        )
+        arguments["num_heads"] = _VIT_HEADS[width]
+    side = arguments["img_size"]
+    spec, origins = _published_input(family, published, (channels, side, side), hints)
+    arguments |= {"patch_size": patch, "in_chans": channels, "num_classes": classes}
+    arguments |= hints.arch_args
     if family == "convnext":
-        arguments.pop("img_size", None)  # a size of the images only
-    classes = int(network.arguments["num_classes"])
-    record = Record(arch=network.arch, arch_args=arguments, input=spec, classes=classes)
+        del arguments["img_size"]  # a size of the images only
+    record = Record(arch=about.arch, arch_args=arguments, input=spec, classes=classes)
     origins |= dict.fromkeys(hints.arch_args, "--arch-arg")
-    name = network.published or family
+    name = published or family
     doubts = [] if hints.arch is None else [f"the tensors are torchvision's {name}: --arch ignored"]
     doubts += [
         f"'{one_line(key)}' is the head: what stands before it in its Sequential, no tensor shows"
         for key in tensors
         if re.fullmatch(r"(heads|head|classifier\.2)\.(\w+\.)*[1-9]\d*\.weight", key)
     ]
-    source = f"torchvision's {name}"
-    return Converted(network.tensors, record, source, origins, tuple(doubts), network.computed)
+    finished = about.finish(network_tensors)
+    return Converted(finished, record, f"torchvision's {name}", origins, tuple(doubts), computed)
 
 
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
@@ -142,33 +144,15 @@ def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return len(numbers)
 
 
-def _torchvision_vit(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    network_tensors = renamed(tensors, _VIT_NAMES)
-    width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
-    depth = _count(network_tensors, r"blocks\.(\d+)\.")
-    grid = math.isqrt(network_tensors["pos_embed"].shape[1] - 1)
-    published = _PUBLISHED.get(("vit", patch, width, (depth,)))
-    heads = hints.arch_args.get("num_heads", None if published is None else _VIT_HEADS[width])
-    if heads is None:
-        raise ArchitectureError(
-            f"a torchvision ViT of width {width} and depth {depth}: its number of heads cannot be known from its tensors",
-            "--arch-arg num_heads=...",
-        )
-    arguments = {
-        "img_size": patch * grid,
-        "patch_size": patch,
-        "in_chans": channels,
+def _vit_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
+    return {
+        "depth": _count(tensors, r"blocks\.(\d+)\."),
+        "img_size": patch * math.isqrt(tensors["pos_embed"].shape[1] - 1),
         "embed_dim": width,
-        "depth": depth,
-        "num_heads": heads,
-        "mlp_ratio": network_tensors["blocks.0.mlp.fc1.weight"].shape[0] / width,
+        "mlp_ratio": tensors["blocks.0.mlp.fc1.weight"].shape[0] / width,
         "norm_eps": 1e-6,
-        "num_classes": network_tensors["head.weight"].shape[0],
     }
-    side = patch * grid
-    return SizedNetwork(
-        "vit", "vit_base_patch16_224", arguments, network_tensors, (channels, side, side), published
-    )
 
 
 def _blocks_a_stage(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
@@ -176,42 +160,28 @@ def _blocks_a_stage(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
     return [_count(tensors, f"{pattern}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(stages)]
 
 
-def _torchvision_swin(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    second = torchvision_family(tensors) == "swin_v2"
-    network_tensors, computed = parted(renamed(tensors, _SWIN_NAMES), COMPUTED)
-    width, channels, patch, _ = network_tensors["patch_embed.proj.weight"].shape
-    depths = _blocks_a_stage(network_tensors, r"layers\.")
+def _swin_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
+    depths = _blocks_a_stage(tensors, r"layers\.")
     firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
+    second = f"{firsts[0]}logit_scale" in tensors
     if second:
-        window = (tensors["features.1.0.attn.relative_coords_table"].shape[1] + 1) // 2
-        heads = [network_tensors[f"{path}logit_scale"].shape[0] for path in firsts]
-        network_tensors = _without_key_bias(network_tensors)
+        window = (tensors[f"{firsts[0]}relative_coords_table"].shape[1] + 1) // 2
+        heads = [tensors[f"{path}logit_scale"].shape[0] for path in firsts]
     else:
-        table = network_tensors["layers.0.blocks.0.attn.relative_position_bias_table"]
-        window = (math.isqrt(table.shape[0]) + 1) // 2
-        heads = [network_tensors[f"{path}relative_position_bias_table"].shape[1] for path in firsts]
+        tables = [tensors[f"{path}relative_position_bias_table"].shape for path in firsts]
+        window = (math.isqrt(tables[0][0]) + 1) // 2
+        heads = [table[1] for table in tables]
     side = _image_side(hints, 256 if second else 224)
     require_whole_windows(side, patch, len(depths), window)
-    arguments = {
+    return {
         "img_size": side,
-        "patch_size": patch,
-        "in_chans": channels,
         "embed_dim": width,
         "depths": depths,
         "num_heads": heads,
         "window_size": window,
-        "mlp_ratio": network_tensors["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
-        "num_classes": network_tensors["head.fc.weight"].shape[0],
+        "mlp_ratio": tensors["layers.0.blocks.0.mlp.fc1.weight"].shape[0] / width,
     }
-    family, arch = (
-        ("swin_v2", "swinv2_tiny_window8_256")
-        if second
-        else ("swin", "swin_tiny_patch4_window7_224")
-    )
-    published = _PUBLISHED.get((family, patch, width, tuple(depths)))
-    return SizedNetwork(
-        family, arch, arguments, network_tensors, (channels, side, side), published, computed
-    )
 
 
 def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -227,36 +197,57 @@ def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors_by_name(pairs)
 
 
-def _torchvision_convnext(tensors: Mapping[str, Tensor], hints: Hints) -> SizedNetwork:
-    network_tensors = renamed(tensors, _CONVNEXT_NAMES)
-    network_tensors = {
-        name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
-        for name, value in network_tensors.items()
-    }
-    width, channels, patch, _ = network_tensors["stem.0.weight"].shape
-    depths = _blocks_a_stage(network_tensors, r"stages\.")
-    arguments = {
-        "patch_size": patch,
-        "in_chans": channels,
-        "dims": [
-            network_tensors[f"stages.{stage}.blocks.0.gamma"].shape[0]
-            for stage in range(len(depths))
-        ],
+def _convnext_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    depths = _blocks_a_stage(tensors, r"stages\.")
+    firsts = [f"stages.{stage}.blocks.0.gamma" for stage in range(len(depths))]
+    return {
+        "dims": [tensors[name].shape[0] for name in firsts],
         "depths": depths,
-        "num_classes": network_tensors["head.fc.weight"].shape[0],
+        "img_size": _image_side(hints, 224),
     }
-    published = _PUBLISHED.get(("convnext", patch, width, tuple(depths)))
-    side = _image_side(hints, 224)
-    return SizedNetwork(
-        "convnext", "convnext_tiny", arguments, network_tensors, (channels, side, side), published
-    )
 
 
+def _with_flat_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
+        for name, value in tensors.items()
+    }
+
+
+@dataclass(frozen=True)
+class TorchvisionFamily:
+    """A kind of torchvision's networks.
+
+    Attributes:
+        names: How its tensors are renamed.
+        first, head: The weights, by timm's names, of the map of patches and of the head.
+        sizes: Returns arguments of the architecture, by the tensors and the options.
+        finish: A last conversion of the tensors.
+    """
+
+    arch: str
+    names: Renames
+    first: str
+    head: str
+    sizes: Callable[[Mapping[str, Tensor], Hints], dict[str, Any]]
+    finish: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
+
+
+_SWIN = (_SWIN_NAMES, "patch_embed.proj.weight", "head.fc.weight", _swin_sizes)
 FAMILIES = {
-    "vit": _torchvision_vit,
-    "swin": _torchvision_swin,
-    "swin_v2": _torchvision_swin,
-    "convnext": _torchvision_convnext,
+    "vit": TorchvisionFamily(
+        "vit_base_patch16_224", _VIT_NAMES, "patch_embed.proj.weight", "head.weight", _vit_sizes
+    ),
+    "swin": TorchvisionFamily("swin_tiny_patch4_window7_224", *_SWIN),
+    "swin_v2": TorchvisionFamily("swinv2_tiny_window8_256", *_SWIN, _without_key_bias),
+    "convnext": TorchvisionFamily(
+        "convnext_tiny",
+        _CONVNEXT_NAMES,
+        "stem.0.weight",
+        "head.fc.weight",
+        _convnext_sizes,
+        _with_flat_scales,
+    ),
 }
 
 
@@ -269,31 +260,30 @@ def _image_side(hints: Hints, usual: int) -> int:
     return side
 
 
-def _published_input(network: SizedNetwork, hints: Hints) -> tuple[InputSpec, dict[str, str]]:
+def _published_input(
+    family: str, published: str | None, size: tuple[int, int, int], hints: Hints
+) -> tuple[InputSpec, dict[str, str]]:
     """Pixel statistics, filter and crop of the published network, unless the options say otherwise."""
     mean = hints.mean
     std = hints.std
-    interpolation = "bilinear"
-    crop = 1.0
-    origin = f"torchvision's own for {network.published}"
+    filtered = ("bilinear", 1.0)
+    origin = f"torchvision's own for {published}"
     origins = {"mean": "--mean", "std": "--std", "view": "by default"}
-    if network.published is not None:
+    if published is not None:
         from torchvision.models import get_model_weights
 
-        views = [weights.transforms() for weights in get_model_weights(network.published)]
-        view = next((each for each in views if each.crop_size[0] == network.size[1]), views[0])
+        views = [weights.transforms() for weights in get_model_weights(published)]
+        view = next((each for each in views if each.crop_size[0] == size[1]), views[0])
         mean = mean or tuple(view.mean)
         std = std or tuple(view.std)
-        interpolation = view.interpolation.value
-        crop = view.crop_size[0] / view.resize_size[0]
+        filtered = (view.interpolation.value, view.crop_size[0] / view.resize_size[0])
         origins = {
             name: f"--{name}" if getattr(hints, name, None) else origin for name in ("mean", "std")
         }
         origins["view"] = origin
     if mean is None or std is None:
         raise ArchitectureError(
-            f"no published {network.family} of torchvision has these sizes: nothing says how its pixels are normalised",
+            f"no published {family} of torchvision has these sizes: nothing says how its pixels are normalised",
             "pass --mean and --std, one value a channel",
         )
-    view = interpolation, crop
-    return pixel_input(network.size, mean, std, view, "one mean and one std a channel"), origins
+    return pixel_input(size, mean, std, filtered, "one mean and one std a channel"), origins
