@@ -20,7 +20,7 @@ from certcli.models.build_limits import Building
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import load_weights
-from certcli.nn import words
+from certcli.nn import norms
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import (
@@ -127,7 +127,7 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         )
     try:
         arguments = arch_arguments(arch_args)
-        return _construct(arch, words.with_layers(arguments)).eval()
+        return _construct(arch, norms.with_layers(arguments)).eval()
     except Refused as refusal:
         raise ArchitectureError(
             str(refusal), "an architecture is described by numbers, switches and words"
@@ -146,11 +146,11 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(arch, pretrained=False, **arguments)
     except TypeError as failure:
-        if words.NORM_EPS not in arguments or not words.takes_no_norm_eps(failure):
+        if norms.NORM_EPS not in arguments or not norms.takes_no_norm_eps(failure):
             raise
-    eps = arguments.pop(words.NORM_EPS)
+    eps = arguments.pop(norms.NORM_EPS)
     net = timm.create_model(arch, pretrained=False, **arguments)
-    words.set_norm_eps(net, eps)
+    norms.set_norm_eps(net, eps)
     return net
 
 

@@ -22,8 +22,7 @@ from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
-from certcli.nn.schedules import BETAS, alpha_bars
-from certcli.nn.unet import UNet, UNetShape
+from certcli.nn.unet import BETAS, UNet, UNetShape, alpha_bars
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
 

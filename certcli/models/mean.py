@@ -7,8 +7,8 @@ from typing import Any
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import MEAN
 from certcli.models.build import OpenCheckpoint, build, with_network
-from certcli.nn.heads import FlatHead
-from certcli.nn.mean_network import MOST_MEMBERS, mean_tensors
+from certcli.nn.layers import FlatHead
+from certcli.nn.lipschitz_networks import MOST_MEMBERS, mean_tensors
 from certcli.system.errors import ArchitectureError, UsageError, one_line, raise_if
 
 

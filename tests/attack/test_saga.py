@@ -9,7 +9,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.saga import FLOOR, rollout
 from certcli.attack.run import attack_images
 from certcli.evaluation.perturbation import Region
-from certcli.nn.l2_attention import build
+from certcli.nn.attention_variants import build
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import (
     NORMS,

@@ -464,7 +464,7 @@ def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
 )
 def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) -> None:
-    from certcli.adapt import state as adapt_state
+    from certcli.adapt import run as adapt_state
     from certcli.finetune import state as finetune_state
 
     loads = {

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from certcli.finetune.penalties import SpectralPenalty
 from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
 from certcli.system.errors import ArchitectureError
 
 LAMBDAS = (0.5, 2.0, 3.0)

@@ -66,16 +66,7 @@ class Views:
         metavar="CKPT",
         mark=options.Reads(),
     )
-    jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
-
-    def require_agreement(self, near: NearImages) -> None:
-        """Raise UsageError where one file would hold two pictures."""
-        if near.around and self.jacobian and self.plot is not None:
-            raise UsageError(
-                "--around, --jacobian, --plot do not go together",
-                "one of --around and --jacobian: a file holds one picture",
-            )
 
 
 @dataclass(frozen=True)
