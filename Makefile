@@ -51,7 +51,7 @@ test-commands: install
 test-elsewhere: install
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/elsewhere.sh
 
-# every dependency at its lower bound of pyproject.toml; in torch 2.6 fully_shard (--shard-weights) fails on CPUs
+# every dependency at its lower bound of pyproject.toml
 OLDEST := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
 	print(*(re.sub(">=([^,]+).*", r"==\1", line) for line in p))
 test-min:

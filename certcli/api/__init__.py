@@ -46,10 +46,9 @@ from certcli.api.results import (
     ProvenBound,
 )
 from certcli.attack.examples import collect
-from certcli.attack.run import attack_images
+from certcli.attack.run import attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import robust_curve
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock

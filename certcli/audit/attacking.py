@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.run import AttackRecord, attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import robust_curve
 from certcli.audit.findings import ROBUST, AuditFindings, Key
 from certcli.audit.judging import dataset_of, first_in_turn
 from certcli.audit.schedule import Stage

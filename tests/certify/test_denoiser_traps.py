@@ -27,7 +27,7 @@ ROOT = Path(certcli.__file__).parent
 ONE_SHOT = "certify/smoothing/pixel_denoiser.py"
 UNET = "nn/unet.py"
 GUIDED = "models/guided.py"
-QUALITY = "finetune/evaluate.py"
+QUALITY = "finetune/validation.py"
 
 
 def module(file: str, old: str = "", new: str = "") -> ModuleType:

@@ -79,7 +79,7 @@ predict m nowhere.png | 6 | nowhere.png
 finetune m --batch-size 99999999999999999999 | 2 | --batch-size
 finetune m -e nan | 2 | nan
 finetune m --schedule cosin | 2 | cosin
-finetune m --enclosure-penalty 0.3 --penalty-places 0,0,0 | 2 | leaves nothing
+finetune m --enclosure-penalty 0.3,0 | 2 | neither one number nor three
 """
 TABLE = [tuple(part.strip() for part in row.split(" | ")) for row in ROWS.strip().splitlines()]
 

@@ -268,19 +268,23 @@ def _draw(
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: examples.Exhibit) -> AttackedImage:
+    def picture(exhibit: examples.Exhibit) -> AttackedImage:
+        shown = exhibit.record
+        assert shown.image is not None
+        assert shown.adversarial is not None
+        assert shown.norm is not None
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
-        if not shown.crafted_here:
-            caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+        if not exhibit.crafted_here:
+            caption = f"{'withstands' if shown.correct else 'wrong already'}: that of the left"
         return AttackedImage(
             image=shown.image,
             adversarial=shown.adversarial,
-            heading=f"image {shown.index}, {shown.network}",
+            heading=f"image {shown.index}, {exhibit.network}",
             clean_class=names[shown.prediction],
-            clean_right=shown.prediction == shown.label,
+            clean_right=shown.correct,
             adversarial_class=names[shown.adversarial_prediction],
             adversarial_right=shown.adversarial_prediction == shown.label,
-            as_file=shown.as_8bit,
+            as_file=shown.as_8bit is True,
             norm=caption,
             file=images.file_of.get(shown.index, ""),
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.attack.families.margin import margin_pgd
+from certcli.attack.families.ascent import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, Certifier

@@ -1,8 +1,9 @@
-"""Published certified losses, each with a constant for every pair of classes where the paper has
-one for all pairs.
+"""Losses on logits and the constants of pairs of classes: plain cross entropy, which needs none, the
+margin loss, the best of our trials of certified training, and published certified losses, each with
+a constant for every pair of classes where the paper has one for all pairs.
 
-K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each loss
-raises the errors of `worst_case.require_pairs`.
+K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each
+certified loss raises the errors of `require_pairs`.
 """
 
 import math
@@ -11,7 +12,74 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses.worst_case import pair_gains, require_pairs, shifted_logits
+from certcli.system.errors import NoBoundError, UsageError
+
+LINEAR_UP_TO = 1e4
+"""Gains beyond this count by their logarithm: no gap between logits is as large, and gradients stay within float32."""
+
+
+def require_pairs(pairs: Tensor | None) -> Tensor:
+    """Return pair constants (k, k) in float64. UsageError: none, NoBoundError: not finite."""
+    if pairs is None:
+        raise UsageError(
+            "this loss needs a network whose bound can be trained", "run `certvit adapt` first"
+        )
+    if not torch.isfinite(pairs.detach()).all():
+        raise NoBoundError(
+            "the network's bound is beyond float64: no certified loss has a value",
+            "shrink the weights first (`certvit constrain`), or train with orthogonal matrices (--optimiser stiefel)",
+        )
+    return pairs.double()
+
+
+def pair_gains(labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+    """Return epsilon K_jy, which bounds the growth of z_j - z_y within `epsilon` (pixel l2): (b,),
+    (k, k) -> (b, k).
+    """
+    return epsilon * require_pairs(pairs)[labels]
+
+
+def shifted_logits(logits: Tensor, gain: Tensor) -> Tensor:
+    """Return z_j + gain_j: (b, k), in at least float32. A gain g > 10,000 counts as 10,000 (1 +
+    log(g / 10,000)).
+
+    The gain of a network that was never trained for its bound can be 1e40; its logarithm still has
+    a slope to descend.
+    """
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    beyond = LINEAR_UP_TO * (1 + (gain.clamp_min(LINEAR_UP_TO) / LINEAR_UP_TO).log())
+    return wide + torch.where(gain <= LINEAR_UP_TO, gain, beyond).to(wide.dtype)
+
+
+def cross_entropy(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+    """Return the mean of -log softmax(z)_y: (b, k), (b,) -> (). `pairs` and `epsilon` are not used."""
+    return functional.cross_entropy(logits, labels)
+
+
+QUOTIENT = 0.7
+"""q of the generalised cross entropy (1 - p^q) / q: between cross entropy (q -> 0) and the plain error (q = 1)."""
+HOPELESS = 1e-4
+"""Confidence below which the loss continues as its tangent in log p. There (1 - p^q) / q is flat, and a network whose bound
+is far too large at the start (constrained, not yet trained for it) would never certify an image."""
+CLEAN_SHARE = 0.2
+"""Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
+
+
+def margin_loss(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
+    """Return (1 - p_y^q)/q with p = softmax(z_j + epsilon K_jy), plus 0.2 cross entropy: (b, k),
+    (b,) -> ().
+
+    The shift bounds the gain of logit j on logit y within `epsilon` (pixel l2), where K bounds the
+    slopes of their differences; so p_y is the confidence in the worst case. Below p0 = HOPELESS the
+    loss is p0^q (log p0 - log p_y) more than at p0.
+    """
+    worst = shifted_logits(logits, pair_gains(labels, pairs, epsilon))
+    log_p = worst.log_softmax(dim=1).gather(1, labels.unsqueeze(1))
+    least_log = math.log(HOPELESS)
+    bent = (1 - (QUOTIENT * log_p.clamp_min(least_log)).exp()) / QUOTIENT
+    robust = (bent + HOPELESS**QUOTIENT * (least_log - log_p).clamp_min(0)).mean()
+    return robust + CLEAN_SHARE * functional.cross_entropy(logits.to(worst), labels)
+
 
 TRADES_WEIGHT = 1.0
 """lambda of `trades`. Source: the authors' code for Hu et al. 2023 (LiResNet)."""
