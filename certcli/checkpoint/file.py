@@ -169,10 +169,11 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     raise_if(not tensors, CheckpointError, f"{path} holds no tensors")
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
     size = tensors[largest].nbytes
-    if size / 4 > free_bytes():  # a test for NaN takes a byte a float32
-        raise CheckpointError(
-            f"tensor '{one_line(largest)[:80]}' of {path} has {size / 2**30:.0f} GiB, too many for the free memory"
-        )
+    raise_if(  # a test for NaN takes a byte a float32
+        size / 4 > free_bytes(),
+        CheckpointError,
+        f"tensor '{one_line(largest)[:80]}' of {path} has {size / 2**30:.0f} GiB, too many for the free memory",
+    )
     return tensors, metadata
 
 

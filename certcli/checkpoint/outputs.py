@@ -101,11 +101,12 @@ class Outputs:
 
     def keeps_state(self, path: Path, key: str) -> None:
         """Register a state; UsageError: a file without `key`, which all such states carry."""
-        if not is_absent(path) and read_metadata(path).get(key) is None:
-            raise UsageError(
-                f"{path} is not a state file, and this run's state would replace it",
-                "choose another -o, or move that file away",
-            )
+        raise_if(
+            not is_absent(path) and read_metadata(path).get(key) is None,
+            UsageError,
+            f"{path} is not a state file, and this run's state would replace it",
+            "choose another -o, or move that file away",
+        )
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:

@@ -77,14 +77,15 @@ def require_classes(
             labels=mapping[images.labels],
             note="; ".join(filter(None, (images.note, "synset folders mapped to ImageNet"))),
         )
-    if len(images.classes) != classes:
-        raise DataError(
-            f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
-            next(
-                (part for part in images.note.split("; ") if "is not read" in part),
-                "use the dataset it was trained for, or one with the same classes",
-            ),
-        )
+    raise_if(
+        len(images.classes) != classes,
+        DataError,
+        f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
+        next(
+            (part for part in images.note.split("; ") if "is not read" in part),
+            "use the dataset it was trained for, or one with the same classes",
+        ),
+    )
     if not class_names or all(name.isdigit() for name in images.classes):
         notes = filter(None, (images.note, order_note(images.classes)))
         return replace(images, note="; ".join(notes))

@@ -76,11 +76,12 @@ def _in_turn(size: tuple[int, int]) -> Iterator[None]:
 
 
 def _require_size(path: Path, size: tuple[int, int]) -> None:
-    if size[0] * size[1] > MOST_PIXELS:
-        raise DataError(
-            f"image {path}, {size[1]}x{size[0]}, has more than {MOST_PIXELS:,} pixels",
-            "make it smaller, or remove it",
-        )
+    raise_if(
+        size[0] * size[1] > MOST_PIXELS,
+        DataError,
+        f"image {path}, {size[1]}x{size[0]}, has more than {MOST_PIXELS:,} pixels",
+        "make it smaller, or remove it",
+    )
 
 
 def _webp_size(start: bytes) -> tuple[int, int]:

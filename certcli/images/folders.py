@@ -136,8 +136,12 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     else:
         paths, labels, classes, others = _foldered(folder)
     strange = next((name for name in classes if not name.isprintable()), None)
-    if strange is not None:
-        raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
+    raise_if(
+        strange is not None,
+        DataError,
+        f"{folder} has a class whose name does not print: {strange!a}",
+        "rename it",
+    )
     images = _from_files(folder.name, split, paths, spec, dataset)
     unread = _unread(dataset, folder, listing if listed else None)
     notes = filter(None, (_left_out(others, paths), unread, images.note))

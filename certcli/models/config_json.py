@@ -56,11 +56,12 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     ):
         return None, [f"--arch says {hints.arch}, {CONFIG} {fields.architecture}: it is not used"]
     why = None if hints.as_stated else _of_another(path, fields)
-    if why is not None and hints.arch is None:
-        raise ArchitectureError(
-            f"is {config} about {path.name}? {why}",
-            "--arch NAME for another network, --as-stated if it is",
-        )
+    raise_if(
+        why is not None and hints.arch is None,
+        ArchitectureError,
+        f"is {config} about {path.name}? {why}",
+        "--arch NAME for another network, --as-stated if it is",
+    )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
     return fields, [*fields.doubts, *_overruled_fields(fields, hints)]
@@ -173,7 +174,7 @@ def _from_config(
     arguments = {**_of_input_size(fields), **arguments}
     mean = hints.mean or about.mean
     std = hints.std or about.std
-    classes = arguments.get("num_classes", about.num_classes)
+    classes: Any = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
     missing = [name for name, value in needed.items() if value is None]
     raise_if(
@@ -182,8 +183,11 @@ def _from_config(
         f"{config} does not say {', '.join(missing)}",
         "add it, or pass --mean and --std",
     )
-    if not isinstance(classes, int):
-        raise CheckpointError(f"{config} cannot be used: num_classes is no number")
+    raise_if(
+        not isinstance(classes, int),
+        CheckpointError,
+        f"{config} cannot be used: num_classes is no number",
+    )
     assert about.input_size is not None
     view = (
         about.interpolation or "bicubic",

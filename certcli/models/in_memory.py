@@ -92,17 +92,19 @@ def open_module(
             f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict"
         )
     unset = next((name for name, value in state.items() if is_lazy(value)), None)
-    if unset is not None:
-        raise ArchitectureError(
-            f"'{one_line(unset)}' of the {kind} has no values yet",
-            "run the module on an image first",
-        )
+    raise_if(
+        unset is not None,
+        ArchitectureError,
+        f"'{one_line(unset)}' of the {kind} has no values yet",
+        "run the module on an image first",
+    )
     foreign = foreign_tensor(module)
-    if foreign is not None:
-        raise ArchitectureError(
-            f"{one_line(foreign)} of the {kind} is no tensor of torch's own type",
-            "give it as an ordinary tensor, which holds its entries",
-        )
+    raise_if(
+        foreign is not None,
+        ArchitectureError,
+        f"{one_line(foreign)} of the {kind} is no tensor of torch's own type",
+        "give it as an ordinary tensor, which holds its entries",
+    )
     tensors = {name: value.detach() for name, value in state.items()}
     require_weights(tensors, f"the {kind}")
     try:

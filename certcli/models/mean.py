@@ -20,11 +20,12 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
         UsageError: one is of another architecture, or takes or gives something else than the first.
         ArchitectureError: the architecture has no mean.
     """
-    if not isinstance(mirror, bool) or len(members) > MOST_MEMBERS:
-        raise UsageError(
-            "a mean cannot be built of these",
-            f"mirror=true or false, and at most {MOST_MEMBERS} members",
-        )
+    raise_if(
+        not isinstance(mirror, bool) or len(members) > MOST_MEMBERS,
+        UsageError,
+        "a mean cannot be built of these",
+        f"mirror=true or false, and at most {MOST_MEMBERS} members",
+    )
     first = members[0].record
     same = ("input", "classes", "class_names")
     for number, member in enumerate(members, 1):
@@ -39,11 +40,12 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
             raise UsageError(
                 f"member {number} has another {differs[0].replace('_', ' ')} than the first"
             )
-        if member_record.surgery or not isinstance(getattr(member.net, "head", None), FlatHead):
-            raise ArchitectureError(
-                f"member {number}: certvit does not average such networks",
-                "certvit_lip_*, sort or mix",
-            )
+        raise_if(
+            member_record.surgery or not isinstance(getattr(member.net, "head", None), FlatHead),
+            ArchitectureError,
+            f"member {number}: certvit does not average such networks",
+            "certvit_lip_*, sort or mix",
+        )
     arguments: dict[str, Any] = {"members": len(members), "mirror": mirror}
     for key in sorted({key for member in members for key in member.record.arch_args}):
         values = [member.record.arch_args.get(key) for member in members]

@@ -269,10 +269,12 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     require_weights(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
-    if why is not None:
-        raise ArchitectureError(
-            f"{name} is not published with these arguments: {why}", "--as-stated if it is meant"
-        )
+    raise_if(
+        why is not None,
+        ArchitectureError,
+        f"{name} is not published with these arguments: {why}",
+        "--as-stated if it is meant",
+    )
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
     doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
     doubts += [

@@ -42,11 +42,12 @@ def band_views(grid: Grid, kind: str, width: int) -> Tensor:
     """Views (m, rows, columns) of `width` columns (or rows, or a block), at each wrapped place."""
     rows, columns = grid.shape
     sides = {"columns": columns, "rows": rows, "blocks": min(rows, columns)}
-    if not 1 <= width < sides[kind]:
-        raise UsageError(
-            f"bands of {width} {kind}: the image has {rows} rows and {columns} columns of cells",
-            f"a width between 1 and {sides[kind] - 1}",
-        )
+    raise_if(
+        not 1 <= width < sides[kind],
+        UsageError,
+        f"bands of {width} {kind}: the image has {rows} rows and {columns} columns of cells",
+        f"a width between 1 and {sides[kind] - 1}",
+    )
     vertical = _ring(rows, rows if kind == "columns" else width)
     horizontal = _ring(columns, columns if kind == "rows" else width)
     return (vertical[:, None, :, None] & horizontal[None, :, None, :]).flatten(0, 1)
@@ -236,8 +237,9 @@ def seen_part(
         patch = _FINE if fine else _COARSE
         tokens = (-(-size[1] // patch), -(-size[2] // patch))
     sides = cell or tokens
-    if not 1 <= sides[0] <= size[1] or not 1 <= sides[1] <= size[2]:
-        raise UsageError(
-            f"cells of {sides[1]} x {sides[0]} pixels do not fit into an image of {size[2]} x {size[1]}"
-        )
+    raise_if(
+        not 1 <= sides[0] <= size[1] or not 1 <= sides[1] <= size[2],
+        UsageError,
+        f"cells of {sides[1]} x {sides[0]} pixels do not fit into an image of {size[2]} x {size[1]}",
+    )
     return SeenPart(model, Grid(size[1], size[2], (int(sides[0]), int(sides[1]))), why)
