@@ -201,16 +201,6 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     )
 
 
-def require_state_of(path: Path, identity: str, digest: str) -> None:
-    """Raise CheckpointError where the state at `path`, of `stated`, is another run's."""
-    raise_if(
-        digest != identity,
-        CheckpointError,
-        f"{path} belongs to a run with other settings, other images or another starting checkpoint",
-        "repeat the command with the options of that run, or drop --resume",
-    )
-
-
 def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
     """Refuse other runs of this output until `held` closes: each new state is locked, too."""
     if path.is_file():
@@ -294,7 +284,12 @@ def read_state(
         raise CheckpointError(
             f"{path} is not the state of {what} ({refusal})", "drop --resume"
         ) from refusal
-    require_state_of(path, identity, about.identity)
+    raise_if(
+        about.identity != identity,
+        CheckpointError,
+        f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+        "repeat the command with the options of that run, or drop --resume",
+    )
     digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
     raise_if(
         about.digest != _state_digest(digests, decode_json(metadata[key], Json)),

@@ -129,13 +129,9 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[\s_-]+", " ", name.strip().casefold())
 
 
-def _is_synset(name: str) -> bool:
-    return len(name) == 9 and name[0] == "n" and name[1:].isdigit()
-
-
 def imagenet_indices(names: Sequence[str]) -> Tensor | None:
     """Return ImageNet's indices of synsets (n01440764, ...), or None. DataError: unknown."""
-    if len(names) > 1000 or not all(map(_is_synset, names)):
+    if len(names) > 1000 or not all(re.fullmatch(r"n\d{8}", name) for name in names):
         return None
     import certcli.system.compat  # noqa: F401
 

@@ -141,7 +141,11 @@ def describe_timm_file(
                 {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)},
                 TIMM,
             )
-            record, net = _from_hints(_as_hints(config, hints), tensors, path)
+            has_classes = config.num_classes is not None and not hints.features
+            classes = {"num_classes": config.num_classes} if has_classes else {}
+            arguments = {**classes, **config.model_args, **hints.arch_args}
+            stated = replace(hints, arch=config.architecture, arch_args=arguments)
+            record, net = _from_hints(stated, tensors, path)
             record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
@@ -150,18 +154,6 @@ def describe_timm_file(
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
         record, net = _from_hints(hints, tensors, path)
     return record, origins, net
-
-
-def _as_hints(fields: ConfigFields, hints: Hints) -> Hints:
-    """Return what config.json says as options would say it; the options themselves come first."""
-    classes = (
-        {} if fields.num_classes is None or hints.features else {"num_classes": fields.num_classes}
-    )
-    return replace(
-        hints,
-        arch=fields.architecture,
-        arch_args={**classes, **fields.model_args, **hints.arch_args},
-    )
 
 
 def _from_config(

@@ -164,18 +164,24 @@ def _flags(path: Path) -> Flags:
     )
 
 
-def _missing(path: Path, flag: str, why: str) -> ArchitectureError:
-    return ArchitectureError(
-        f"{path}: {why}, and no tensor says it", f"write {flag} into {path.with_suffix('.json')}"
+def _require_flag(is_stated: bool, path: Path, flag: str, why: str) -> None:
+    """Raise ArchitectureError where a flag is missing, or stated twice, that no tensor shows."""
+    raise_if(
+        not is_stated,
+        ArchitectureError,
+        f"{path}: {why}, and no tensor says it",
+        f"write {flag} into {path.with_suffix('.json')}",
     )
 
 
 def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
     """Raise ArchitectureError unless the flags say how attention is cut, and widths allow it."""
-    if (flags.num_heads is None) == (flags.num_head_channels is None):
-        raise _missing(
-            path, "num_heads or num_head_channels", "it attends with a number of heads or a width"
-        )
+    _require_flag(
+        (flags.num_heads is None) != (flags.num_head_channels is None),
+        path,
+        "num_heads or num_head_channels",
+        "it attends with a number of heads or a width",
+    )
     widths = {shape.block_out_channels[-1]}
     levels = zip(shape.block_out_channels, shape.down_block_types, strict=True)
     widths |= {width for width, kind in levels if "Attn" in kind}
@@ -188,18 +194,22 @@ def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
             f"{path}: {width} channels are not cut into heads by {divisor}",
         )
     several = any(shape.head_width(width) < width for width in widths)
-    if several and flags.use_new_attention_order is None:
-        raise _missing(
-            path, "use_new_attention_order", "queries, keys and values lie in one of two orders"
-        )
+    _require_flag(
+        not several or flags.use_new_attention_order is not None,
+        path,
+        "use_new_attention_order",
+        "queries, keys and values lie in one of two orders",
+    )
 
 
 def _guided_schedule(flags: Flags, path: Path) -> GuidedSchedule:
     steps = flags.diffusion_steps
-    if steps != 1000 and flags.rescale_timesteps is None:
-        raise _missing(
-            path, "rescale_timesteps", f"the network may count its {steps} steps in 1000"
-        )
+    _require_flag(
+        steps == 1000 or flags.rescale_timesteps is not None,
+        path,
+        "rescale_timesteps",
+        f"the network may count its {steps} steps in 1000",
+    )
     first = 0.1 / steps  # betas of a thousand steps, so that all steps together add as much noise
     return GuidedSchedule(
         num_train_timesteps=steps,

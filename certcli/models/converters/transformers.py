@@ -92,12 +92,13 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
         )
     network_tensors, computed = parted(parted(network_tensors, _UNUSED)[0], COMPUTED)
     network_tensors = family.finish(with_joined_qkv(network_tensors))
+    names = None if features else class_names_in(dict(config.id2label or {}))
     record = Record(
         arch=network.arch,
         arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
         input=spec,
         classes=config.classes if features is None else 0,
-        class_names=_config_class_names(config.id2label) if features is None else None,
+        class_names=None if names is None else plain_names(names),
         surgery=network.surgery,
     )
     origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
@@ -112,9 +113,3 @@ def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints
         computed,
         features,
     )
-
-
-def _config_class_names(labels: Mapping[str, str] | None) -> tuple[str, ...] | None:
-    """Return the classes by names that folders could have, in the order of their numbers."""
-    names = class_names_in(dict(labels or {}))
-    return None if names is None else plain_names(names)
