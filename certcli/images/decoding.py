@@ -101,7 +101,7 @@ def _webp_size(start: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
+def _pixel_transform(spec: InputSpec) -> Any:
     """Return timm's evaluation transform (resize, crop) without the normalisation, which the
     network holds.
 
@@ -112,7 +112,7 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
     # isort: split
     from timm.data import create_transform
 
-    whole = create_transform(
+    whole: Any = create_transform(
         input_size=spec.size,
         is_training=False,
         interpolation=spec.interpolation,
@@ -121,21 +121,10 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
         mean=spec.mean,
         std=spec.std,
     )
-    *steps, last = whole.transforms
-    raise_if(
-        type(last).__name__ != "Normalize",
-        AssertionError,
-        "timm's transform ends in another step than the normalisation",
-    )
-
-    def transform(image: Image.Image) -> Tensor:
-        current: Any = image
-        for step in steps:
-            current = step(current)
-        pixels: Tensor = current
-        return pixels
-
-    return transform
+    last = whole.transforms.pop()
+    if type(last).__name__ != "Normalize":
+        raise AssertionError("timm's transform ends in another step than the normalisation")
+    return whole
 
 
 class Decoder:
