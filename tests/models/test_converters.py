@@ -2,7 +2,6 @@
 refused in one line.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -262,59 +261,6 @@ SMALL = {"img_size": 16, "embed_dim": 12, "depth": 1}
 
 def prefixed(prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in vit_net().items()}
-
-
-WRAPPINGS: dict[str, Callable[[], Any]] = {
-    "bare": vit_net,
-    "state_dict": lambda: {
-        "state_dict": vit_net(),
-        "epoch": 3,
-        "best_acc1": torch.tensor(0.5),
-    },
-    "options of a script": lambda: {
-        "model": vit_net(),
-        "args": argparse.Namespace(lr=0.1),
-        "optimizer": {"state": {}},
-    },
-    "data parallel, compiled": lambda: {"model": prefixed("module._orig_mod.")},
-    "lightning": lambda: {
-        "state_dict": prefixed("model."),
-        "hyper_parameters": {"lr": 0.1},
-        "callbacks": {},
-    },
-    "backbone": lambda: prefixed("backbone."),
-    "nested": lambda: {"model_ema": {"state_dict": prefixed("encoder.")}},
-}
-
-
-@pytest.mark.parametrize("name", WRAPPINGS)
-def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
-    path = tmp_path / ("weights.ckpt" if name == "lightning" else "weights.pth.tar")
-    torch.save(WRAPPINGS[name](), path)
-    found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL)).tensors
-    assert found.keys() == vit_net().keys()
-    assert all(torch.equal(found[key], value) for key, value in vit_net().items())
-
-
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"weights.{suffix}"
-    averaged = {name: value + 1 for name, value in vit_net().items()}
-    if suffix == "pth":
-        torch.save({"model": vit_net(), "model_ema": averaged}, path)
-    else:
-        both = {f"model.{name}": value for name, value in vit_net().items()}
-        save_file(
-            {**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path
-        )
-    with pytest.raises(ArchitectureError, match="which network is meant") as refused:
-        open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL))
-    assert "--weights ema" in refused.value.hint
-    for choice, expected in (("raw", vit_net()), ("ema", averaged)):
-        found = open_checkpoint(
-            str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)
-        ).tensors  # type: ignore[arg-type]
-        assert torch.equal(found["cls_token"], expected["cls_token"])
 
 
 def openclip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -27,6 +27,7 @@ from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import certvit, console
 from tests.helpers.unreadable import UNREADABLE
 from tests.helpers.workshop import shape
+from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
 
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
@@ -238,15 +239,10 @@ def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-ARCH = "vit_tiny_patch16_224"
-SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-HINTS = Hints(ARCH, SMALL, (0.5,), (0.5,))
-
-
 @pytest.fixture(scope="module", name="tensors")
 def folder_tensors() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return dict(build.create(ARCH, {**SMALL, "num_classes": 10}, initialise=True).state_dict())
+    return wrapped_network()
 
 
 def put_weights(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
