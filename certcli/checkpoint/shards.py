@@ -1,6 +1,7 @@
 """A checkpoint in several safetensors files, with the hub's index from tensors to files."""
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,16 +79,15 @@ def free_names(index: Path, count: int) -> list[Path]:
 
     Until the new index is written, the old one and its files stay whole.
     """
-    version = 1
-    while True:
+    for version in itertools.count(1):
         prefix = stem_of_checkpoint(index) + (f"-{version}" if version > 1 else "")
         names = [
             index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors"
             for number in range(1, count + 1)
         ]
         if all(map(is_absent, names)):
-            return names
-        version += 1
+            break
+    return names
 
 
 def part_names(index: Path) -> str:

@@ -95,19 +95,16 @@ def _overruled_fields(fields: ConfigFields, hints: Hints) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = [
         ("--mean", hints.mean, about.mean),
         ("--std", hints.std, about.std),
+        *(
+            (f"--arch-arg {key}", value, fields.model_args.get(key))
+            for key, value in hints.arch_args.items()
+        ),
     ]
-    pairs += [
-        (f"--arch-arg {key}", value, fields.model_args.get(key))
-        for key, value in hints.arch_args.items()
+    return [
+        f"{option} says {_value_text(value)}, {CONFIG} {_value_text(said)}: the option is taken"
+        for option, value, said in pairs
+        if value is not None and said is not None and not _equal_values(value, said)
     ]
-    differences = []
-    for option, option_value, said in pairs:
-        if option_value is None or said is None or _equal_values(option_value, said):
-            continue
-        differences.append(
-            f"{option} says {_value_text(option_value)}, {CONFIG} {_value_text(said)}: the option is taken"
-        )
-    return differences
 
 
 def _equal_values(first: Any, said: Any) -> bool:

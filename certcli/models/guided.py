@@ -28,7 +28,7 @@ from certcli.models.diffusion import (
     Steps,
     require_channels,
 )
-from certcli.models.weights import load_weights
+from certcli.models.weights import load_weights, misfit
 from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
@@ -129,17 +129,16 @@ def read_guided(
             net = UNet(shape)
         converted = _by_unet_names(tensors, layout, shape, flags)
     except (LookupError, ValueError, TypeError, RuntimeError) as failure:
-        raise _no_unet(path, one_line(failure)[:120]) from failure
+        raise ArchitectureError(
+            f"the tensors of {path} fit no UNet of guided-diffusion: {one_line(failure)[:120]}"
+        ) from failure
     schedule = _guided_schedule(flags, path)
-    try:
-        load_weights(net, converted)
-    except ArchitectureError as failure:
-        raise _no_unet(path, failure.message) from failure
+    why = misfit(net, converted)
+    raise_if(
+        why, ArchitectureError, f"the tensors of {path} fit no UNet of guided-diffusion: {why}"
+    )
+    load_weights(net, converted)
     return net.eval().requires_grad_(False), schedule, tensors_digest(converted)
-
-
-def _no_unet(path: Path, why: str) -> ArchitectureError:
-    return ArchitectureError(f"the tensors of {path} fit no UNet of guided-diffusion: {why}")
 
 
 def _flags(path: Path) -> Flags:
