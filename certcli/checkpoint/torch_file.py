@@ -181,14 +181,14 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
     return values[0], values[1], values[2]
 
 
-def _start(file: IO[bytes], header: int, stated: bytes) -> int:
+def _start(file: IO[bytes], header: int, expected: bytes) -> int:
     """Return where a record's bytes begin; Refused where its own header says otherwise than the
     directory."""
     fields = _LOCAL.unpack(_read_exactly(file, header, _LOCAL.size))
     magic, flags, method, name_length, extra_length = (fields[index] for index in (0, 2, 3, 9, 10))
     name = _read_exactly(file, header + _LOCAL.size, name_length)
-    if magic != MAGIC or name != stated or method != 0 or flags & _ENCRYPTED:
-        raise Refused(f"the record {_shown_name(stated)} is not what the directory says")
+    if magic != MAGIC or name != expected or method != 0 or flags & _ENCRYPTED:
+        raise Refused(f"the record {_shown_name(expected)} is not what the directory says")
     return int(header + _LOCAL.size + name_length + extra_length)
 
 

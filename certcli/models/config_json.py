@@ -141,8 +141,8 @@ def describe_timm_file(
             has_classes = config.num_classes is not None and not hints.features
             classes = {"num_classes": config.num_classes} if has_classes else {}
             arguments = {**classes, **config.model_args, **hints.arch_args}
-            stated = replace(hints, arch=config.architecture, arch_args=arguments)
-            record, net = _from_hints(stated, tensors, path)
+            as_hints = replace(hints, arch=config.architecture, arch_args=arguments)
+            record, net = _from_hints(as_hints, tensors, path)
             record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)

@@ -274,14 +274,14 @@ class _Layout:
     def names(self) -> dict[str, str]:
         """Return prefix of a module of `UNet` -> its prefix in the file."""
         names = dict(ENDS)
-        ways = (
+        directions = (
             ("down", "input", self.attending, self.layers, "op"),
             ("up", "output", self.attending[::-1], self.layers + 1, "conv"),
         )
-        for way, side, attending, layers, convolution in ways:
+        for direction, side, attending, layers, convolution in directions:
             for level, attends_here in enumerate(attending):
-                new = f"{way}_blocks.{level}"
-                first = level * (self.layers + 1) + (way == "down")
+                new = f"{direction}_blocks.{level}"
+                first = level * (self.layers + 1) + (direction == "down")
                 for layer in range(layers):
                     block = f"{side}_blocks.{first + layer}"
                     names[f"{new}.resnets.{layer}"] = f"{block}.0"
@@ -291,11 +291,13 @@ class _Layout:
                     # a step between levels: a residual block, or one convolution
                     ahead = (
                         f"{first + layers}.0"
-                        if way == "down"
+                        if direction == "down"
                         else f"{first + layers - 1}.{1 + attends_here}"
                     )
                     step = ("", "") if self.by_resnet else (".conv", f".{convolution}")
-                    names[f"{new}.{way}samplers.0{step[0]}"] = f"{side}_blocks.{ahead}{step[1]}"
+                    names[f"{new}.{direction}samplers.0{step[0]}"] = (
+                        f"{side}_blocks.{ahead}{step[1]}"
+                    )
         return names
 
     def kinds(self, plain: str, attention: str, resnet: str) -> tuple[Any, ...]:

@@ -61,10 +61,10 @@ def open_module(
         shift = normalisation.mean.flatten()
         scale = normalisation.std.flatten()
         # it takes pixels: the same function
-        stated_none = not any(statistics_per_channel(mean) or ())
-        stated_none &= {*(statistics_per_channel(std) or ())} <= {1.0}
+        takes_pixels = not any(statistics_per_channel(mean) or ())
+        takes_pixels &= {*(statistics_per_channel(std) or ())} <= {1.0}
         raise_if(
-            not stated_none and not (_are(mean, shift) and _are(std, scale)),
+            not takes_pixels and not (_are(mean, shift) and _are(std, scale)),
             UsageError,
             f"the {kind} normalises its pixels itself",
             "give neither mean nor std, or the network without its first layer",
@@ -250,8 +250,8 @@ def _is_resize(resize: nn.Module) -> bool:
 def _are(values: Statistics | None, statistics: Tensor) -> bool:
     """Tell whether these are the module's own statistics (c,); None says nothing else."""
     numbers = statistics_per_channel(values)
-    stated = statistics.new_tensor(statistics.tolist() if numbers is None else numbers)
-    return len(stated) in (1, len(statistics)) and bool((stated == statistics).all())
+    expected = statistics.new_tensor(statistics.tolist() if numbers is None else numbers)
+    return len(expected) in (1, len(statistics)) and bool((expected == statistics).all())
 
 
 def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | None:
