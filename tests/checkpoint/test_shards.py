@@ -27,13 +27,10 @@ from certcli.models import build, weights
 from certcli.models import weights as spool
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, CheckpointError, OutputError, UsageError
+from tests.checkpoint.test_outputs import contents
 from tests.helpers.commands import attempt, certvit
 
 MOST = 6000
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: Path) -> None:

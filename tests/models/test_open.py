@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -147,28 +148,21 @@ def test_a_new_network_records_its_shape_and_an_old_record_keeps_its_own(arch: s
     )
 
 
-@pytest.mark.parametrize("classes", [2, 9, 11, 1000])
-def test_the_network_has_the_classes_of_its_record(tiny: Checkpoint, classes: int) -> None:
-    """With fewer classes than logits, certificates would compare too few of them."""
-    with pytest.raises(ArchitectureError, match="10 logits"):
-        build.load(Checkpoint(tiny.tensors, replace(tiny.record, classes=classes)))
+HUGE = {"head.weight": torch.full((10, 16), 3e38), "norm.bias": torch.full((16,), 3e38)}
+MISDESCRIBED: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
+    # with fewer classes than logits, certificates would compare too few of them
+    *(({"classes": classes}, {}, "10 logits") for classes in (2, 9, 11, 1000)),
+    ({"input": InputSpec((1, 12, 12), (0.5,), (0.5,))}, {}, "1x12x12"),
+    ({}, HUGE, "not finite"),  # finite weights can have infinite products
+]
 
 
-def test_the_network_takes_images_of_its_record(tiny: Checkpoint) -> None:
-    spec = replace(tiny.record.input, size=(1, 12, 12))
-    with pytest.raises(ArchitectureError, match="1x12x12"):
-        build.load(Checkpoint(tiny.tensors, replace(tiny.record, input=spec)))
-
-
-def test_logits_that_overflow_are_refused(tiny: Checkpoint) -> None:
-    """Finite weights can have infinite products."""
-    tensors = {
-        **tiny.tensors,
-        "head.weight": torch.full((10, 16), 3e38),
-        "norm.bias": torch.full((16,), 3e38),
-    }
-    with pytest.raises(ArchitectureError, match="not finite"):
-        build.load(Checkpoint(tensors, tiny.record))
+@pytest.mark.parametrize(("about", "tensors", "named"), MISDESCRIBED)
+def test_the_network_is_that_of_its_record(
+    tiny: Checkpoint, about: dict[str, Any], tensors: dict[str, Tensor], named: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=named):
+        build.load(Checkpoint({**tiny.tensors, **tensors}, replace(tiny.record, **about)))
 
 
 def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
