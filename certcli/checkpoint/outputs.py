@@ -18,17 +18,18 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.schema import Json, decode_json
-from certcli.checkpoint.shards import (
+from certcli.checkpoint.shipped import shipped_names, shipped_path
+from certcli.checkpoint.tensor_files import (
     INDEX,
     belonging,
+    in_file_order,
     is_index,
     orphans,
     read_metadata,
     shards_of_index,
+    write_one_by_one,
 )
-from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.system.errors import CheckpointError, Refused, UsageError, raise_if
 from certcli.system.files import is_stream, open_alone, require_absent
 from certcli.system.reading import is_absent

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import torch
 
-from certcli.checkpoint.header import require_no_pointer
+from certcli.checkpoint.tensor_files import require_no_pointer
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import open_regular
 from certcli.system.watched import read_whole

@@ -16,10 +16,9 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, surgery_arguments
-from certcli.models.build_limits import Building
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
-from certcli.models.weights import load_weights
+from certcli.models.weights import Building, load_weights
 from certcli.nn import norms
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS

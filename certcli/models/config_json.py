@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.origins import Hints

@@ -11,7 +11,7 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import EntryNotFoundError
 
-from certcli.checkpoint.shards import INDEX, shards_of_index
+from certcli.checkpoint.tensor_files import INDEX, shards_of_index
 from certcli.models.converters.transformers_config import PIXELS
 from certcli.system.errors import CheckpointError, one_line
 

@@ -16,10 +16,10 @@ from certcli.certify.patch.certifier import PatchCertifier, Prediction, Predicto
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.evaluation.threat import Patch
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import (
+from certcli.models.pixels import (
     Grid,
     KeptTokens,
+    PixelModel,
     SeenPart,
     band_views,
     seen_part,

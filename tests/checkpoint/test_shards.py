@@ -15,10 +15,17 @@ import torch
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint.file import Checkpoint, read_tensors
-from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import Outputs, last_command, remove
 from certcli.checkpoint.record import KEY
-from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, shards_of_index
+from certcli.checkpoint.tensor_files import (
+    INDEX,
+    MOST_FILES,
+    free_names,
+    in_file_order,
+    metadata_of,
+    shards_of_index,
+    write_one_by_one,
+)
 from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import Sink
 from certcli.constrain import network

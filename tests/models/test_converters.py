@@ -24,7 +24,7 @@ from torchvision.models.swin_transformer import (
 from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
-from certcli.models.converters import torchvision
+from certcli.models.converters import libraries
 from certcli.models.converters.base import renamed
 from certcli.models.converters.transformers_families import FAMILIES, TimmNetwork
 from certcli.models.in_memory import open_module
@@ -104,10 +104,8 @@ def test_every_family_has_recorded_logits() -> None:
     assert without_logits() == []
     types = {row["config"]["model_type"] for row in TRANSFORMERS.values()}
     assert types == {*FAMILIES}
-    names = {
-        torchvision.torchvision_family(make().state_dict()) for make, _ in TORCHVISION.values()
-    }
-    assert names == {*torchvision.FAMILIES}
+    names = {libraries.torchvision_family(make().state_dict()) for make, _ in TORCHVISION.values()}
+    assert names == {*libraries.TORCHVISION}
 
 
 VIT = FAMILIES["vit"]

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
-from certcli.models.build_limits import Building
 from certcli.models.open import HUB_NAMES, open_checkpoint
 from certcli.models.origins import Hints
+from certcli.models.weights import Building
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import certvit, console

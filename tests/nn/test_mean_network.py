@@ -13,7 +13,7 @@ from certcli.evaluation.image_doubts import seen_by
 from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import OpenCheckpoint, create, initialise, load_double, with_network
-from certcli.models.mean import mean_of
+from certcli.models.in_memory import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError

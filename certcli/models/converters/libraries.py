@@ -1,20 +1,23 @@
-"""Image classifiers of torchvision as timm's networks: VisionTransformer, SwinTransformer (both
-versions), ConvNeXt.
+"""Networks of torchvision and of Hugging Face's transformers as timm's.
 
-A state dict has no config: sizes are read off the tensors. Heads of a ViT, pixel statistics and
-crop are those of the published network of the same sizes; for other sizes the options must give
-them.
+torchvision: VisionTransformer, SwinTransformer (both versions), ConvNeXt. A state dict has no config:
+sizes are read off the tensors. Heads of a ViT, pixel statistics and crop are those of the published
+network of the same sizes; for other sizes the options must give them. transformers: `config.json`
+gives the architecture and `preprocessor_config.json` the pixels.
 """
 
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from certcli.checkpoint.config_fields import class_names_in, plain_names
 from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.schema import Json
 from certcli.models.converters.base import (
     COMPUTED,
     Converted,
@@ -24,9 +27,20 @@ from certcli.models.converters.base import (
     renamed,
     require_whole_windows,
     tensors_by_name,
+    with_joined_qkv,
 )
+from certcli.models.converters.transformers_config import (
+    CONFIG,
+    PIXELS,
+    Named,
+    decoded_config,
+    input_spec,
+    unknown_fields,
+)
+from certcli.models.converters.transformers_families import FAMILIES
 from certcli.models.origins import Hints
-from certcli.system.errors import ArchitectureError, one_line, raise_if
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
+from certcli.system.reading import is_absent
 
 _VIT_NAMES: Renames = (
     (r"^class_token$", "cls_token"),
@@ -84,7 +98,7 @@ _VIT_HEADS = {768: 12, 1024: 16, 1280: 16}
 
 
 def torchvision_family(tensors: Mapping[str, Tensor]) -> str | None:
-    """Return the one of `FAMILIES` whose names the tensors have, or None."""
+    """Return the one of `TORCHVISION` whose names the tensors have, or None."""
     if "encoder.layers.encoder_layer_0.ln_1.weight" in tensors:
         return "vit"
     if "features.1.0.attn.qkv.weight" in tensors:
@@ -99,7 +113,7 @@ def convert_torchvision(tensors: Mapping[str, Tensor], family: str, hints: Hints
         ArchitectureError: its sizes are of no published network, and the options do not say what
         its tensors cannot.
     """
-    about = FAMILIES[family]
+    about = TORCHVISION[family]
     network_tensors, computed = parted(renamed(tensors, about.names), COMPUTED)
     width, channels, patch, _ = network_tensors[about.first].shape
     arguments = about.sizes({**network_tensors, **computed}, hints)
@@ -234,7 +248,7 @@ class TorchvisionFamily:
 
 
 _SWIN = (_SWIN_NAMES, "patch_embed.proj.weight", "head.fc.weight", _swin_sizes)
-FAMILIES = {
+TORCHVISION = {
     "vit": TorchvisionFamily(
         "vit_base_patch16_224", _VIT_NAMES, "patch_embed.proj.weight", "head.weight", _vit_sizes
     ),
@@ -287,3 +301,85 @@ def _published_input(
             "pass --mean and --std, one value a channel",
         )
     return pixel_input(size, mean, std, filtered, "one mean and one std a channel"), origins
+
+
+_POOLER = "pooler.dense.weight"
+_UNUSED = r"^mask_token$|^pooler\.dense\."
+"""Tensors that neither a classifier nor the features read."""
+
+
+def is_transformers(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether names are of transformers' vision models: all begin with `embeddings`."""
+    return any(
+        re.match(r"(\w+\.)?embeddings\.(patch_embeddings|cls_token)", name) for name in tensors
+    )
+
+
+def describes(path: Path) -> bool:
+    """Tell whether the config beside a file is transformers': it names no architecture of timm."""
+    try:
+        raw = decoded_config(path.parent / CONFIG, Json)
+    except CheckpointError:
+        return False
+    names = {key for key in ("model_type", "architectures") if raw.get(key)}
+    return bool(names) and "architecture" not in raw and raw.get("model_type") != "timm_wrapper"
+
+
+def convert_transformers(tensors: Mapping[str, Tensor], path: Path, hints: Hints) -> Converted:
+    """Return a checkpoint of transformers in timm's terms, from the two configs beside it.
+
+    Raises:
+        ArchitectureError: the model is none of `FAMILIES`, or a config leaves its function open.
+    """
+    config_file = path.parent / CONFIG
+    raise_if(
+        is_absent(config_file),
+        ArchitectureError,
+        f"{path} has the names of transformers, and no {CONFIG} beside it says its heads and eps",
+        f"put its {CONFIG} and {PIXELS} beside it",
+    )
+    about = decoded_config(config_file, Named)
+    architecture = about.architectures[0] if about.architectures else ""
+    family = FAMILIES.get(about.model_type)
+    if family is None or architecture not in family.classes:
+        raise ArchitectureError(
+            f"{config_file} describes transformers' {one_line(architecture or about.model_type)} (model_type "
+            f"{one_line(about.model_type)}), which certvit does not convert",
+            f"it converts {', '.join(name for each in FAMILIES.values() for name in each.classes)}",
+        )
+    config = decoded_config(config_file, family.config)
+    try:
+        network = family.describe(config, architecture)
+    except Refused as refusal:
+        raise ArchitectureError(f"{config_file}: {refusal}") from refusal
+    spec, origins, doubts = input_spec(config, path.parent / PIXELS, hints)
+    doubts += unknown_fields(config_file, family.config, not hints.logits)
+    network_tensors = renamed(tensors, family.names)
+    features = None
+    if architecture == family.headless:
+        features = family.features + (
+            "; pooler_output comes after it" if _POOLER in network_tensors else ""
+        )
+    network_tensors, computed = parted(parted(network_tensors, _UNUSED)[0], COMPUTED)
+    network_tensors = family.finish(with_joined_qkv(network_tensors))
+    names = None if features else class_names_in(dict(config.id2label or {}))
+    record = Record(
+        arch=network.arch,
+        arch_args={**network.arguments, **({} if features is None else {"num_classes": 0})},
+        input=spec,
+        classes=config.classes if features is None else 0,
+        class_names=None if names is None else plain_names(names),
+        surgery=network.surgery,
+    )
+    origins = {**dict.fromkeys((*network.arguments, "architecture"), CONFIG), **origins}
+    if ignored := [option for option in hints.given if option.startswith("--arch")]:
+        doubts.append(f"{CONFIG} describes the architecture: {', '.join(ignored)} ignored")
+    return Converted(
+        network_tensors,
+        record,
+        f"transformers' {architecture}",
+        origins,
+        tuple(doubts),
+        computed,
+        features,
+    )
