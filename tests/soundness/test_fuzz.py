@@ -14,7 +14,7 @@ import torch
 
 import certvit
 from certcli.certify.methods import METHODS
-from certcli.checkpoint import file
+from certcli.checkpoint import file, tensor_files
 from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
