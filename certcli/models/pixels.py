@@ -192,8 +192,8 @@ def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
         for size, cells in zip(shape, grid.shape, strict=True)
     ]
     views = torch.ones(len(corners[0]) * len(corners[1]), *grid.shape, dtype=torch.bool)
-    for view, (top, left) in zip(views, itertools.product(*corners), strict=True):
-        view[top : top + shape[0], left : left + shape[1]] = False
+    for view, (row, column) in zip(views, itertools.product(*corners), strict=True):
+        view[row : row + shape[0], column : column + shape[1]] = False
     return views
 
 
