@@ -140,7 +140,13 @@ class Decoder:
     def __call__(self, path: Path) -> Tensor:
         try:
             with opened_image(path) as image:
-                self._require_size(image, path)
+                short, long = sorted(image.size)
+                raise_if(  # resizing its short side would make it huge
+                    self.short_side**2 * long > LARGEST_RESIZED * short,
+                    DataError,
+                    f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
+                    "crop it, or remove it",
+                )
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:
             raise
@@ -148,16 +154,6 @@ class Decoder:
             raise DataError(
                 f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
             ) from failure
-
-    def _require_size(self, image: Image.Image, path: Path) -> None:
-        """Raise DataError for a long image that resizing its short side would make huge."""
-        short, long = sorted(image.size)
-        raise_if(
-            self.short_side**2 * long > LARGEST_RESIZED * short,
-            DataError,
-            f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
-            "crop it, or remove it",
-        )
 
     def _pixels(self, image: Image.Image, path: Path) -> Tensor:
         # 16 bits a pixel: Pillow's own conversion to 8 clips at 255

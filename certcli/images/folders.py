@@ -58,9 +58,6 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
     unreadable: list[str] = []
     others: list[str] = []
 
-    def note(failure: OSError) -> None:
-        unreadable.append(f"{failure.filename} ({failure.strerror})")
-
     for path in paths:
         raise_if(
             is_absent(path),
@@ -71,7 +68,9 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
         if not path.is_dir():
             files.append(path)
             continue
-        walked = os.walk(path, onerror=note)
+        walked = os.walk(
+            path, onerror=lambda why: unreadable.append(f"{why.filename} ({why.strerror})")
+        )
         below = [Path(parent, name) for parent, _, names in walked for name in names]
         inside = sorted(each for each in below if _has_image_name(each.name))
         others += [each.name for each in below if not _has_image_name(each.name)]

@@ -88,7 +88,10 @@ class _Reader:
 
     def read(self, node: fx.Node) -> None:
         """Give a node its value, or the graph its result."""
-        args, kwargs = map_aggregate((node.args, node.kwargs), self._value)
+        args, kwargs = map_aggregate(
+            (node.args, node.kwargs),
+            lambda value: self.values[value] if isinstance(value, fx.Node) else value,
+        )
         if node.op == "placeholder":
             self.values[node] = self.program.image
         elif node.op == "get_attr":
@@ -100,9 +103,6 @@ class _Reader:
             self.values[node] = self._called(node, args, kwargs)
         elif node.users:
             raise Refused("a part of a program that is not read")
-
-    def _value(self, value: Any) -> Any:
-        return self.values[value] if isinstance(value, fx.Node) else value
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
