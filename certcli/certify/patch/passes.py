@@ -20,7 +20,7 @@ from certcli.engine.replay import close, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.evaluation.threat import Patch
 from certcli.images.labelled import sent
-from certcli.models.visible_part import Grid, SeenPart
+from certcli.models.pixels import Grid, SeenPart
 from certcli.system.errors import UsageError
 
 Interval = tuple[int, int]
