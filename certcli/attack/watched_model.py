@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -211,8 +210,7 @@ def craft_with(
     return watched.harvest(adversarial.detach())
 
 
-@dataclass(frozen=True)
-class AttackSearch:
+class AttackSearch(NamedTuple):
     """What an attack with its own books has: images (b, c, h, w), labels (b,), network, draws.
 
     Attributes:

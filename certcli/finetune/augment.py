@@ -17,7 +17,7 @@ import certcli.system.compat  # noqa: F401 (before torchvision)
 # isort: split
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpolate, pad
 from torchvision.transforms import v2
 
 from certcli.evaluation.perturbation import Region
@@ -111,18 +111,6 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     return transform_each(images, v2.Compose([square] * squares), _drawn_seed(generator))
 
 
-def color_jitter(
-    images: Tensor, reach: tuple[float, float, float, float], generator: Generator
-) -> Tensor:
-    """Change brightness, contrast, saturation and hue of every image by its own random amounts, in
-    its own random order: (b, c, h, w) -> (b, c, h, w).
-
-    The first three factors lie within [1 - reach, 1 + reach], hue turns by up to its reach.
-    Images of one channel have neither saturation nor hue.
-    """
-    return transform_each(images, v2.ColorJitter(*reach), _drawn_seed(generator))
-
-
 def _drawn_seed(generator: Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator))
 
@@ -130,7 +118,12 @@ def _drawn_seed(generator: Generator) -> int:
 def augment_batch(
     images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator
 ) -> Tensor:
-    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout."""
+    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout.
+
+    Jitter changes brightness, contrast, saturation and hue of every image by its own random amounts,
+    in its own random order: the first three factors lie within [1 - reach, 1 + reach], hue turns by
+    up to its reach. Images of one channel have neither saturation nor hue.
+    """
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -141,7 +134,8 @@ def augment_batch(
     if "flip" in names:
         images = flip(images, generator)
     for match in filter(None, map(JITTER.fullmatch, names)):
-        images = color_jitter(images, jitter_reach(match), generator)
+        jitter = v2.ColorJitter(*jitter_reach(match))
+        images = transform_each(images, jitter, _drawn_seed(generator))
     for match in filter(None, map(CUTOUT.fullmatch, names)):
         images = cutout(images, int(match[1]), int(match[2]), grey, generator)
     return images
@@ -276,15 +270,14 @@ class Adversary:
         self,
         forward: Callable[[Tensor], Tensor],
         images: Tensor,
-        loss: Callable[[Tensor], Tensor],
+        labels: Tensor,
         share: float,
     ) -> Tensor:
-        """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) ->
-        (b, c, h, w).
+        """Climb the cross entropy of forward(x') by steepest ascent, projected after every step:
+        (b, c, h, w), (b,) -> (b, c, h, w).
 
         Args:
             forward: pixels -> logits in float32.
-            loss: logits -> (), a sum over images.
             share: the share of the training done so far.
         """
         remaining = self.share_left(share)
@@ -298,7 +291,8 @@ class Adversary:
                     self._masked(adversarial, images, remaining).detach().requires_grad_(True)
                 )
                 with self._attention_dropped(remaining), torch.enable_grad():
-                    (gradient,) = torch.autograd.grad(loss(forward(adversarial)), adversarial)
+                    loss = cross_entropy(forward(adversarial), labels, reduction="sum")
+                    (gradient,) = torch.autograd.grad(loss, adversarial)
                 adversarial = region.project(
                     adversarial.detach() + step_size * region.steepest(gradient), images
                 )

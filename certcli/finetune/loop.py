@@ -141,9 +141,7 @@ class Trainer:
         )
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
-        self.validation = Validation(
-            model, settings, self.objective, self.chain, self.enclosure, team
-        )
+        self.validation = Validation(self.objective, self.enclosure, team)
         self.best_net = self._net_state()
 
     def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:

@@ -208,15 +208,10 @@ class Descent:
         Raises:
             Diverged: the loss is not finite.
         """
-        with fast_products(self.objective.model):
-            return self._step(train, positions, share, where, number)
-
-    def _step(
-        self, train: Images, positions: Tensor, share: float, where: str, number: int
-    ) -> float:
         settings = self.settings
         device = self.objective.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with fast_products(self.objective.model), forked:
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
             # the run's own generator orders the images, the same in all processes
             if self.team.several:

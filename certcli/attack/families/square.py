@@ -39,11 +39,8 @@ def square_attack(
 
     @torch.no_grad()
     def climb(search: AttackSearch) -> Tensor:
-        net = search.net
-        successes = search.successes
-        images = search.images
-        labels = search.labels
-        draw = _Draw(images, search.generator)
+        net, successes, images, labels, _, settings, generator = search
+        draw = _Draw(images, generator)
         propose, first = (_circle, _tiles) if region.norm == "l2" else (_stripe, _stripes)
         rows = search.standing()
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))

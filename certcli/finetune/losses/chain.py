@@ -76,14 +76,13 @@ class ChainBound:
         self.arithmetic = arithmetic
         self.drop = drop
 
-    def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """Return, for (b, c, h, w) and a radius, labels (b,) -> growth of each z_j - z_y (b, k)."""
-        reach = self.reach(pixels, epsilon)
-        return lambda labels: self._gains(reach, labels)
+    def gains(self, pixels: Tensor, labels: Tensor, epsilon: float) -> Tensor:
+        """Return the growth of each z_j - z_y within a radius: (b, c, h, w), (b,) -> (b, k)."""
+        return self._gains(self.reach(pixels, epsilon), labels)
 
-    def slopes(self, reach: Reach, epsilon: float) -> Callable[[Tensor], Tensor]:
+    def slopes(self, pixels: Tensor, labels: Tensor, epsilon: float) -> Tensor:
         """Return the gains divided by the radius, for the loss."""
-        return lambda labels: self._gains(reach, labels) / max(epsilon, _LEAST)
+        return self.gains(pixels, labels, epsilon) / max(epsilon, _LEAST)
 
     def reach(self, pixels: Tensor, epsilon: float) -> Reach:
         """Return the reach of the last layer's input."""

@@ -7,7 +7,7 @@ a few random directions in place of the pixels: row norms of A and Gram matrices
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -156,17 +156,11 @@ class LocalEnclosure:
             form = _form_behind_block(form, block, only_first=alone)
             yield form
 
-    def gains(
-        self, images: Tensor, epsilon: float, directions: Tensor
-    ) -> Callable[[Tensor], Tensor]:
-        """Return labels (b,) -> the largest growth of each z_j - z_y within `epsilon`: (b, k)."""
+    def gains(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
+        """Return the largest growth of each z_j - z_y within `epsilon`: (b, k)."""
         logits = self.model(images)
-
-        def growth(labels: Tensor) -> Tensor:
-            leads = logits.gather(1, labels[:, None]) - logits
-            return leads - self.margins(images, labels, epsilon, directions)
-
-        return growth
+        leads = logits.gather(1, labels[:, None]) - logits
+        return leads - self.margins(images, labels, epsilon, directions)
 
     def _tokens(self, images: Tensor, epsilon: float, directions: Tensor) -> Form:
         """Return the form of the tokens before the first block."""

@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.workshop import Workshop
+from tests.soundness.edits import asked_for
 from tests.soundness.mutants.operators import CHECKS, Mutant, mutants, mutated
 from tests.soundness.mutants.reached import marked
 from tests.soundness.mutants.rooms import ROOMS, ROOT
@@ -372,28 +373,18 @@ def score(state: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--room", choices=ROOMS, action="append", help="these rooms only")
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="of mutants, divided among the rooms"
+    options = asked_for(
+        __doc__ or "",
+        room=[],  # these rooms only
+        seconds=600.0,  # of mutants, divided among the rooms
+        count=66,  # mutants of a room, drawn with --seed
+        longest=3.0,  # CPU seconds of a test; a longer one is left out
+        only="",  # only mutants whose name contains this
+        survivors=False,  # try again those that survived
+        tests=10.0,  # CPU seconds of tests a mutant, the quickest first
+        trace=False,  # find out again which tests run which line
+        state="build/mutants",  # the folder of the answers
     )
-    parser.add_argument(
-        "--count", type=int, default=66, help="mutants of a room, drawn with --seed"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--longest", type=float, default=3.0, help="CPU seconds of a test; a longer one is left out"
-    )
-    parser.add_argument("--only", default="", help="only mutants whose name contains this")
-    parser.add_argument("--survivors", action="store_true", help="try again those that survived")
-    parser.add_argument(
-        "--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first"
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="find out again which tests run which line"
-    )
-    parser.add_argument("--state", default="build/mutants", help="the folder of the answers")
-    options = parser.parse_args()
     rooms = options.room or list(ROOMS)
     workshop = Workshop(options.state, "workshop")
     workshop.mkdir(parents=True, exist_ok=True)
