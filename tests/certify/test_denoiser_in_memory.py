@@ -18,8 +18,7 @@ from certcli.models.hub import fetched_diffusers
 from certcli.models.pixels import PixelModel
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.diffusion_cases import SMALL, fill
-from tests.helpers.diffusion_folder import diffusion_folder
+from tests.helpers.diffusion import SMALL, diffusion_folder, fill
 
 SIZE = (1, 8, 8)
 RUN: dict[str, Any] = {"method": "smoothing", "sigma": 0.125, "n0": 8, "samples": 40}

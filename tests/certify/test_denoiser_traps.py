@@ -19,7 +19,7 @@ from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import EPSILON, SAMPLE, Prediction, Schedule
 from certcli.system.errors import CertvitError
 from tests.certify.test_one_shot import SIGMAS, Oracle
-from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, noisy_images
+from tests.helpers.diffusion import NETWORKS, STEPS, fill, noisy_images
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 from tests.models.diffusers_outputs import STORED
 

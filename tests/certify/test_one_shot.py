@@ -25,8 +25,7 @@ from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Sche
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, UsageError
 from tests.helpers.commands import attempt, certvit, console, document
-from tests.helpers.diffusion_cases import SMALL
-from tests.helpers.diffusion_folder import diffusion_folder
+from tests.helpers.diffusion import SMALL, diffusion_folder
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"

@@ -15,7 +15,7 @@ from PIL import Image
 from certcli.checkpoint.record import InputSpec
 from certcli.images import datasets
 from certcli.system.errors import DataError
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE
 
 GREY, COLOUR = InputSpec((1, 8, 8), (0.5,), (0.5,)), InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3)
 

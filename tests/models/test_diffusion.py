@@ -11,9 +11,16 @@ from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, noisy_images
-from tests.helpers.diffusion_folder import diffusion_folder
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE
+from tests.helpers.diffusion import (
+    NETWORKS,
+    SCHEDULES,
+    SMALL,
+    STEPS,
+    diffusion_folder,
+    fill,
+    noisy_images,
+)
 from tests.models.diffusers_outputs import STORED
 
 

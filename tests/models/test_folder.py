@@ -15,7 +15,7 @@ from certcli.models.folder import HUB_NAMES
 from certcli.models.open import open_checkpoint
 from certcli.models.overrides import Hints
 from certcli.system.errors import CheckpointError
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}

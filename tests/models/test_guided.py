@@ -18,7 +18,7 @@ from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.models.diffusion import EPSILON, SAMPLE
 from certcli.models.guided import PUBLISHED
 from certcli.system.errors import CertvitError
-from tests.helpers import diffusion_folder
+from tests.helpers import diffusion
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 
 NETWORKS: dict[str, Guided] = {
@@ -234,7 +234,7 @@ def by_guided(folder: Path, rename: Rename) -> Diffusion:
 
 
 def by_diffusers(folder: Path, rename: Rename) -> Diffusion:
-    made = diffusion_folder.diffusion_folder(folder, spoil=lambda state: replace_by(state, rename))
+    made = diffusion.diffusion_folder(folder, spoil=lambda state: replace_by(state, rename))
     return cast(Diffusion, read_denoiser(made, 1))
 
 
