@@ -110,8 +110,7 @@ soundness: install
 mutants: install
 	$(BIN)/python -m tests.soundness.mutants --seconds 3600
 
-# the outputs that tests/models/test_converters.py holds converted networks to, asked of transformers itself, and the table of
-# docs/checkpoints.md
+# the outputs that tests/models/test_converters.py holds converted networks to, asked of transformers itself
 test-converters:
 	$(PYTHON) -m venv $(VENV)/transformers
 	$(VENV)/transformers/bin/pip install --quiet $(TORCH)

@@ -66,7 +66,7 @@ from certcli.evaluation.threat import Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
-from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import UsageError
 

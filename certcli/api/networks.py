@@ -14,7 +14,7 @@ from certcli.api.door import speaks_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.images.labelled import Images
-from certcli.models import build, in_memory, overrides
+from certcli.models import build, in_memory, origins
 from certcli.models.build import OpenCheckpoint
 from certcli.models.open import open_checkpoint, perturbed_at
 from certcli.models.pixels import PixelModel
@@ -84,7 +84,7 @@ def load(
         raise UsageError(
             "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
         )
-    hints = overrides.Hints(
+    hints = origins.Hints(
         arch,
         arch_args or {},
         in_memory.statistics_per_channel(mean),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.evaluation.radii import Norm
-from certcli.lipschitz.measured.estimate import copies_of, slopes_below
+from certcli.lipschitz.estimate import copies_of, slopes_below
 
 _STARTS = 3
 _STEPS = 30

@@ -23,10 +23,9 @@ from torchvision.transforms import v2
 from certcli.evaluation.perturbation import Region
 from certcli.finetune.augmentations import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images.transforms import transform_each
+from certcli.images.labelled import transform_each
 from certcli.models.pixels import PixelModel
-from certcli.models.views import band_views, square_views
-from certcli.models.visible_part import AUTO, seen_part
+from certcli.models.visible_part import AUTO, band_views, seen_part, square_views
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8

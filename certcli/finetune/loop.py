@@ -30,7 +30,12 @@ from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import CheckpointError, DataError, NoBoundError, one_line
+from certcli.system.errors import (
+    CheckpointError,
+    DataError,
+    NoBoundError,
+    one_line,
+)
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.header import in_file_order
+from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import TrainingFields
-from certcli.checkpoint.states import read_state, write_state
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
 from certcli.system.errors import CheckpointError

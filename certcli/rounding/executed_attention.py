@@ -24,10 +24,14 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.conv_attention import ConvAttention
-from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
-from certcli.nn.lnorm_attention import FLOOR, LipschitzNormAttention
-from certcli.nn.scsa_attention import CosineAttention
+from certcli.nn.attention_variants import (
+    FLOOR,
+    ConvAttention,
+    CosineAttention,
+    L2Attention,
+    L2UntiedValueAttention,
+    LipschitzNormAttention,
+)
 from certcli.rounding.algorithms import covers
 from certcli.rounding.executed_windows import require_plain_convolutions
 from certcli.rounding.operation_errors import (

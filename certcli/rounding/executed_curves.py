@@ -14,7 +14,7 @@ from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
-from certcli.nn.activations import ClippedReLU
+from certcli.nn.layers import ClippedReLU
 from certcli.rounding.algorithms import covers
 from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules, scaled
 from certcli.rounding.precisions import compounded

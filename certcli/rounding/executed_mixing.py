@@ -8,8 +8,7 @@ import torch
 from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, Real, as_real
-from certcli.nn.activations import SoftMaxMin
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
+from certcli.nn.layers import OrthogonalMixing, SoftMaxMin, TokenMaxMin
 from certcli.rounding.algorithms import covers
 from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, added, rules
 from certcli.rounding.precisions import compounded

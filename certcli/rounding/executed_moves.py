@@ -13,8 +13,7 @@ from torch.nn import functional
 
 from certcli.engine import moves
 from certcli.lipschitz.numerics.real import ZERO, as_real
-from certcli.nn.activations import MaxMin
-from certcli.nn.orthogonal_mixing import ChannelRoll
+from certcli.nn.layers import ChannelRoll, MaxMin
 from certcli.rounding.algorithms import covers
 from certcli.rounding.operation_errors import Followed, Operand, Operation, Rounding, rules
 

@@ -18,7 +18,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Norm, Region
-from certcli.nn.l2_attention import build
+from certcli.models.build import build
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import (
     NORMS,

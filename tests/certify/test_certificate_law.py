@@ -30,9 +30,9 @@ from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.models import build
-from certcli.nn.activations import MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import MaxMin
 from certcli.system.errors import DataError, NoBoundError
 from certcli.system.registry import Entry
 from tests.certify.test_local_lip import SIZE, neighbours

@@ -16,7 +16,7 @@ from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 
 SIZE = (1, 6, 6)
 CLASSES = 4

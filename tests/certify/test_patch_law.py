@@ -23,7 +23,7 @@ from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
-from certcli.models.visible_part import GreyPixels
+from certcli.models.visible_part import SeenPart
 from tests.helpers.patches import GRID, half_normalised, patch_places
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def test_no_patch_of_extreme_pixels_changes_a_certified_class(name: str) -> None
     attacked = kept = 0
     for seed in range(4):
         patch = Patch(2, 1)
-        part = GreyPixels(half_normalised(Bright(seed), (1, 4, 5)), GRID)
+        part = SeenPart(half_normalised(Bright(seed), (1, 4, 5)), GRID)
         defence = (
             DoubleMasking(GRID, [patch], 2)
             if name == "double-masking"

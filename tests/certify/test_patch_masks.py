@@ -10,7 +10,7 @@ from certcli.certify.patch import masks
 from certcli.certify.patch.double_masking import DoubleMasking
 from certcli.certify.patch.options import Patches
 from certcli.evaluation.threat import Patch
-from certcli.models.views import Grid, band_views
+from certcli.models.visible_part import Grid, band_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import patch_places, views_as_pixels
 

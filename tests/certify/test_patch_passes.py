@@ -14,8 +14,7 @@ from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.certify.predictor import Prediction, Predictor
 from certcli.evaluation.threat import Patch
 from certcli.models.pixels import PixelModel
-from certcli.models.views import Grid
-from certcli.models.visible_part import GreyPixels, KeptTokens, SeenPart, seen_part
+from certcli.models.visible_part import Grid, KeptTokens, SeenPart, seen_part
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, views_as_pixels
 
@@ -90,7 +89,7 @@ class Company(nn.Module):
 
 def test_passes_that_depend_on_their_company_need_a_lead() -> None:
     torch.manual_seed(0)
-    part = GreyPixels(half_normalised(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
+    part = SeenPart(half_normalised(Company(), (1, 8, 8)), Grid(8, 8, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 2)
     passes = MaskedPasses(part, defence.views, 4)
     assert passes.determinism.difference > 0
@@ -120,7 +119,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.parametrize("rows", [2, 8])
 def test_passes_that_move_with_what_lies_beside_them_are_refused(rows: int) -> None:
-    part = GreyPixels(half_normalised(Scaled(), (1, 6, 6)), Grid(6, 6, (1, 1)))
+    part = SeenPart(half_normalised(Scaled(), (1, 6, 6)), Grid(6, 6, (1, 1)))
     defence = DoubleMasking(part.grid, [Patch(2, 2)], 3)
     with pytest.raises(UsageError, match="depend on the images beside it"):
         MaskedPasses(part, defence.views, rows)
@@ -129,9 +128,7 @@ def test_passes_that_move_with_what_lies_beside_them_are_refused(rows: int) -> N
 
 def test_passes_without_finite_logits_give_no_class() -> None:
     """A patch that breaks every pass that sees it (here by NaN pixels) leaves the proven class."""
-    part = GreyPixels(
-        half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID
-    )
+    part = SeenPart(half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     part.model.net[1].weight.data.zero_()
     for defence in (
         DoubleMasking(GRID, [Patch(1, 1)], 2),
@@ -150,9 +147,7 @@ def test_passes_without_finite_logits_give_no_class() -> None:
 
 
 def test_patches_are_proven_where_that_is_asked_for() -> None:
-    part = GreyPixels(
-        half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID
-    )
+    part = SeenPart(half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     part.model.net[1].weight.data.zero_()
     patch = Patch(1, 1)
     top = int(part.model.net[1].bias.argmax())

@@ -11,7 +11,7 @@ from certcli.certify.patch import masks
 from certcli.certify.patch.double_masking import DoubleMasking, vote_stays, winner
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.evaluation.threat import Patch
-from certcli.models.views import Grid, band_views
+from certcli.models.visible_part import Grid, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, patch_places, views_as_pixels
 
 

@@ -16,7 +16,7 @@ from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from tests.helpers.commands import attempt
 
 

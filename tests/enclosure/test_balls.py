@@ -26,7 +26,7 @@ from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values

@@ -40,7 +40,7 @@ from certcli.enclosure.zonotopes.table import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError
 from tests.enclosure.test_balls import context

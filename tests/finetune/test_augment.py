@@ -26,7 +26,7 @@ from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.models.views import Grid, band_views, square_views
+from certcli.models.visible_part import Grid, band_views, square_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import half_normalised
 

@@ -11,8 +11,8 @@ from certcli.checkpoint.record import InputSpec
 from certcli.finetune.penalties import EnclosurePenalty, SpectralPenalty
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.models.pixels import PixelModel
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
 from certcli.nn.norms import FloorNorm
 from certcli.system.errors import ArchitectureError
 

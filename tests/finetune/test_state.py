@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from certcli.adapt import state as adapt_state
+from certcli.adapt import run as adapt_state
 from certcli.checkpoint import schema
 from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
 from certcli.system.errors import CheckpointError

@@ -40,7 +40,7 @@ from certcli.enclosure.zonotopes.rules.layers import (
 from certcli.enclosure.zonotopes.rules.shapes import total
 from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
 from certcli.enclosure.zonotopes.table import ZonotopeContext
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
 

@@ -24,7 +24,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError

@@ -37,10 +37,10 @@ from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.mixers import PlaceMixer
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import MaxMin
+from certcli.nn.lipschitz_networks import PlaceMixer
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors

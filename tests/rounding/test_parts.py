@@ -28,8 +28,8 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.nn.layers import OrthogonalMixing
 from certcli.nn.norms import FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
 from certcli.rounding.neighbours import _STEPS, _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules

@@ -22,12 +22,11 @@ from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import CosineAttention, L2Attention
+from certcli.nn.layers import OrthogonalMixing, TokenMaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import computed_constants
 from certcli.rounding.head import Head
 from certcli.rounding.operation_errors import Executed, Followed, Operation, rules

@@ -34,7 +34,7 @@ from certcli.finetune.state import load_training_state, save_training_state
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import CertvitError
 from certcli.verification.laws import verify_laws
 from tests.helpers.commands import console

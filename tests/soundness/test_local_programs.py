@@ -27,7 +27,7 @@ from certcli.enclosure.zonotopes.table import rules
 from certcli.engine.table import NoRule
 from certcli.lipschitz.network import bound_network
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.grids import EVERY
 from tests.soundness.local_laws import Found, check_program, least_margin_by_attack

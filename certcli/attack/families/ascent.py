@@ -337,7 +337,7 @@ def _attention_of(model: nn.Module) -> Iterator[list[Tensor]]:
     """Collect every layer's (b, n, n) attention, averaged over heads; hooks are removed at exit."""
     from timm.layers.attention import Attention
 
-    from certcli.nn.l2_attention import L2Attention
+    from certcli.nn.attention_variants import L2Attention
 
     maps: list[Tensor] = []
 

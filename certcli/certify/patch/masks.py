@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.evaluation.threat import Patch
-from certcli.models.views import Grid
+from certcli.models.visible_part import Grid
 from certcli.system.errors import UsageError
 
 Interval = tuple[int, int]

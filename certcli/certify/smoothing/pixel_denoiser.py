@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, SAMPLE, Schedule
-from certcli.nn.schedules import noise_to_signal
-from certcli.nn.unet import UNet
+from certcli.nn.unet import UNet, noise_to_signal
 from certcli.system.errors import ArchitectureError, UsageError
 
 

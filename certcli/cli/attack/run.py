@@ -36,7 +36,7 @@ from certcli.evaluation.radii import (
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
 from certcli.images.names import names_of_classes
-from certcli.models import build, overrides
+from certcli.models import build, origins
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
 
@@ -386,7 +386,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
 
     if path is None:
         return None
-    other = open_checkpoint(path, overrides.Hints())
+    other = open_checkpoint(path, origins.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
         raise UsageError(

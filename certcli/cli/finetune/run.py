@@ -33,7 +33,7 @@ from certcli.finetune.state import KEY, load_training_state, save_training_state
 from certcli.finetune.step import Diverged
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.models import build, overrides
+from certcli.models import build, origins
 from certcli.system import errors, reading
 from certcli.system.processes import require_one, team
 
@@ -84,7 +84,7 @@ class Training:
         device = order.machine.pick()
         teacher = None
         if order.teacher is not None:
-            teaching = open_checkpoint(order.teacher, overrides.Hints())
+            teaching = open_checkpoint(order.teacher, origins.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
             teacher = Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes

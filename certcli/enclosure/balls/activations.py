@@ -11,7 +11,7 @@ from certcli.enclosure.balls.layers import fibres
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, up
 from certcli.engine.curves import Curve, register_curves
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 
 
 @rules.module(MaxMin)

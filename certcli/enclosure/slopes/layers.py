@@ -28,7 +28,7 @@ from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_con
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 

@@ -35,7 +35,7 @@ from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_d
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 RELU = Line(0.0, 0.0, ((0.0, 1.0),))

@@ -2,8 +2,12 @@
 
 Source: the Cauchy-problem view of vision transformers, where a block is one step of a differential
 equation and the largest singular value of its Jacobian tells how fast neighbouring inputs part.
+
+    python -m benchmarks.tables.jacobians net.safetensors --dataset digits [--limit 40]
 """
 
+import argparse
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -11,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.lipschitz.measured.estimate import jacobian_norms
-from certcli.models.build import own_name
+from certcli.images import datasets
+from certcli.lipschitz.estimate import jacobian_norms
+from certcli.models.build import load, own_name
+from certcli.models.open import open_checkpoint
 
 _BLOCK = re.compile(r"(^|\.)(blocks|layers|stages|blocks_token_only|network)\.\d+$")
 DENSE_LIMIT = 4096
@@ -89,3 +95,35 @@ def _blocks_with_inputs(
     blocks = {path: modules[path] for path in block_paths(model)}
     for path, (x, rest) in module_inputs(model, images, blocks).items():
         yield path, blocks[path], x, rest
+
+
+def measured_blocks(checkpoint: str, dataset: str, limit: int) -> list[dict[str, Any]]:
+    """Return, block by block, the slopes at this many training images; Hoelder's bound of two."""
+    opened = open_checkpoint(checkpoint)
+    model = load(opened)
+    images = datasets.load_dataset(dataset, opened.record.input, "train").limit(limit).tensors()[0]
+    above = hoelder_bounds(model, images[:2])  # dense Jacobians are slow
+    return [
+        {
+            "path": path,
+            "mean": float(values.mean()),
+            "largest": float(values.max()),
+            "hoelder_bound_mean": float(above[path].mean()) if path in above else None,
+            "images": len(values),
+        }
+        for path, values in block_jacobian_norms(model, images).items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables.jacobians")
+    parser.add_argument("checkpoint")
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--limit", type=int, default=40)
+    chosen = parser.parse_args()
+    blocks = measured_blocks(chosen.checkpoint, chosen.dataset, chosen.limit)
+    print(json.dumps({"jacobian": blocks}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,19 @@
-"""Vision transformers of timm's class in the forms that timm's own arguments do not build."""
+"""Networks of papers that timm's own arguments do not build: vision transformers of its class, and the
+small convolutional networks of certified training.
+"""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.conv_attention import KERNEL, ConvAttention, require_odd
-from certcli.nn.l2_attention import L2UntiedValueAttention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import KERNEL, ConvAttention, L2UntiedValueAttention, require_odd
+from certcli.nn.layers import ClippedReLU
 from certcli.system.errors import ArchitectureError
 
 
@@ -72,3 +76,49 @@ class CoViT(VisionTransformer):
             shape = AttentionShape.of(block.attn)  # type: ignore[arg-type]
             parallel = replace(shape, heads=kernels, head_width=shape.width)
             block.attn = ConvAttention(parallel, kernel)
+
+
+Convolution = tuple[int, int, int, int]
+"""Channels out, side of the kernel, stride, padding."""
+
+
+class SmallConvNet(nn.Module):
+    """Convolutions, then linear layers, an activation between them: (b, c, h, w) -> (b, k).
+
+    Args:
+        convolutions: (out, kernel, stride) with padding 1, or (out, kernel, stride, padding).
+        widths: Of the hidden linear layers.
+        bias: False leaves all biases out.
+        clipped: ClippedReLU, whose thresholds are learnt, in place of ReLU.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        side: int,
+        convolutions: Sequence[Sequence[int]],
+        widths: Sequence[int],
+        classes: int,
+        bias: bool = True,
+        clipped: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_classes = classes
+        layers: list[nn.Module] = []
+        for convolution in convolutions:
+            out, kernel, stride, padding = (*convolution, 1)[:4]
+            side = (side + 2 * padding - kernel) // stride + 1
+            layers.append(nn.Conv2d(channels, out, kernel, stride, padding=padding, bias=bias))
+            layers.append(ClippedReLU((out, side, side)) if clipped else nn.ReLU())
+            channels = out
+        self.features = nn.Sequential(*layers)
+        sizes = [channels * side * side, *widths]
+        hidden: list[nn.Module] = []
+        for fan_in, fan_out in pairwise(sizes):
+            hidden.append(nn.Linear(fan_in, fan_out, bias=bias))
+            hidden.append(ClippedReLU((fan_out,)) if clipped else nn.ReLU())
+        self.hidden = nn.Sequential(*hidden)
+        self.head = nn.Linear(sizes[-1], classes, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hidden(self.features(x).flatten(1)))
