@@ -27,8 +27,7 @@ import pytest
 
 from tests.helpers.workshop import Workshop
 from tests.soundness.edits import asked_for
-from tests.soundness.mutants.operators import CHECKS, Mutant, mutants, mutated
-from tests.soundness.mutants.reached import marked
+from tests.soundness.mutants.operators import CHECKS, Mutant, marked, mutants, mutated
 from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 CRASHES = (TypeError, AttributeError, NameError, LookupError, RuntimeError)
