@@ -12,9 +12,9 @@ and exits 1 at the first point found outside an enclosure.
 import sys
 import time
 
-from certcli.certify.local_options import NORMS, ZONOTOPE
-from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.certify.options import NORMS, ZONOTOPE
 from certcli.enclosure.zonotopes.form import Unbounded
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from tests.enclosure.test_zonotope_networks import OPTIONS, SIZE, image, largest_share, network
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import CASES, forms
