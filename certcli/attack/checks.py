@@ -183,7 +183,8 @@ class Attacked:
 def inspect_attacks(
     model: nn.Module, attacked: Attacked, first: First, settings: AttackSettings, limit: int
 ) -> tuple[Flag, ...]:
-    """Flags about the attacks: one step of FGSM from `first`, and what broke images anew at 2 radii.
+    """Flags about the attacks: one step of FGSM from `first`, and what broke images anew at 2
+    radii.
 
     Args:
         limit: passes of one image after which no more images are attacked at twice the radius.
@@ -199,7 +200,8 @@ def inspect_attacks(
 def _rising(
     model: nn.Module, attacked: Attacked, settings: AttackSettings, passed: list[int], limit: int
 ) -> Flag:
-    """Attack images that fell once more at 2 radii, two at a time; the others where these withstand."""
+    """Attack images that fell once more at 2 radii, two at a time; the others where these
+    withstand."""
     wider = replace(attacked.region, radius=2 * attacked.region.radius)
     entries = {entry.label: entry for entry in attacked.plan}
 

@@ -1,6 +1,6 @@
-"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says; images of
-8 bits a value; and certificates of `certify`: which images may be attacked, and how far, so that none
-may fall."""
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says;
+images of 8 bits a value; and certificates of `certify`: which images may be attacked, and how far,
+so that none may fall."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -148,7 +148,8 @@ def judge_points(
 LEVELS = 255
 HALVINGS = 16
 LONGEST = 256.0
-"""Factor of a change, at most, before it is rounded: an even change far below one level becomes a change of some values."""
+"""Factor of a change, at most, before it is rounded: an even change far below one level becomes a
+change of some values."""
 
 
 def rounded_to_8bit(images: Tensor) -> Tensor:

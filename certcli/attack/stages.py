@@ -223,7 +223,8 @@ def attack_run(
     images: Images,
     **more: Any,
 ) -> Run:
-    """What decides the records. The batch size does: what is attacked together draws from one seed."""
+    """What decides the records. The batch size does: what is attacked together draws from one
+    seed."""
     spent = {
         f"task {number} {entry.label}": {**asdict(entry.settings), "attack": entry.attack}
         for number, task in enumerate(tasks)

@@ -1,11 +1,10 @@
-"""What happens to training images: moved, mirrored, coloured, seen in part, attacked; every draw from
-the run's own generator.
+"""What happens to training images: moved, mirrored, coloured, seen in part, attacked; every draw
+from the run's own generator.
 
-Colours and squares are torchvision's transforms; its moves would take as long as a training step, so
-whole batches move here. Behind masks the network sees parts of images, as certificates against
+Colours and squares are torchvision's transforms; its moves would take as long as a training step,
+so whole batches move here. Behind masks the network sees parts of images, as certificates against
 patches do. Attacks are FGSM or PGD within [0, 1], against the network in eval mode; ARD and PRM (Mo
-et al. 2022) make those of the first epochs weaker and more varied.
-"""
+et al. 2022) make those of the first epochs weaker and more varied."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -33,13 +32,17 @@ CROP_SHARE = 1 / 8
 SHIFT_SHARE = 1 / 14
 """Reach of `shift`: 2 pixels at 28 and 32."""
 WARPED = 0.5
-"""Share of the images that `warp` changes: the others stay as sharp as those that the network is judged on."""
+"""Share of the images that `warp` changes: the others stay as sharp as those that the network is
+judged on."""
 WARP_MATRIX = 0.06
-"""Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation or shear."""
+"""Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation
+or shear."""
 WARP_SHIFT = 1 / 80
-"""Reach of `warp`'s shift as a share of the side, from 28 pixels on; smaller images move as far as 28, .35 of a pixel."""
+"""Reach of `warp`'s shift as a share of the side, from 28 pixels on; smaller images move as far as
+28, .35 of a pixel."""
 WARP_BEND = 1 / 90
-"""Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
+"""Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of
+the side."""
 WARP_CELLS = 5
 
 
@@ -117,12 +120,12 @@ def _drawn_seed(generator: Generator) -> int:
 def augment_batch(
     images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator
 ) -> Tensor:
-    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout.
+    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter,
+    cutout.
 
-    Jitter changes brightness, contrast, saturation and hue of every image by its own random amounts,
-    in its own random order: the first three factors lie within [1 - reach, 1 + reach], hue turns by
-    up to its reach. Images of one channel have neither saturation nor hue.
-    """
+    Jitter changes brightness, contrast, saturation and hue of every image by its own random
+    amounts, in its own random order: the first three factors lie within [1 - reach, 1 + reach], hue
+    turns by up to its reach. Images of one channel have neither saturation nor hue."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -222,7 +225,8 @@ FGSM_STEP = 1.25
 MASK_DECAY = 0.25
 """Share of the steps in which ARD and PRM decrease to 0."""
 LEAST_REACH = 1e-2
-"""Share of the radius at which --attack-ramp begins: at radius 0 a random start has no direction."""
+"""Share of the radius at which --attack-ramp begins: at radius 0 a random start has no
+direction."""
 
 
 class Adversary:
@@ -300,7 +304,8 @@ class Adversary:
         return adversarial
 
     def _masked(self, adversarial: Tensor, images: Tensor, remaining: float) -> Tensor:
-        """Take the perturbation from each patch of each image with probability ard_prm * left (PRM)."""
+        """Take the perturbation from each patch of each image with probability ard_prm * left
+        (PRM)."""
         probability = self.settings.ard_prm * remaining
         if probability == 0:
             return adversarial

@@ -40,10 +40,12 @@ from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 
 AVERAGE_ITERATIONS = 10
-"""Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
+"""Power iterations, once an epoch, from the singular vectors of the weights in training to those of
+their average."""
 
 RETRACTIONS = 6
-"""Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
+"""Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any
+epoch may be the best."""
 
 
 @dataclass(frozen=True)

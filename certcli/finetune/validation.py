@@ -1,5 +1,5 @@
-"""Judge the weights of a run after an epoch, by what the run trains for: the training-time estimate of
-the bound that its loss reads, noise, parts of images, or neighbourhoods that are enclosed."""
+"""Judge the weights of a run after an epoch, by what the run trains for: the training-time estimate
+of the bound that its loss reads, noise, parts of images, or neighbourhoods that are enclosed."""
 
 import math
 from collections.abc import Callable
@@ -45,7 +45,8 @@ class Quality:
 
 
 Gains = Callable[[Tensor, Tensor], Tensor]
-"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b, k)."""
+"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b,
+k)."""
 
 
 def evaluate(
@@ -104,17 +105,19 @@ def evaluate(
 
 
 SLACK = 0.25
-"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
-epochs judge the same images, so chance moves their difference less than either share: where 1 % of the images decide, by
-a quarter of the share's standard error. (The rule of one standard error of Breiman et al. 1984 is for independent folds.)
-"""
+"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw
+more of the schedule. Two epochs judge the same images, so chance moves their difference less than
+either share: where 1 % of the images decide, by a quarter of the share's standard error. (The rule
+of one standard error of Breiman et al. 1984 is for independent folds.) """
 ENCLOSED = 32
-"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
+"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on
+digits."""
 ENCLOSED_ENTRIES = 256
-"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows with their square, from a
-second for 160 to a minute for 816."""
+"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows
+with their square, from a second for 160 to a minute for 816."""
 LARGEST_BATCH = 256
-"""Images of a validation batch, where a training batch has fewer: nothing is kept for a backward pass."""
+"""Images of a validation batch, where a training batch has fewer: nothing is kept for a backward
+pass."""
 
 
 def enclosure_of(model: PixelModel, settings: FinetuneSettings) -> LocalEnclosure | None:

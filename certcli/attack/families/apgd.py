@@ -1,4 +1,5 @@
-"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once; AutoAttack."""
+"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once;
+AutoAttack."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,8 @@ SHORTER = 0.03
 SHORTEST = 0.06
 """Of the steps: the first stretch between checkpoints, its decrease, its end."""
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
+"""logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the
+label."""
 
 
 def apgd_ce(

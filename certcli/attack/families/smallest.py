@@ -28,7 +28,8 @@ OVERSHOOT = 1.05
 BACK = 0.9
 PULL = 0.1
 LOOK = 0.2
-"""Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
+"""Share of the steps after which `give_up` asks, again and again, whether a run can still come
+within the radius."""
 
 
 def fab(

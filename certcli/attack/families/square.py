@@ -16,7 +16,8 @@ SHARE = 0.8
 HALVED = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 """Queries, of 10,000, after which the share is halved."""
 LOOK = 0.2
-"""Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
+"""Share of the queries after which `give_up` asks, again and again, whether an image is half way to
+its boundary."""
 
 
 def square_attack(
