@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.state import differs, state_of
+from certcli.engine.watched_run import differs, state_of
 from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
