@@ -22,7 +22,7 @@ from certcli.cli.finetune import run as training
 from certcli.lipschitz.context import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
 from tests.helpers.commands import attempt, console, document
-from tests.helpers.forks import interrupted
+from tests.helpers.runs import interrupted
 
 Spoil = Callable[[Path], object]
 """It spoils the folder of `m.safetensors`."""

@@ -27,8 +27,7 @@ from certcli.images.decoding import Decoder
 from certcli.images.folders import LARGEST_TABLE, image_files
 from certcli.system.errors import CheckpointError, DataError
 from certcli.system.reading import LARGEST_REPORT
-from tests.helpers.commands import console
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE, console
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 

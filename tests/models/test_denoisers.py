@@ -20,10 +20,17 @@ from certcli.models.diffusion import EPSILON, SAMPLE, Schedule, read_diffusers
 from certcli.models.guided import PUBLISHED
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, noisy_images
-from tests.helpers.diffusion_folder import diffusion_folder
+from tests.helpers.commands import UNREADABLE
+from tests.helpers.diffusion import (
+    NETWORKS,
+    SCHEDULES,
+    SMALL,
+    STEPS,
+    diffusion_folder,
+    fill,
+    noisy_images,
+)
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
-from tests.helpers.unreadable import UNREADABLE
 from tests.models.diffusers_outputs import STORED
 
 

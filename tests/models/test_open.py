@@ -25,8 +25,7 @@ from certcli.models.origins import Hints
 from certcli.models.weights import Building
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.helpers.commands import certvit, console
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE, certvit, console
 from tests.helpers.workshop import shape
 from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
 

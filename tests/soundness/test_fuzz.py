@@ -24,13 +24,12 @@ from certcli.verification import evidence
 from examples.planted import CASES, SIZE
 from examples.planted.__main__ import main
 from tests.helpers.grids import EVERY
-from tests.helpers.runs import M
+from tests.helpers.runs import OTHER, M
 from tests.soundness import fault_fuzz, file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
 from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.fault_fuzz import Faults
-from tests.soundness.forked_runs import OTHER
 from tests.soundness.record_fuzz import edited_records
 
 LIES = (
