@@ -32,8 +32,8 @@ from certcli.nn.attention_variants import (
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
-from certcli.rounding.algorithms import covers
-from certcli.rounding.executed_windows import require_plain_convolutions
+from certcli.rounding.arithmetics import LinearMap, Precision, Stored, compounded, covers, largest
+from certcli.rounding.executed_layers import require_plain_convolutions
 from certcli.rounding.operation_errors import (
     Followed,
     Operation,
@@ -41,8 +41,6 @@ from certcli.rounding.operation_errors import (
     Sizes,
     rules,
 )
-from certcli.rounding.precisions import Precision, compounded
-from certcli.rounding.stored import LinearMap, Stored, largest
 
 
 @dataclass(frozen=True)

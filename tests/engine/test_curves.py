@@ -17,8 +17,8 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.enclosure.balls.table import rules as balls
-from certcli.enclosure.zonotopes.table import rules as zonotopes
+from certcli.enclosure.balls.ball import rules as balls
+from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine import activations
 from certcli.engine.attention import require_no_mask
 from certcli.engine.curves import NAMED, Curve, unknown_derivative

@@ -12,7 +12,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.training_images import seen_by
+from certcli.evaluation.image_doubts import seen_by
 from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import bound_network, prove_network
 from certcli.models import build
@@ -22,7 +22,7 @@ from certcli.models.open import open_checkpoint
 from certcli.models.pixels import PixelModel
 from certcli.nn.layers import ClippedReLU
 from certcli.system.errors import ArchitectureError
-from certcli.verification.lineage import compare_lineages, remake_means
+from certcli.verification.report import compare_lineages, remake_means
 from tests.helpers.commands import certvit, document
 
 PARAMETERS = {

@@ -29,10 +29,9 @@ from certcli.nn.layers import L2Pool, OrthogonalMixing
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS
+from certcli.rounding.arithmetics import BlockMap, LinearMap, Precision, Stored, length
 from certcli.rounding.enclosed import carried, errors_of_pairs
 from certcli.rounding.operation_errors import Executed, Followed, Operation, rules
-from certcli.rounding.precisions import Precision
-from certcli.rounding.stored import BlockMap, LinearMap, Stored, length
 
 FLOAT32 = PRECISIONS["float32"]
 FP16 = PRECISIONS["fp16"]

@@ -1,4 +1,4 @@
-"""Dot-product attention: scores, 1 / sum exp of differences, averages. docs/local.md, section 7."""
+"""Dot-product attention: scores, 1 / sum exp of differences, averages; written out as well. docs/local.md, section 7."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,13 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.activations import joint_activation
+from certcli.enclosure.operations import register_products
+from certcli.enclosure.zonotopes.columns import distances, gamma, reach_of_differences, up
+from certcli.enclosure.zonotopes.ellipsoids import by_fibres
+from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.functions import EXP, LOG
-from certcli.enclosure.zonotopes.pointwise import apply, capped
+from certcli.enclosure.zonotopes.pointwise import EXP, LOG, apply, capped, joint_activation
 from certcli.enclosure.zonotopes.products import Bilinear, crossing, matrix_product, product
-from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import distances, reach_of_differences
+from certcli.enclosure.zonotopes.rules.layers import affine
+from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
+from certcli.engine.attention import (
+    added_to_scores,
+    attention_module,
+    fused_attention,
+    require_no_mask,
+)
+from certcli.engine.table import NoRule
+from certcli.engine.walk import Constant
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -208,3 +218,77 @@ def attend(
     if inner is not None:
         inner |= {"q": q, "k": k, "v": v, "p": p}
     return average(p, v)
+
+
+@attention_module(rules)
+def attention(
+    ctx: ZonotopeContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False
+) -> Form:
+    """timm's multi-head attention, for the queries that are read later."""
+    require_no_mask(attn_mask, is_causal)
+    x = x.worked()
+    heads = module.num_heads
+    inner = heads * module.head_dim
+    token = ctx.token
+    if x.space.by_fibres and not all(block.of_fibres for block in x.blocks):
+        x = by_fibres(x)
+
+    def part(index: int, of: Form) -> Form:
+        weight = module.qkv.weight[index * inner : (index + 1) * inner]
+        out = of.linear(
+            lambda t: t @ weight.T,
+            lambda t: t @ weight.abs().T,
+            weight.shape[1],
+            lambda r: r @ weight,
+        )
+        # a bias of the keys shifts whole rows of scores, which softmax cannot see
+        if module.qkv.bias is not None and index != 1:
+            out = out.shift(module.qkv.bias[index * inner : (index + 1) * inner])
+        if of.space.by_fibres:
+            return out
+        return out.linear(lambda t: t.unflatten(-1, (heads, -1)).transpose(-3, -2))
+
+    asking = x if token is None else x.linear(lambda t: t[:, :, token : token + 1])
+    if x.space.by_fibres:
+        out = attend_by_fibres(part(0, asking), part(1, x), part(2, x), heads, module.scale, token)
+        return affine(out, module.proj.weight, module.proj.bias)
+    out = attend(part(0, asking), part(1, x), part(2, x), module.scale, None, ctx.inner)
+    return affine(
+        out.linear(lambda t: t.transpose(-3, -2).flatten(-2)),
+        module.proj.weight,
+        module.proj.bias,
+    )
+
+
+def constant_form(constant: Tensor, like: Any) -> Form:
+    """Return a constant as a form of the walk that `like` is of."""
+    if not isinstance(like, Form):
+        raise NoRule("attention over something constant")
+
+    def nothing(t: Tensor) -> Tensor:
+        return t.new_zeros(len(t), *constant.shape)
+
+    form = like.linear(nothing, nothing, transposed=lambda r: r.new_zeros(len(r), *like.shape))
+    return form.shift(constant.to(like.centre))
+
+
+@fused_attention(rules)
+def attention_function(
+    ctx: ZonotopeContext, query: Form, key: Form, value: Form, mask: Any, scale: float | None
+) -> Form:
+    if isinstance(query, Constant):  # a learned query, of pooling by attention
+        query = constant_form(query.tensor, key)
+    if not all(isinstance(part, Form) and len(part.shape) == 4 for part in (query, key, value)):
+        raise NoRule("attention over something constant")
+    added = added_to_scores(mask, (*query.shape[:-1], key.shape[-2]))
+    scale = scale if scale is not None else query.shape[-1] ** -0.5
+    return attend(query, key, value, scale, added, ctx.inner)
+
+
+def _probabilities(ctx: ZonotopeContext, x: Form) -> Form:
+    ctx.inner["p"] = softmax(x)
+    probabilities: Form = ctx.inner["p"]
+    return probabilities
+
+
+register_products(rules, Form, lambda x: x, matmul, _probabilities)
