@@ -11,6 +11,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -365,3 +366,19 @@ def test_an_odd_option_has_a_true_bound_or_none(name: str) -> None:
     require_no_slope_above(net.eval(), reason)
     if reason is None and not name.endswith("float32"):
         assert gradient_slope(net) <= float(bound_network(net, IMAGE, 3).upper) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**-500, 2.0**300])
+def test_constants_of_pairs_are_above_the_exact_distances_of_rows(scale: float) -> None:
+    torch.manual_seed(0)
+    rows = scale * torch.randn(5, 7).double()
+    rows[1] = rows[0] * (1 + 2.0**-30)  # nearly the same class
+    net = nn.Sequential(nn.Flatten(), nn.Linear(7, 5)).double().eval().requires_grad_(False)
+    net[1].weight.copy_(rows)
+    pairs = bound_network(net, (1, 1, 7), 5).pairs
+    assert pairs is not None
+    exact = [[Fraction(entry) for entry in row] for row in rows.tolist()]
+    for first in range(5):
+        for second in range(first):
+            square = sum((a - b) ** 2 for a, b in zip(exact[first], exact[second], strict=True))
+            assert Fraction(float(pairs[first, second])) ** 2 >= square
