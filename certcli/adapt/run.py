@@ -1,5 +1,5 @@
-"""`--goal certify` and named parts: surgery, closed forms, blocks, distillation. A run can be resumed;
-its state is safetensors, written atomically, no pickle.
+"""`--goal certify` and named parts: surgery, closed forms, blocks, distillation. A run can be
+resumed; its state is safetensors, written atomically, no pickle.
 """
 
 from collections.abc import Iterator, Mapping
