@@ -129,8 +129,8 @@ class NormsNetwork:
         if self.ending.token is not None and x.shape[1] > 1:
             x = settled(x).choose(self.ending.token)
         if self.ending.norm is not None:
-            norm: Any = self.ending.norm
-            x = normalised(None, x, spread_of(norm), norm.weight, norm.bias)
+            last: Any = self.ending.norm
+            x = normalised(None, x, spread_of(last), last.weight, last.bias)
         gain = x.gain if isinstance(x, Normalised) else None
         near = x.near if isinstance(x, Normalised) else settled(x)
         rows = torch.eye(x.centre.shape[-1]).to(images) if head is None else head.weight
