@@ -31,7 +31,8 @@ WITHOUT_ROUNDING = {
 }  # fmt: skip
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
-    "spelled-rounded-moves", "spelled-rounded-enclosed", "spelled-sums", "fold", "conv-3d-patches", "spelled-at-rest",
+    "spelled-rounded-moves", "spelled-rounded-enclosed", "spelled-rounded-chosen", "spelled-sums",
+    "fold", "conv-3d-patches", "spelled-at-rest",
     "variances", "deviations", "side-by-side", "spelled-lines", "spelled-jumps",
 )  # fmt: skip
 """Their forward passes are of one image."""
@@ -44,7 +45,7 @@ QUICK = [
     "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
     "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
     "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard", "spelled-rounded-jumps",
-    "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves",
+    "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves", "spelled-rounded-chosen",
     "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
     "conv-transposed", "conv1d", "rms-norm-2d", "avg-pool-1d", "simple-norm", "simple-norm-2d", "curves", "softplus", "leaky",
     "avg-pool", "norm", "conv-reflect", "masked", "einsum", "attention-moving-mask", "attention-positional",
