@@ -57,9 +57,8 @@ from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of_method, prepare_method
-from certcli.certify.patch.options import Patches
-from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Patches, Smoothing
+from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
 from certcli.evaluation import choices, perturbation
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Patch, Threat

@@ -14,7 +14,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
+from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 
 CHECKED = (4, 32)
 """Images that the checks look at, at least and at most."""

@@ -26,9 +26,8 @@ from certcli.finetune.step import Average, Descent, Diverged, Rates, make_optimi
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.validation import Quality, Validation, enclosure_of
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import pair_constants
+from certcli.lipschitz.network import pair_constants, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import (
     CheckpointError,

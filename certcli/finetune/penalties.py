@@ -31,7 +31,7 @@ from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from torch import Generator, Tensor, nn
 
-from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
+from certcli.lipschitz.numerics.trainable import estimated_block_norms
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm, Spread, spread_of
 from certcli.system.errors import ArchitectureError

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from certcli.certify.local_options import Local
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Smoothing
 from certcli.cli.certify.demands import first_given
 from certcli.finetune import settings
 from certcli.finetune.losses import LOSSES

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import coupled, hinges, proven
 from certcli.enclosure.zonotopes.backward import (
     Ball,

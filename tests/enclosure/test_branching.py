@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from certcli.certify.branched import Branched, Splits, replay
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.local import NOTHING_OPEN, LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import Ascent, proven
 from certcli.enclosure.zonotopes.backward import Node, descend, least
 from certcli.enclosure.zonotopes.branching import LAST_STEPS, BranchDomain, BranchSearch, Limit

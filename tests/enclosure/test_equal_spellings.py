@@ -19,14 +19,13 @@ from torch.nn import functional
 from torch.nn import functional as F
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
-from certcli.lipschitz.network import prove_network
+from certcli.lipschitz.network import propagate, prove_network, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 

@@ -15,7 +15,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.domain import with_space
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres

@@ -21,7 +21,7 @@ from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.attention import attention as of_tokens
 from certcli.enclosure.balls.attention import heads

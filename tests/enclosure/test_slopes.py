@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
 import certvit
-from certcli.certify.steepest import steepest_slopes
+from certcli.certify.around import steepest_slopes
 from certcli.enclosure.slopes import functions as derivatives
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork

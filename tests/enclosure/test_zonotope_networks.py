@@ -15,7 +15,7 @@ from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball

@@ -14,9 +14,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import defended
-from certcli.certify.patch.masks import square_masks
-from certcli.certify.patch.options import Patches
+from certcli.certify.patch.passes import square_masks
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.threat import Patch

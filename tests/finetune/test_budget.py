@@ -16,7 +16,7 @@ import certcli.checkpoint.file
 from certcli.checkpoint import header as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.training_images import seen_by, seen_shares
+from certcli.evaluation.image_doubts import seen_by, seen_shares
 from certcli.finetune import budget, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.main import get_command
 
-from certcli.certify.hopeless import HOPELESS, why_hopeless
+from certcli.certify.method_choice import HOPELESS, why_hopeless
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending

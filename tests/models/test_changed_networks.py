@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 import certvit
-from certcli.certify.smoothing.functions import smoothed_classifier
+from certcli.certify.smoothing.noise import smoothed_classifier
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record

@@ -17,11 +17,9 @@ from torch import Tensor, nn
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
-from certcli.certify.executed_network import ProvingCertifier
-from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local
-from certcli.certify.proof_options import ARITHMETICS, REAL
+from certcli.certify.options import ARITHMETICS, BACKWARD, EFFORTS, NORMS, REAL, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import Near, Normalised

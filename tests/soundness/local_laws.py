@@ -15,8 +15,7 @@ from torch import Tensor, fx, nn
 
 from certcli.certify.around import Around, AroundImages
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BRANCH, NORMS, TOKENS, ZONOTOPE, Local
-from certcli.certify.proof_options import REAL
+from certcli.certify.options import BRANCH, NORMS, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import pointwise

@@ -15,7 +15,7 @@ import torch
 import certvit
 from certcli.certify.methods import METHODS
 from certcli.checkpoint import file, header
-from certcli.evaluation import resumed
+from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
 from certcli.report import formats
@@ -91,7 +91,7 @@ def test_no_edit_of_records_makes_a_network_better(
         assert report["findings"] == []
         assert 30 < ended(report, "refused") < 60
         # without this check, lies of both commands pass
-        monkeypatch.setattr(resumed, "places_to_repeat", lambda *_: [])
+        monkeypatch.setattr(records, "places_to_repeat", lambda *_: [])
         found = campaign(
             case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"}
         )["findings"]

@@ -15,7 +15,7 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import rules as norms_rules
 from certcli.enclosure.balls.network import NormsNetwork

@@ -19,7 +19,7 @@ from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.options import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import radii, training_images
+from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
@@ -239,7 +239,7 @@ def write_adapted(
     outputs.require_own_state(state_path, run.KEY, adapter.identity, output.force or mode.resume)
     outputs.hold_state(state_path, locks)
     fit(adapter, state_path, mode.resume, locks, sink)
-    result = training_images.remember_images(
+    result = image_doubts.remember_images(
         adapter.result(), used
     )  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(

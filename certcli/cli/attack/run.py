@@ -19,7 +19,7 @@ from certcli.attack.stages import (
     parameters_of,
     tasks_of,
 )
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
 from certcli.cli.attack import options
 from certcli.cli.attack import patches as patch_attacked

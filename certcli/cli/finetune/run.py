@@ -18,7 +18,7 @@ from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import ending, options
 from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation.training_images import kept_of
+from certcli.evaluation.image_doubts import kept_of
 from certcli.finetune import loop, start
 from certcli.finetune.budget import (
     Costs,

@@ -148,7 +148,7 @@ class Evaluation(Data):
             unlabelled: the command takes images without labels, for the network's own answers
                 (`inputs.answered`).
         """
-        from certcli.evaluation.training_images import seen_by, trained_on
+        from certcli.evaluation.image_doubts import seen_by, trained_on
         from certcli.images import datasets
 
         name = self.dataset or record.dataset

@@ -1,18 +1,25 @@
-"""The time of smoothing is told before the run, and telling it changes nothing of the run."""
+"""What is told and chosen before a run: its time, whose telling changes nothing; where no
+certificate is tried; and which bits of noise are drawn.
+"""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 
+from certcli.certify.certificate import Certificate
+from certcli.certify.forecast import SHORT, duration, seconds_a_draw
+from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.cost import SHORT, duration, seconds_a_draw
-from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.smoothing.noise import Classifier
 from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -127,3 +134,80 @@ def test_the_command_says_it_before_the_run(workshop: Path) -> None:
     assert "32 draws" in done.stderr
     quiet = attempt("certify", workshop / "plain.safetensors", *run, "-e", 0.05, "--quiet")
     assert "a draw on cpu" not in quiet.stderr
+
+
+@pytest.mark.parametrize(
+    ("log10_bound", "radius", "tried"),
+    [
+        (None, 0.5, True),
+        (400.0, 0.0, True),  # the share at a radius of 0 is clean accuracy
+        (HOPELESS, 1.0, True),
+        (HOPELESS + 1e-9, 1.0, False),
+        (HOPELESS + 0.5, 0.1, True),
+        (HOPELESS + 1.5, 0.1, False),
+    ],
+)
+def test_a_bound_far_beyond_the_radius_is_not_tried(
+    log10_bound: float | None, radius: float, tried: bool
+) -> None:
+    assert (why_hopeless(log10_bound, radius) is None) is tried
+
+
+def rows(correct: int, certified: int) -> list[Certificate]:
+    """Return certificates of correct images, and of one wrong image that is certified, too."""
+    radii = [1.0] * certified + [0.1] * (correct - certified)
+    right = [Certificate(i, 3, 3, radius, "box", 0.0) for i, radius in enumerate(radii)]
+    return [*right, Certificate(len(right), 3, 4, 1.0, "box", 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("correct", "certified", "useful"),
+    [(20, 2, True), (20, 1, False), (0, 0, False), (5, 1, True), (5, 0, False)],
+)
+def test_a_tenth_of_the_correct_images_makes_a_certificate_useful(
+    correct: int, certified: int, useful: bool
+) -> None:
+    assert is_useful(rows(correct, certified), 0.5) is useful
+
+
+@pytest.mark.parametrize(("width", "effort"), [(32, "auto"), (4096, "norms")])
+def test_networks_of_large_tensors_are_not_enclosed(width: int, effort: str) -> None:
+    arguments = {"embed_dim": width, "depth": 1, "num_heads": 1, "mlp_ratio": 1}
+    checkpoint = build.initialise("certvit_vit_digits", arguments | {"patch_size": 2})
+    assert local_effort(build.load(checkpoint)) == effort
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**64 - 1])
+@pytest.mark.parametrize("purpose", [noise.CERTIFY, noise.TIMED])
+def test_bits_are_philox_on_every_device(seed: int, purpose: int) -> None:
+    """numpy's generator against torch's integers: two implementations of one function."""
+    images = [0, 3, 2**40]
+    samples = [5, 0, 123_456]
+    fast = noise.philox_words(seed, images, samples, 371, CPU, purpose)
+    assert torch.equal(fast, noise.philox(seed, images, samples, 371, CPU, purpose))
+    assert torch.equal(fast[:, :11], noise.philox_words(seed, images, samples, 11, CPU, purpose))
+    others = noise.philox_words(seed, [*images, 0], [*samples[1:], 1, 2], 371, CPU, purpose)
+    assert len({tuple(row) for row in [*fast.tolist(), *others.tolist()]}) == 7
+
+
+def test_the_published_answer_of_philox() -> None:
+    # Random123, kat_vectors: philox4x64 10, counter 0, key 0. numpy counts up before it draws.
+    drawn = np.random.Philox(key=0, counter=2**256 - 1).random_raw(4)
+    assert [hex(word) for word in drawn] == [
+        "0x16554d9eca36314c", "0xdb20fe9d672d0fdc", "0xd7e772cee186176b", "0x7e68b68aec7ba23b",
+    ]  # fmt: skip
+
+
+def test_noise_is_normal_and_belongs_to_image_and_sample() -> None:
+    drawn = noise.normals(1, [4] * 40, range(40), (3, 41, 41), CPU)
+    alone = noise.normals(1, [4], [17], (3, 41, 41), CPU)
+    assert torch.equal(drawn[17], alone[0])
+    flat = drawn.flatten().double().numpy()
+    assert stats.kstest(flat, "norm").pvalue > 1e-4
+    assert abs((flat**4).mean() - 3) < 5 * math.sqrt(96 / len(flat))
+    correlation = np.corrcoef(drawn.flatten(1).double().numpy())[np.triu_indices(40, 1)]
+    assert np.abs(correlation).max() < 6 / math.sqrt(3 * 41 * 41)
+    assert float(drawn.abs().max()) > 3.9  # of 200,000 draws: P[no |z| above 3.9] < 1e-8
