@@ -1,4 +1,6 @@
-"""What operations that choose entries say in every local domain, and convolutions, written once over its values."""
+"""What operations that choose entries say in every local domain, and convolutions, written once
+over its values.
+"""
 
 import functools
 import math
@@ -77,7 +79,8 @@ def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -
 
 
 def register_largest(table: RuleTable, settle: Settle, pool: Callable[..., Any]) -> None:
-    """Register pool(value, places (*t, k), sign): of each k entries at flat places the largest, with
+    """Register pool(value, places (*t, k), sign): of each k entries at flat places the largest,
+    with
     sign -1 the least.
     """
 

@@ -1,4 +1,5 @@
-"""What operations say in every local domain, written once over its values: zonotopes, balls and, where they can, slopes.
+"""What operations say in every local domain, written once over its values: zonotopes, balls and,
+where they can, slopes.
 
 A domain's values have `shape`, `centre` and `size`, and `shift`, `scale`, `over` and `noisy`: x + a,
 x a, x / a for a constant a, and room for an error of x.

@@ -251,13 +251,12 @@ def _larger(x: Form, y: Form | Tensor, sign: float) -> Form:
 
 def largest_of_forms(x: Form, places: Tensor, sign: float) -> Form:
     """The largest of the first two entries of each window, of this and the next, and so on."""
-    places = places.to(x.centre.device)
     up_to_sign = x if sign > 0 else negative(x)
-    entries = (
-        up_to_sign.linear(lambda t, chosen=chosen: t.flatten(1)[:, chosen])
-        for chosen in places.unbind(-1)
-    )
-    out = functools.reduce(larger_of, entries)
+
+    def entry(chosen: Tensor) -> Form:
+        return up_to_sign.linear(lambda t: t.flatten(1)[:, chosen])
+
+    out = functools.reduce(larger_of, map(entry, places.to(x.centre.device).unbind(-1)))
     return out if sign > 0 else negative(out)
 
 
