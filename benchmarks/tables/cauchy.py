@@ -20,7 +20,7 @@ CAUCHY = Table(
     "small networks of SpecFormer's Table 1 with the mean over tokens, from random weights. Equal numbers of "
     "gradients: SAM takes two a step and gets half the epochs (but for one row). Digits: PGD at l2 0.5, step 0.05, "
     "and at linf 24/255. Singular values: 40 images, as the violins of the paper's Figure 3 show them; `certvit "
-    "lipschitz --jacobian --plot` draws these.",
+    "lipschitz --jacobian` measures these.",
 )
 
 LARGE = Table(

@@ -1,16 +1,11 @@
 """Adversarial examples: as tensors, to be saved and checked by others, and a few to look at."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.attack.judge import rounded_to_8bit
-from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import Stage
-from certcli.evaluation.perturbation import Norm, Region, image_norms
+from certcli.attack.run import AttackRecord
 
 
 def collect(
@@ -66,84 +61,10 @@ def _float64(values: Iterable[float | None]) -> Tensor:
 ROWS = 4
 
 
-@dataclass(frozen=True)
-class Exhibit:
-    """One image before one network. image, adversarial (c, h, w).
-
-    `crafted_here`: the perturbation was found on this network; else it is that of the first
-    network, which this one withstands. as_8bit: whether it is adversarial as an 8-bit file, too.
-    norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
-    """
-
-    index: int
-    network: str
-    image: Tensor
-    adversarial: Tensor
-    label: int
-    prediction: int
-    adversarial_prediction: int
-    norm: float
-    kind: Norm
-    epsilon: float
-    crafted_here: bool = True
-    as_8bit: bool = False
-
-
-def choose_exhibits(
-    records: Sequence[AttackRecord], network: str, count: int = ROWS
-) -> list[Exhibit]:
+def choose_exhibits(records: Sequence[AttackRecord], count: int = ROWS) -> list[AttackRecord]:
     """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
-    chosen: dict[int, Exhibit] = {}
+    chosen: dict[int, AttackRecord] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
-        if len(chosen) == count:
-            break
-        if record.fell and record.index not in chosen and record.image is not None:
-            assert record.adversarial is not None
-            assert record.norm is not None
-            chosen[record.index] = Exhibit(
-                index=record.index,
-                network=network,
-                image=record.image,
-                adversarial=record.adversarial,
-                label=record.label,
-                prediction=record.prediction,
-                adversarial_prediction=record.adversarial_prediction,
-                norm=record.norm,
-                kind=record.kind,
-                epsilon=record.epsilon,
-                as_8bit=record.as_8bit is True,
-            )
-    return list(chosen.values())
-
-
-def beside_network(
-    exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int
-) -> list[Exhibit]:
-    """The same images before `other`, attacked anew at the same radius: one exhibit for each.
-
-    Where `other` withstands, the first network's adversarial image is shown to it instead.
-    """
-    like = next(other.parameters())
-    pictures: list[Exhibit] = []
-    for shown in exhibits:
-        pixels, point = (
-            part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial)
-        )
-        batch = [(torch.tensor([shown.index]), pixels, torch.tensor([shown.label]))]
-        region = Region(shown.kind, shown.epsilon)
-        settings = AttackSettings(seed=seed)
-        (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
-        own_exhibits = choose_exhibits([record], network)
-        if own_exhibits:
-            pictures += own_exhibits
-            continue
-        with torch.no_grad():
-            before = int(other(pixels).argmax())
-            after = int(other(point).argmax())
-            filed = int(other(rounded_to_8bit(point)).argmax())
-        norm = float(image_norms(point.double() - pixels.double(), shown.kind))
-        other_net = replace(
-            shown, network=network, prediction=before, adversarial_prediction=after, norm=norm
-        )
-        pictures.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
-    return pictures
+        if record.fell and record.image is not None:
+            chosen.setdefault(record.index, record)
+    return list(chosen.values())[:count]

@@ -9,7 +9,7 @@ from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnit
 from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
-from certcli.report.published import nearest_published
+from certcli.report.shares import nearest_published
 
 FAINT = 1.0
 """Grey levels of 255, root mean square over all pixel values: the smallest step of an 8-bit image. The answer speaks of the

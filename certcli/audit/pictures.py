@@ -8,8 +8,7 @@ from torch import Tensor
 from certcli.audit.findings import AuditFindings
 from certcli.evaluation.radii import attacked_radius
 from certcli.images.labelled import Images
-from certcli.report.page import Figure, Gallery
-from certcli.report.pixels import LARGEST, data_uri, triple
+from certcli.report.page import LARGEST, Figure, Gallery, data_uri, triple
 
 EACH = "Each: the image, what changes (around grey, magnified), the changed image."
 

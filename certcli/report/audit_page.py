@@ -1,12 +1,14 @@
-"""An audit as a page: its figures and its words."""
+"""An audit as a page, its figures and its words; and the formats of an audit by suffix."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
-from certcli.report import compare
+from certcli.report import document, machine, page
 from certcli.report.document import Audit, Share
 from certcli.report.page import (
     Command,
@@ -18,7 +20,15 @@ from certcli.report.page import (
     Table,
     proven_steps,
 )
-from certcli.report.shares import COLUMNS, NUMBERS, share_rows
+from certcli.report.shares import (
+    CHANGE_COLUMNS,
+    CHANGES_TITLE,
+    COLUMNS,
+    NUMBERS,
+    change_cells,
+    share_rows,
+)
+from certcli.system.files import atomic_file
 
 NOTE = (
     "Certified: correct, and no image within the radius has another class, proven or with the given probability. Attacked: "
@@ -197,7 +207,7 @@ def _tables(audit: Audit) -> Iterator[Table]:
         NUMBERS,
         "; ".join(facts),
     )
-    yield Table(compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in audit.changes])
+    yield Table(CHANGES_TITLE, CHANGE_COLUMNS, [change_cells(change) for change in audit.changes])
     rows = [
         [shares.method, shares.about, shares.title, shares.statement]
         for shares in audit.certificates
@@ -274,3 +284,26 @@ def certify_again_command(audit: Audit, method: str) -> str:
         line += " --decide" if options.get("decide") else ""
         line += "" if options["precision"] == "float32" else f" --precision {options['precision']}"
     return line
+
+
+def save_text(path: Path, text: str) -> None:
+    """Written whole or not at all, UTF-8, line ends as they are."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
+
+
+def as_json_text(audit: document.Audit) -> str:
+    return json.dumps(document.to_json(audit), indent=1, sort_keys=True) + "\n"
+
+
+TEXTS: Mapping[str, Callable[[document.Audit], str]] = {
+    ".json": as_json_text,
+    ".sarif": machine.as_sarif,
+    ".xml": machine.as_junit,
+}
+
+
+def text_of(audit: document.Audit, suffix: str, pictures: Pictures | None = None) -> str:
+    """The audit in the format of this suffix; .html or any other is a page, with its pictures."""
+    make_text = TEXTS.get(suffix)
+    return page.render(page_of(audit, pictures or {})) if make_text is None else make_text(audit)

@@ -2,9 +2,10 @@
 string is escaped.
 
 Names in a checkpoint may be hostile: the template escapes every string, and the page forbids
-scripts to itself.
-"""
+scripts to itself."""
 
+import base64
+import io
 import math
 import re
 from collections.abc import Sequence
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
+from PIL import Image
+from torch import Tensor
 
 from certcli.system.errors import plain_lines
 
@@ -240,3 +244,36 @@ def bars(rows: Sequence[LayerConstant]) -> list[dict[str, Any]]:
         {"row": row, "width": round(100 * abs(row.value) / largest, 1), "small": row.value < 0}
         for row in shown
     ]
+
+
+LARGEST = 160
+"""Pixels a side of a picture on a page; larger images are made smaller."""
+
+
+def data_uri(image: Tensor) -> str:
+    """(c, h, w) in [0, 1], c = 1 or 3 (else the first channel) -> data:image/png;base64,..."""
+    pixels = image.detach().cpu().double().clamp(0, 1)
+    pixels = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
+    rows = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    picture = (
+        Image.fromarray(rows[:, :, 0], "L") if rows.shape[2] == 1 else Image.fromarray(rows, "RGB")
+    )
+    if max(picture.size) > LARGEST:
+        picture.thumbnail((LARGEST, LARGEST))
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def triple(image: Tensor, adversarial: Tensor) -> tuple[tuple[str, str, str], float]:
+    """The image, what changes (`magnified`), the changed image; and the factor."""
+    shown, factor = magnified(image, adversarial)
+    return (data_uri(image), data_uri(shown), data_uri(adversarial)), factor
+
+
+def magnified(image: Tensor, adversarial: Tensor) -> tuple[Tensor, float]:
+    """The change around grey, times a factor that fills the range; and the factor."""
+    delta = (adversarial - image).double()
+    peak = float(delta.abs().max())
+    factor = 0.5 / peak if peak > 0 else 1.0
+    return 0.5 + factor * delta, factor

@@ -30,7 +30,7 @@ from certcli.report.document import (
     Share,
     from_json,
 )
-from certcli.report.published import Part, nearest_published, published
+from certcli.report.shares import Part, nearest_published, published
 from tests.audit.conftest import QUICK, SUFFIXES
 from tests.helpers.commands import attempt, document
 

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import torch
 
-from certcli.report.compare import changes
 from certcli.report.document import (
     Audit,
     from_json,
 )
+from certcli.report.shares import changes
 from certcli.system.errors import DataError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document

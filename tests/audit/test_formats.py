@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from certcli.report import formats
+from certcli.report import audit_page
 from certcli.report.document import Audit, GateReport, GateResult, from_json, written_schema
 from certcli.report.machine import as_annotations, outcomes
 from certcli.report.page import Figure, Gallery
@@ -73,7 +73,7 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
     pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("first", "patch", "fooled")}
     for text in (
         (folder / "certified.html").read_text(),
-        formats.text_of(hostile, ".html", pictures),
+        audit_page.text_of(hostile, ".html", pictures),
     ):
         page = Read()
         page.feed(text)
@@ -101,7 +101,7 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
 
 
 def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
-    suites = ElementTree.fromstring(formats.text_of(hostile, ".xml"))
+    suites = ElementTree.fromstring(audit_page.text_of(hostile, ".xml"))
     suite = suites.find("testsuite")
     assert suite is not None
     assert suite.get("name", "").startswith("</title><script>")
@@ -114,7 +114,7 @@ def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
         int(suite.get("skipped", "")),
     )
     assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
-    assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
+    assert json.loads(audit_page.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
 
 
 def objects(text: str, suffix: str) -> Any:
@@ -142,7 +142,7 @@ def test_sarif_and_junit_are_what_their_schemas_allow(
     JSON schema.
     """
     rules = json.loads((ROOT / "tests" / "helpers" / schema).read_text())
-    for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
+    for text in ((folder / f"certified{suffix}").read_text(), audit_page.text_of(hostile, suffix)):
         found = objects(text, suffix)
         assert problems(found, rules) == []
         found["unknown"] = 1
@@ -153,7 +153,7 @@ def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> N
     """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule,
     levels of kinds (3.27).
     """
-    for text in ((folder / "certified.sarif").read_text(), formats.text_of(hostile, ".sarif")):
+    for text in ((folder / "certified.sarif").read_text(), audit_page.text_of(hostile, ".sarif")):
         log = json.loads(text)
         assert log["version"] == "2.1.0"
         (run,) = log["runs"]

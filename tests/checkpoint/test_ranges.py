@@ -16,7 +16,7 @@ from certcli.models.diffusion import Schedule
 from certcli.nn.unet import UNetShape
 from certcli.system.errors import Refused
 
-OF_THE_PACKAGE = "certcli.report.published"
+OF_THE_PACKAGE = "certcli.report.shares"
 """Reads the package's own table."""
 FREE = {
     "SmoothingOptions.seed": "below 2^64, which is beyond what the schema can say",

@@ -68,7 +68,6 @@ attack m --step-size 0 | 2 | step_size
 attack m -a cw --norm linf | 2 | cw
 attack m --resume | 2 | --records
 attack m --resume --records r.jsonl --save-examples x.safetensors | 2 | --resume
-attack m --compare other.safetensors | 2 | gallery
 attack m -a pdg | 2 | did you mean 'pgd'
 predict m i --defence prayer | 2 | prayer
 predict m i --prove | 2 | --defence patch

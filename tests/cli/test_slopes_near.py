@@ -109,7 +109,6 @@ def test_verify_proves_the_slopes_again(
         (("--around", 1, "--norm", "linf"), "no two images are farther apart"),
         (("--norm", "linf"), "--around"),
         (("--around", 0.1, "--norm", "l7"), "l7"),
-        (("--around", 0.1, "--jacobian", "--plot", "x.png"), "do not go together"),
     ],
 )
 def test_a_radius_that_is_none_is_refused(

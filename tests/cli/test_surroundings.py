@@ -19,7 +19,7 @@ from certcli.checkpoint import file, record, schema
 from certcli.checkpoint.shards import ENDING, MOST_FILES
 from certcli.cli.main import run
 from certcli.images import datasets
-from certcli.report import canvas, page
+from certcli.report import figures, page
 from certcli.system import errors, processes
 from tests.helpers import commands, forks
 
@@ -160,7 +160,7 @@ def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.svg"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without these characters
-        with canvas.figure(path, (3, 2), title=name) as axes:
+        with figures.figure(path, (3, 2), title=name) as axes:
             axes.plot(np.arange(3), label=name)
             axes.set_xlabel(name)
             axes.legend()

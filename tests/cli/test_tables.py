@@ -21,7 +21,6 @@ COMMANDS = [
     "init certvit_vit_digits -o OUT",
     "lipschitz plain --limit 2",
     "lipschitz plain --layers --no-estimate",
-    "lipschitz certified --worst --compare plain --no-estimate",
     "lipschitz certified --jacobian --limit 2 --no-estimate",
     "certify certified --limit 5 -e 0.1 -e 0.25",
     "certify certified --limit 2 --method lipschitz --method smoothing --samples 50",
@@ -169,10 +168,6 @@ def test_log_shows_what_training_found(workshop: Path) -> None:
         r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
         out,
     )
-    code, out, _ = console(
-        "log", workshop / "plain.safetensors", workshop / "certified.safetensors"
-    )
-    assert "validation clean" in out
 
 
 def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:

@@ -16,13 +16,6 @@ from tests.helpers.workshop import shape
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
     "lipschitz": ("lipschitz", "m.safetensors", *DIGITS),
-    "lipschitz --compare": (
-        "lipschitz",
-        "m.safetensors",
-        "--compare",
-        "p.safetensors",
-        "--no-estimate",
-    ),
     "certify": (
         "certify",
         "m.safetensors",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from certcli.checkpoint import file, header
-from certcli.report import formats
+from certcli.report import audit_page
 from tests.helpers.runs import M
 from tests.soundness import fault_fuzz
 from tests.soundness.edits import campaign
@@ -36,6 +36,6 @@ def test_faults_lose_nothing(faults: Faults) -> None:
 
 
 def test_writing_in_place_is_found_out(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file, header, formats):
+    for module in (file, header, audit_page):
         monkeypatch.setattr(module, "atomic_file", contextlib.nullcontext)
     assert campaign(faults, 16)["findings"]

@@ -16,7 +16,7 @@ from certcli.evaluation.evidence_schema import OPTIONS
 from certcli.verification import evidence
 from tests.soundness import file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
-from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
+from tests.soundness.evidence_fuzz import edited_evidence, judge_record, run
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.record_fuzz import edited_records
 
@@ -125,7 +125,7 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
                 "finetune",
             ):
                 continue
-            honest = view.evidence_sentence(entry)
+            honest = run.evidence_sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)

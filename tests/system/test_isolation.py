@@ -66,7 +66,7 @@ def test_a_child_sees_the_users_own_packages(
 
 FIGURE = """
 from pathlib import Path
-from certcli.report.canvas import figure
+from certcli.report.figures import figure
 with figure(Path("x.svg"), (2, 2), "t") as axes:
     axes.plot([0, 1])
 """

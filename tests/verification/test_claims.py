@@ -12,7 +12,7 @@ import pytest
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.view import evidence_sentence
+from certcli.cli.log.run import evidence_sentence
 from certcli.cli.verify import run as verify_run
 from certcli.system.errors import NoBoundError
 from tests.helpers.commands import console

@@ -168,9 +168,6 @@ class AttackOutput:
         metavar="FILE",
         mark=options.Writes(figure=True),
     )
-    compare: str | None = option(
-        None, "Second checkpoint, shown in the gallery.", mark=options.Reads()
-    )
 
     @property
     def keeps_images(self) -> bool:
@@ -183,5 +180,3 @@ class AttackOutput:
                 "the records that --resume reads hold no images",
                 "leave out --save-examples, --gallery",
             )
-        if self.compare is not None and self.gallery is None:
-            raise UsageError("--compare needs --gallery", "--gallery FILE.png")

@@ -127,7 +127,6 @@ class Session:
         self,
         records_of: Mapping[int, Sequence[AttackRecord]],
         results: options.AttackOutput,
-        compared: Checkpoint | None,
         name: str,
         force: bool,
     ) -> None:
@@ -138,25 +137,14 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = examples.choose_exhibits(records_of[0], name) if results.gallery is not None else []
-        if results.gallery is None or not shown:
+        if results.gallery is None or not fallen:
             return
-        gathered = [[exhibit] for exhibit in shown]
-        if compared is not None:
-            second = examples.beside_network(
-                shown,
-                self.load(compared),
-                Path(str(results.compare)).stem,
-                self.tasks[0].stage,
-                self.settings.seed,
-            )
-            gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        _draw(
-            gathered,
+        _draw_fallen(
+            examples.choose_exhibits(records_of[0]),
             names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
-            f"{name} on {self.images.name} ({self.images.split})",
+            name,
             self.images,
         )
         self.sink.note(f"wrote {results.gallery}")
@@ -259,37 +247,35 @@ def show_attacks(
             )
 
 
-def _draw(
-    rows: list[list[examples.Exhibit]],
-    names: list[str],
+def _draw_fallen(
+    fallen: Sequence[Any],
+    classes: Sequence[str],
     path: Path,
-    about: str,
+    network: str,
     images: Images,
 ) -> None:
-    from certcli.report.gallery import AttackedImage, draw_gallery
+    from certcli.report.figures import AttackedImage, draw_gallery
 
-    def picture(shown: examples.Exhibit) -> AttackedImage:
-        caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
-        if not shown.crafted_here:
-            caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
-        return AttackedImage(
-            image=shown.image,
-            adversarial=shown.adversarial,
-            heading=f"image {shown.index}, {shown.network}",
-            clean_class=names[shown.prediction],
-            clean_right=shown.prediction == shown.label,
-            adversarial_class=names[shown.adversarial_prediction],
-            adversarial_right=shown.adversarial_prediction == shown.label,
-            as_file=shown.as_8bit,
-            norm=caption,
-            file=images.file_of.get(shown.index, ""),
+    rows = []
+    for record in fallen:
+        after = classes[record.adversarial_prediction]
+        rows.append(
+            AttackedImage(
+                image=record.image,
+                adversarial=record.adversarial,
+                heading=f"image {record.index}, {network}",
+                before=classes[record.prediction],
+                after=after if record.as_8bit else f"{after} (not as 8 bits)",
+                norm=f"{record.kind} {attacked_radius(record.norm, 3)}",
+                file=images.file_of.get(record.index, ""),
+            )
         )
-
     count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
     draw_gallery(
-        [[picture(shown) for shown in row] for row in rows],
+        rows,
         path,
-        f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right",
+        f"{network} on {images.name} ({images.split}): {count}\n"
+        "image, perturbation, their sum; classes in blue where right",
     )
 
 
@@ -320,9 +306,7 @@ def report_attacks(
     gate = Gate()
     settings, stages = attacks.plan(data.seed, data.only_certified is not None)
     checkpoint = source.read(sink)
-    crafted_on, compared = (
-        _second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare)
-    )
+    crafted_on = _second(attacks.crafted_on, checkpoint, source.ckpt)
     certificates = None
     if data.only_certified is not None:
         norm, certificates = certified_radii.read_certified(data.only_certified, checkpoint.digest)
@@ -364,7 +348,7 @@ def report_attacks(
         # one an image, in the order of the images: the records are of every radius
         answers = {record.index: record.prediction for record in records[0]}
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
-    session.show(records, results, compared, Path(source.ckpt).stem, output.force)
+    session.show(records, results, Path(source.ckpt).stem, output.force)
     result = {
         name: document[name]
         for name in evidence_schema.AttackResult.__struct_fields__

@@ -21,10 +21,16 @@ from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation import radii, records, training_images, verdicts
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
-from certcli.report import compare, formats
+from certcli.report import audit_page
 from certcli.report.document import Audit, from_json, to_json
 from certcli.report.machine import as_annotations
-from certcli.report.shares import share_rows
+from certcli.report.shares import (
+    CHANGE_COLUMNS,
+    CHANGES_TITLE,
+    change_cells,
+    compare_audits,
+    share_rows,
+)
 from certcli.system.errors import DataError, GateError, Refused, UndecidedError, UsageError
 from certcli.system.processes import team
 from certcli.system.reading import LARGEST_REPORT, read_bounded
@@ -90,7 +96,7 @@ def report_audit(
     )
     document = document_builder.compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
-        document.changes = compare.changes(earlier, document)
+        document.changes = compare_audits(earlier, document)
     gate = _audit_gate(document)
     _show_audit(document, checkpoint.reading.line(), sink)
     record = checkpoint.record
@@ -203,7 +209,7 @@ def _show_audit(document: Audit, reading: str, sink: Sink) -> None:
     )
     if document.changes:
         sink.table(
-            compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in document.changes]
+            CHANGES_TITLE, CHANGE_COLUMNS, [change_cells(change) for change in document.changes]
         )
     _details(document, reading, sink)
 
@@ -284,7 +290,7 @@ def _write_reports(
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
         pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.anonymous)
-        formats.save_text(path, formats.text_of(document, suffix, pictures))
+        audit_page.save_text(path, audit_page.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))

@@ -58,7 +58,7 @@ def require_read(context: typer.Context) -> None:
 
 def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
-    from certcli.report.formats import save_text
+    from certcli.report.audit_page import save_text
 
     started = Sink.invocation.started or time.perf_counter()
     target, source = options.target, Path(options.source.ckpt)

@@ -15,15 +15,13 @@ from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Talk
 
 
 @command(
-    "certvit lipschitz m.safetensors --layers --worst",
+    "certvit lipschitz m.safetensors --layers",
     "certvit lipschitz m.safetensors --max 1000 --json > report.json",
     "certvit lipschitz m.safetensors --around 0.1 --around 0.2 --dataset digits --plot near.png",
     page="bounds.md",
     often=(
         "maximum",
         "layers",
-        "worst",
-        "other",
         "estimate",
         "plot",
     ),

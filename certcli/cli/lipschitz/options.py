@@ -58,24 +58,8 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
-    worst: bool = option(False, "Largest constants first.")
-    other: str | None = option(
-        None,
-        "Second checkpoint, shown side by side; --arch and the like apply to both.",
-        "--compare",
-        metavar="CKPT",
-        mark=options.Reads(),
-    )
     jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
-
-    def require_agreement(self, near: NearImages) -> None:
-        """Raise UsageError where one file would hold two pictures."""
-        if near.around and self.jacobian and self.plot is not None:
-            raise UsageError(
-                "--around, --jacobian, --plot do not go together",
-                "one of --around and --jacobian: a file holds one picture",
-            )
 
 
 @dataclass(frozen=True)

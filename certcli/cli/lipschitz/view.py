@@ -1,8 +1,8 @@
-"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side."""
+"""The report of `certvit lipschitz` and its tables: layers and blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,22 +66,23 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     }
 
 
-def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
-    """Show one row a block, or a layer; the largest constants first if `worst`."""
+def show_bound(audited: Audited, layers: bool, sink: Sink) -> None:
+    """Show one row a block, or a layer."""
     bound = audited.proven
     model = audited.model
     if not bound.charges:
         return
-    charges = list(bound.charges)
     if not layers:
-        show_blocks(bound, worst, sink)
+        show_blocks(bound, sink)
         return
     total = (
-        sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0)
+        sum(
+            max(charge.constant.log10(), 0.0)
+            for charge in bound.charges
+            if float(charge.constant) > 0
+        )
         or 1.0
     )
-    if worst:
-        charges.sort(key=lambda charge: charge.constant, reverse=True)
     sink.table(
         "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
         ["layer", "kind", "shape", "constant", "share", "cumulative", "why"],
@@ -100,7 +101,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
                 str(charge.cumulative),
                 charge.why,
             )
-            for charge in charges
+            for charge in bound.charges
         ],
     )
 
@@ -147,38 +148,17 @@ def explain_bound(audited: Audited, lower: float | None, share: float | None, si
         )
 
 
-def networks_by_label(one: Audited, other: Audited | None) -> dict[str, Audited]:
-    """Return the networks by the names of their files; two files of one name get different labels."""
-    networks = [one] if other is None else [one, other]
-    names = [Path(network.name).name.removesuffix(".safetensors") for network in networks]
-    if len(set(names)) < len(names):
-        names[1] += " (compared)"
-    return dict(zip(names, networks, strict=True))
-
-
-def draw_bound(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
+def draw_bound(audited: Audited, path: Path, sink: Sink) -> None:
     from certcli.report.figures import draw_layers
 
-    drawn = {
-        f"{label}: bound {network.proven.upper}": [
-            (charge.path, log10_or_none(charge.constant)) for charge in network.proven.charges
-        ]
-        for label, network in networks_by_label(one, other).items()
-    }
-    draw_layers(drawn, path, "Where the bound comes from, layer by layer")
-    sink.note(f"wrote {path}")
-
-
-def compare_bounds(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
-    """Show two networks side by side, block by block; return the report's part."""
-    show_side_by_side(
-        {label: network.proven for label, network in networks_by_label(one, other).items()}, sink
+    bound = audited.proven
+    draw_layers(
+        [(charge.path, log10_or_none(charge.constant)) for charge in bound.charges],
+        f"{Path(audited.name).name.removesuffix('.safetensors')}: bound {bound.upper}",
+        path,
+        "Where the bound comes from, layer by layer",
     )
-    upper = other.proven.upper
-    return {
-        "other_log10_upper": upper.log10() if upper.finite else None,
-        "other_why": other.proven.bound.why,
-    }
+    sink.note(f"wrote {path}")
 
 
 DEEPEST = 1
@@ -223,11 +203,9 @@ def block_rows(bound: NetworkBound) -> list[BlockRow]:
     return chosen + _last_map_row(bound, chosen)
 
 
-def show_blocks(bound: NetworkBound, worst: bool, sink: Sink) -> None:
+def show_blocks(bound: NetworkBound, sink: Sink) -> None:
     shown = block_rows(bound)
     whole = abs(bound.upper.log10()) if bound.upper.finite and bound.upper > 0.0 else 0.0
-    if worst:
-        shown.sort(key=lambda row: row.constant, reverse=True)
     sink.table(
         "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
         ["block", "kind", "constant", "share", "cumulative"],
@@ -236,16 +214,6 @@ def show_blocks(bound: NetworkBound, worst: bool, sink: Sink) -> None:
             for row in shown
         ],
     )
-
-
-def show_side_by_side(networks: Mapping[str, NetworkBound], sink: Sink) -> None:
-    each = [
-        {row.name: str(row.constant) for row in block_rows(bound)} for bound in networks.values()
-    ]
-    paths = list(dict.fromkeys(path for constants in each for path in constants))
-    table = [(path, *(constants.get(path, "-") for constants in each)) for path in paths]
-    table.append(("upper bound", *(str(bound.upper) for bound in networks.values())))
-    sink.table("Constants side by side (proven)", ["block", *networks], table)
 
 
 def block_constant(before: Real, after: Real) -> Real:

@@ -18,8 +18,7 @@ from certcli.certify.methods import certify_images, options_of_method, prepare_m
 from certcli.checkpoint import record, shards
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
-from certcli.cli.log.run import files_of
-from certcli.cli.log.view import document_of
+from certcli.cli.log.run import document_of, files_of
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import records, view
