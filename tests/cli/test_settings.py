@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from certcli.audit.plan import AuditPlan
-from certcli.cli.audit import options
+from certcli.cli.audit import command
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt
 
@@ -27,7 +27,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     found: dict[str, Any] = {}
 
     def plan(
-        self: options.AuditOptions, seed: int, batch_size: int, limit: int | None
+        self: command.AuditOptions, seed: int, batch_size: int, limit: int | None
     ) -> AuditPlan:
         found.update(
             radii=self.epsilon,
@@ -39,7 +39,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         found.update(gates=self.fail_on, budget=self.time_budget, limit=limit)
         raise Seen
 
-    monkeypatch.setattr(options.AuditOptions, "plan", plan)
+    monkeypatch.setattr(command.AuditOptions, "plan", plan)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "m.safetensors").touch()  # a path is looked at before the settings
 

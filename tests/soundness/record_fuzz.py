@@ -26,8 +26,8 @@ from certcli.certify.patch.options import Patches
 from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.certify.command import CertifyOptions, CertifyTarget
 from certcli.cli.certify.demands import CertifiedDemand
-from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.certify.run import CertifyTask, run_all
 from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
 from certcli.cli.shared.output import Sink

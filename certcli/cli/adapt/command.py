@@ -1,9 +1,18 @@
 """certvit adapt: replace parts of a vision transformer by Lipschitz parts."""
 
 from certcli.adapt.settings import AdaptSettings
-from certcli.cli.adapt.options import Mode
-from certcli.cli.shared.command import command
+from certcli.cli.shared.command import command, group
 from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Source, Talk
+from certcli.system.options import option
+
+
+@group()
+class Mode:
+    """Continue an interrupted run."""
+
+    resume: bool = option(
+        False, "Continue an interrupted run of the same command.", panel="Fitting"
+    )
 
 
 @command(

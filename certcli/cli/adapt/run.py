@@ -16,7 +16,7 @@ from certcli.adapt.pixels import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
-from certcli.cli.adapt.options import Mode
+from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import radii, training_images

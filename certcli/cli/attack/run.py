@@ -21,7 +21,7 @@ from certcli.attack.stages import (
 )
 from certcli.certify.patch.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
-from certcli.cli.attack import options
+from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
@@ -67,7 +67,7 @@ class Session:
     def run(
         self,
         crafted_on: Checkpoint | None,
-        results: options.AttackOutput,
+        results: command.AttackOutput,
         force: bool,
         checks: bool,
         every: bool,
@@ -126,7 +126,7 @@ class Session:
     def show(
         self,
         records_of: Mapping[int, Sequence[AttackRecord]],
-        results: options.AttackOutput,
+        results: command.AttackOutput,
         name: str,
         force: bool,
     ) -> None:
@@ -281,11 +281,11 @@ def _draw_fallen(
 
 def report_attacks(
     source: groups.Source,
-    attacks: options.Attacks,
-    data: options.AttackedImages,
+    attacks: command.Attacks,
+    data: command.AttackedImages,
     patches: Patches,
     machine: groups.BatchDevice,
-    results: options.AttackOutput,
+    results: command.AttackOutput,
     output: groups.Output,
     talk: groups.Talk,
 ) -> None:

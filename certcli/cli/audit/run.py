@@ -14,7 +14,7 @@ from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
+from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import inputs
 from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate, Sink

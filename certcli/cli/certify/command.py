@@ -1,19 +1,93 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from pathlib import Path
 
 import typer
 
+from certcli.certify import local_options, proof_options
 from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
 from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
-from certcli.cli.certify.options import CertifyOptions, CertifyTarget
-from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
+from certcli.cli.shared import groups, options
+from certcli.cli.shared.command import command, group
+from certcli.evaluation.radii import parse_radius
+from certcli.system.options import option
 
-if TYPE_CHECKING:
-    pass
+RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
+"""Radii at which certified accuracy is shown by default."""
+ASKED = "asked"
+LARGEST = "largest"
+
+
+@group()
+class CertifyTarget:
+    """What is certified, at which radii, and what the result must meet."""
+
+    epsilon: list[float] = option(
+        list,
+        "Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in "
+        "linf 1, 2, 4, 8 / 255.",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=parse_radius,
+    )
+    methods: list[str] = option(
+        lambda: ["lipschitz"],
+        "lipschitz (proof, global bound), box (proof, larger radii where pixels are 0 or "
+        "1), local (proof image by image, small networks), local-lip or bcp (proof, "
+        "chains of layers), smoothing (any network, with a probability), patch (proof "
+        "against patches, any network behind masks), auto (chooses, and says why); "
+        "several are shown side by side. --method NAME --help shows its options.",
+        "--method",
+    )
+    minimum: str | None = option(
+        None,
+        "Required certified share at radius (or patch) R, by default the smallest: exit "
+        "7 if it is missed, 9 if the images do not decide.",
+        "--min-certified",
+        metavar="SHARE[@R]",
+    )
+    radius: str = option(
+        ASKED,
+        "With --method local: asked decides the radii of -e alone, largest searches each image's "
+        "largest one, as without -e.",
+        metavar="WHICH",
+    )
+    vnnlib: Path | None = option(
+        None,
+        "A query of VNN-LIB 1.0 or 2.0 about NET.onnx, in place of images: holds, violated (exit 7) "
+        "or unknown (exit 9), within --seconds, 100 by default.",
+        mark=options.Reads(),
+    )
+    result: Path | None = option(
+        None, "With --vnnlib: VNN-COMP's file of the result.", mark=options.Writes()
+    )
+    records: options.Records = None
+    resume: options.Resume = False
+    attack_records: Path | None = option(
+        None,
+        "Records of `attack`, shown beside the certificates and in --plot.",
+        mark=options.Reads(),
+    )
+    plot: options.Plot = None
+
+
+@dataclass(frozen=True)
+class CertifyOptions:
+    """All options of one call that certifies."""
+
+    source: groups.Source
+    target: CertifyTarget
+    proof: proof_options.Proof
+    smoothing: Smoothing
+    local: local_options.Local
+    patches: Patches
+    data: groups.Evaluation
+    machine: groups.BatchDevice
+    output: groups.Output
 
 
 PANELS = {
@@ -44,16 +118,16 @@ PANELS = {
 )
 def certify(
     context: typer.Context,
-    source: Source,
+    source: groups.Source,
     target: CertifyTarget = CertifyTarget(),
     proof: Proof = Proof(),
     smoothing: Smoothing = Smoothing(),
     local: Local = Local(),
     patches: Patches = Patches(),
-    data: Evaluation = Evaluation(),
-    machine: BatchDevice = BatchDevice(),
-    output: Output = Output(),
-    talk: Talk = Talk(),
+    data: groups.Evaluation = groups.Evaluation(),
+    machine: groups.BatchDevice = groups.BatchDevice(),
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
     from certcli.cli.certify import run

@@ -7,7 +7,7 @@ from typing import Any
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
 from certcli.certify.patch.options import Patches
-from certcli.cli.certify.options import ASKED, LARGEST, RADII, CertifyOptions
+from certcli.cli.certify.command import ASKED, LARGEST, RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation import radii, records
 from certcli.evaluation.threat import Threat

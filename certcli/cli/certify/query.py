@@ -16,7 +16,7 @@ from certcli.attack.stages import stages_of
 from certcli.certify import local_options, vnnlib
 from certcli.certify.methods import prepare_method
 from certcli.certify.query_network import QueryNetwork, query_network
-from certcli.cli.certify.options import CertifyOptions
+from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory

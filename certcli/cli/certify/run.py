@@ -12,6 +12,7 @@ from certcli.certify import certificate, local_options, method_choice, methods, 
 from certcli.certify.options import CertifierOptions as MethodOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
+from certcli.cli.certify.command import ASKED, CertifyOptions
 from certcli.cli.certify.demands import (
     AUTO,
     PROVING,
@@ -19,7 +20,6 @@ from certcli.cli.certify.demands import (
     patch_demand,
     require_compatible,
 )
-from certcli.cli.certify.options import ASKED, CertifyOptions
 from certcli.cli.certify.view import Result
 from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Gate, Sink

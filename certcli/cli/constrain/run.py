@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from certcli.checkpoint.record import SEEN
-from certcli.cli.constrain.options import Aim, preset_settings
+from certcli.cli.constrain.command import Aim, preset_settings
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.constrain import network

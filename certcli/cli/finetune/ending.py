@@ -15,7 +15,7 @@ from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.finetune.options import Order
+from certcli.cli.finetune.command import Order
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import image_doubts, record_lines
 from certcli.evaluation.intervals import chance_level, share_interval, share_text

@@ -15,7 +15,7 @@ from certcli.checkpoint.outputs import (
     require_own_state,
 )
 from certcli.checkpoint.record import SEEN
-from certcli.cli.finetune import ending, options
+from certcli.cli.finetune import command, ending
 from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.training_images import kept_of
@@ -42,7 +42,7 @@ LONGEST_START = 10.0
 class Training:
     """One run of the command."""
 
-    def __init__(self, order: options.Order, sink: Sink) -> None:
+    def __init__(self, order: command.Order, sink: Sink) -> None:
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
         self.order = order

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import view
-from certcli.cli.lipschitz.options import (
+from certcli.cli.lipschitz.command import (
     BoundedNetwork,
     LipschitzOptions,
     NearImages,

@@ -55,7 +55,7 @@ NAMES = {
     "--attack": "certcli.attack.catalogue:ATTACKS",
     "--loss": "certcli.finetune.losses:LOSSES",
     "--method": "certcli.certify.methods:METHODS",
-    "audit --method": "certcli.cli.audit.options:METHODS",
+    "audit --method": "certcli.cli.audit.command:METHODS",
     "--prox": "certcli.constrain.settings:PENALTIES",
 }
 """Option, or command and option -> where its names are: a registry, or a tuple of names."""

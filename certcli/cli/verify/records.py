@@ -20,7 +20,7 @@ from certcli.certify.patch.climbed import TouchedPasses
 from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
-from certcli.cli.verify.options import VerifyOptions
+from certcli.cli.verify.command import VerifyOptions
 from certcli.cli.verify.view import CheckedFile
 from certcli.evaluation import evidence, perturbation, record_lines, records
 from certcli.evaluation.threat import Patch, Threat

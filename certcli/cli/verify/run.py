@@ -22,7 +22,7 @@ from certcli.cli.log.run import document_of, files_of
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import records, view
-from certcli.cli.verify.options import VerifyOptions, VerifyScope
+from certcli.cli.verify.command import VerifyOptions, VerifyScope
 from certcli.evaluation.claim import Claim, statuses
 from certcli.evaluation.image_doubts import right_of
 from certcli.evaluation.radii import rounded_down, rounded_up
