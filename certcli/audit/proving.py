@@ -1,6 +1,6 @@
 """The stages without images: the proven bound, what drives it, and a measured slope."""
 
-from collections.abc import Iterator
+import math
 
 import torch
 
@@ -11,6 +11,7 @@ from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove_network
+from certcli.lipschitz.numerics.real import Real
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.report.document import Block, GlobalBound, Slope
@@ -30,6 +31,9 @@ NEGLIGIBLE = 0.002
 """log10 below which a factor is none."""
 DRIVER_SHARE = 0.2
 """Of the bound's logarithm, that a kind of layer must have to be named."""
+PENDING = ("(last linear map)", "Linear", "a linear map that was pending when its block ended")
+JOINED = ("(how they are joined)", "", "last maps, sums and concatenations")
+"""Path, kind and reason of what the parts leave of the bound."""
 
 
 def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
@@ -38,7 +42,7 @@ def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
         **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
-        blocks=list(_bound_blocks(proven)) if finite else [],
+        blocks=[block for block, _ in bound_parts(proven)] if finite else [],
         seconds=round(seconds, 2),
     )
 
@@ -76,9 +80,11 @@ def _round(log10: float) -> str:
     return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 
-def _bound_blocks(proven: NetworkBound) -> Iterator[Block]:
-    """The outermost parts of the network, and what stands outside them, in order."""
-    rows: list[Block] = []
+def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
+    """Return the outermost parts of the network, and what stands outside them, in order, each with
+    the proven constant from the pixels to its end; the constants' product is the bound.
+    """
+    rows: list[tuple[Block, Real]] = []
     inside = [path for path, *_ in proven.blocks if path]
     containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
     named = [
@@ -88,28 +94,12 @@ def _bound_blocks(proven: NetworkBound) -> Iterator[Block]:
     ]
     for path, kind, before, after in proven.blocks:
         if path in named and before.finite and before > 0.0 and after > 0.0:
-            ratio = after / before
-            rows.append(
-                Block(
-                    path=path,
-                    kind=kind,
-                    log10=ratio.log10(),
-                    text=str(ratio),
-                    why=_why(proven, path),
-                )
-            )
+            rows.append((_part(path, kind, after / before, _why(proven, path)), after))
     for charge in proven.charges:
         covered = any(charge.path == path or charge.path.startswith(f"{path}.") for path in named)
-        if not covered and charge.constant.finite and charge.constant > 0.0:
-            size = charge.constant
-            row = Block(
-                path=charge.path,
-                kind=charge.kind,
-                log10=size.log10(),
-                text=str(size),
-                why=charge.why,
-            )
-            rows.append(row)
+        if not covered and charge.constant > 0.0:
+            part = _part(charge.path, charge.kind, charge.constant, charge.why)
+            rows.append((part, charge.cumulative))
     order = {charge.path: number for number, charge in enumerate(proven.charges)}
 
     def place(path: str) -> int:
@@ -118,19 +108,22 @@ def _bound_blocks(proven: NetworkBound) -> Iterator[Block]:
             default=10**9,
         )
 
-    yield from sorted(rows, key=lambda row: place(row.path))
-    rest = proven.upper.log10() - sum(row.log10 for row in rows) if proven.upper > 0.0 else 0.0
+    rows.sort(key=lambda row: place(row[0].path))
+    if not (proven.upper.finite and proven.upper > 0.0):
+        return rows
+    rest = proven.upper.log10() - sum(row.log10 for row, _ in rows)
     if abs(rest) > NEGLIGIBLE:
         last = proven.blocks[-1][3] if proven.blocks else proven.upper
         pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
-        name, kind = ("(last linear map)", "Linear") if pending else ("(how they are joined)", "")
+        name, kind, why = PENDING if pending else JOINED
         size = rounded_up(10**rest, 4) if abs(rest) < 5 else power_of_ten(rest)
-        why = (
-            "a linear map that was pending when its block ended"
-            if pending
-            else "last maps, sums and concatenations"
-        )
-        yield Block(path=name, kind=kind, log10=rest, text=size, why=why)
+        rows.append((Block(path=name, kind=kind, log10=rest, text=size, why=why), proven.upper))
+    return rows
+
+
+def _part(path: str, kind: str, constant: Real, why: str) -> Block:
+    log10 = constant.log10() if constant.finite else math.inf
+    return Block(path=path, kind=kind, log10=log10, text=str(constant), why=why)
 
 
 def _why(proven: NetworkBound, path: str) -> str:

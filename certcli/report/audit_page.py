@@ -110,7 +110,17 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         ],
         constants_note="" if bound is None else CONSTANTS.format(bound=bound.upper_text),
         galleries=[pictures["fooled"]] if "fooled" in pictures else [],
-        commands=list(_commands(audit)),
+        commands=[
+            Command(
+                "The same audit (how many images fit into its time depends on the machine):",
+                audit.reproduce,
+            ),
+            Command(
+                "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it "
+                "again:",
+                "certvit verify FILE.safetensors",
+            ),
+        ],
         facts=[
             f"Network (digest of its function): {audit.checkpoint}",
             *(
@@ -254,36 +264,6 @@ def _short_values(values: Mapping[str, Any]) -> str:
     ]
     text = ", ".join(facts)
     return text if len(text) <= 400 else f"{text[:399]}…"
-
-
-def _commands(audit: Audit) -> Iterator[Command]:
-    yield Command(
-        "The same audit (how many images fit into its time depends on the machine):",
-        audit.reproduce,
-    )
-    for shares in audit.certificates:
-        yield Command(
-            f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:",
-            certify_again_command(audit, shares.method),
-        )
-    yield Command(
-        "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
-        "certvit verify FILE.safetensors",
-    )
-
-
-def certify_again_command(audit: Audit, method: str) -> str:
-    shares = next(item for item in audit.certificates if item.method == method)
-    words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
-    radii = " ".join(f"-e {radius}" for radius in shares.certified)
-    seed = audit.reproduce.partition("--seed ")[2].partition(" ")[0]
-    line = f"{words} {radii} --method {method} --limit {shares.dataset.images} --seed {seed}"
-    options = shares.parameters
-    if method == "smoothing":
-        line += f" --sigma {options['sigma']:g} --n0 {options['n0']} -n {options['samples']} --enough {options['enough']:g}"
-        line += " --decide" if options.get("decide") else ""
-        line += "" if options["precision"] == "float32" else f" --precision {options['precision']}"
-    return line
 
 
 def save_text(path: Path, text: str) -> None:

@@ -95,27 +95,6 @@ def test_forty_columns_keep_names_and_words_whole(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("attack model.safetensors -a squ", "square"),
-        ("finetune model.safetensors --loss glo", "gloro"),
-        ("certify model.safetensors --method smo", "smoothing"),
-        ("audit model.safetensors --method pa", "patch"),
-        ("constrain model.safetensors --prox sp", "spectral"),
-        ("init certvit_vit_d", "certvit_vit_digits"),
-        ("lipschitz model.safetensors --arch vit_tiny_patch16_22", "vit_tiny_patch16_224"),
-    ],
-)
-def test_the_shell_completes_names(
-    typed: str, offered: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("_CERTVIT_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", f"certvit {typed}")
-    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
-    assert offered in console().out.split()
-
-
-@pytest.mark.parametrize(
     "said", ["", "ImportError: libc", "RuntimeError: operator torchvision::nms does not exist"]
 )
 def test_the_doctor_finds_what_breaks_a_program_without_certvit(

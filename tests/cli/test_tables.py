@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from certcli.cli.lipschitz.view import BlockRow
 from certcli.cli.shared.output import Sink, percent, wrapped
 from certcli.cli.shared.tables import Layout
 from tests.helpers.commands import console
@@ -142,11 +141,6 @@ def test_prose_is_broken_between_words_only() -> None:
     assert "/a/folder/whose-name-is-longer-than-the-line/file.safetensors:" in broken
     assert broken[0] == "  or: certified at 0.5"
     assert wrapped("", 20) == ""
-
-
-def test_a_block_holds_what_lies_in_it() -> None:
-    assert BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks.0", "", 1, 1))
-    assert not BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks2", "", 1, 1))
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:

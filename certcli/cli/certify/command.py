@@ -17,8 +17,6 @@ from certcli.system.options import option
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown by default."""
-ASKED = "asked"
-LARGEST = "largest"
 
 
 @group()
@@ -49,12 +47,6 @@ class CertifyTarget:
         "7 if it is missed, 9 if the images do not decide.",
         "--min-certified",
         metavar="SHARE[@R]",
-    )
-    radius: str = option(
-        ASKED,
-        "With --method local: asked decides the radii of -e alone, largest searches each image's "
-        "largest one, as without -e.",
-        metavar="WHICH",
     )
     vnnlib: Path | None = option(
         None,

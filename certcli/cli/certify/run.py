@@ -12,7 +12,7 @@ from certcli.certify import certificate, local_options, method_choice, methods, 
 from certcli.certify.options import CertifierOptions as MethodOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
-from certcli.cli.certify.command import ASKED, CertifyOptions
+from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.certify.demands import (
     AUTO,
     PROVING,
@@ -85,8 +85,15 @@ def _method_options(
     task: CertifyTask,
     options: CertifyOptions,
 ) -> MethodOptions | None:
-    if method == "local":
-        return _local_options(choice.effort, task, options)
+    if method == "local":  # the radii of -e are decided, others searched
+        asked = [threat.radius for threat in task.threats if threat.radius > 0]
+        return replace(
+            options.local,
+            effort=choice.effort,
+            at=asked if options.target.epsilon else options.local.at,
+            seconds=options.local.seconds if choice.effort == local_options.BRANCH else None,
+            arithmetic=options.proof.arithmetic,
+        )
     if method in PROVING:
         return options.proof
     if method == "smoothing":
@@ -94,26 +101,6 @@ def _method_options(
             options.smoothing, seed=options.data.seed, batch_size=options.machine.batch_size
         )
     return options.patches if method == "patch" else None
-
-
-def _local_options(
-    effort: local_options.Effort, task: CertifyTask, options: CertifyOptions
-) -> MethodOptions:
-    """Return the options of `local`: the radii of -e are decided, others searched."""
-    return replace(
-        options.local,
-        effort=effort,
-        at=[threat.radius for threat in task.threats if threat.radius > 0]
-        if _decides(options)
-        else options.local.at,
-        seconds=options.local.seconds if effort == local_options.BRANCH else None,
-        arithmetic=options.proof.arithmetic,
-    )
-
-
-def _decides(options: CertifyOptions) -> bool:
-    """Tell whether `local` decides radii in place of a search."""
-    return bool(options.target.epsilon) and options.target.radius == ASKED
 
 
 def _certify_by(
@@ -131,7 +118,7 @@ def _certify_by(
     demand = task.demand
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
-    if certifier is None or (method == "local" and _decides(options)):
+    if certifier is None or (method == "local" and options.target.epsilon):
         chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare_method(
             method,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from certcli.audit.proving import bound_parts
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
-from certcli.lipschitz.numerics.real import Real
 from certcli.models.build import OpenCheckpoint
 from certcli.models.pixels import PixelModel
 from certcli.nn.residual import attention_weight
@@ -73,7 +72,21 @@ def show_bound(audited: Audited, layers: bool, sink: Sink) -> None:
     if not bound.charges:
         return
     if not layers:
-        show_blocks(bound, sink)
+        whole = bound.upper.log10() if bound.upper.finite and bound.upper > 0.0 else 0.0
+        sink.table(
+            "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
+            ["block", "kind", "constant", "share", "cumulative"],
+            [
+                (
+                    block.path or "(network)",
+                    block.kind,
+                    block.text,
+                    percent(block.log10 / whole, 0) if abs(whole) > 1e-9 else "",
+                    str(after),
+                )
+                for block, after in bound_parts(bound)
+            ],
+        )
         return
     total = (
         sum(
@@ -159,102 +172,6 @@ def draw_bound(audited: Audited, path: Path, sink: Sink) -> None:
         "Where the bound comes from, layer by layer",
     )
     sink.note(f"wrote {path}")
-
-
-DEEPEST = 1
-"""Dots in the path of a module that has a row: blocks.0, but not blocks.0.mlp."""
-SAME = 1e-6
-"""Logarithms that differ by less are one factor: bounds are proven to far more digits, and shown with four."""
-
-
-@dataclass(frozen=True)
-class BlockRow:
-    """A module, or a single layer outside all. after: the constant from pixels to output."""
-
-    name: str
-    kind: str
-    constant: Real
-    after: Real
-
-    def holds(self, other: BlockRow) -> bool:
-        return other.name.startswith(f"{self.name}.")
-
-
-def block_rows(bound: NetworkBound) -> list[BlockRow]:
-    """Return all blocks and layers outside them, without modules that are their parts' product."""
-    blocks = [
-        BlockRow(path, kind, block_constant(before, after), after)
-        for path, kind, before, after in bound.blocks
-        if path and path.count(".") <= DEEPEST
-    ]
-    named = {row.name for row in blocks}
-    single = [
-        BlockRow(charge.path, charge.kind, charge.constant, charge.cumulative)
-        for charge in bound.charges
-        if charge.path.count(".") == 0 and charge.path not in named
-    ]
-    place = {charge.path: number for number, charge in enumerate(bound.charges)}
-    chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
-    chosen.sort(
-        key=lambda row: max(
-            (place[path] for path in place if _is_within(path, row.name)), default=-1
-        )
-    )
-    return chosen + _last_map_row(bound, chosen)
-
-
-def show_blocks(bound: NetworkBound, sink: Sink) -> None:
-    shown = block_rows(bound)
-    whole = abs(bound.upper.log10()) if bound.upper.finite and bound.upper > 0.0 else 0.0
-    sink.table(
-        "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
-        ["block", "kind", "constant", "share", "cumulative"],
-        [
-            (row.name, row.kind, str(row.constant), _log_share(row, whole, shown), str(row.after))
-            for row in shown
-        ],
-    )
-
-
-def block_constant(before: Real, after: Real) -> Real:
-    return after / before if before.finite and after.finite and float(before) > 0 else after
-
-
-def _last_map_row(bound: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
-    """Return the last linear map's row, charged after all others: it waits for class pairs."""
-    if not (bound.charges and bound.upper.finite and chosen):
-        return []
-    before = chosen[-1].after
-    last = bound.charges[-1]
-    if (
-        not (before.finite and before > 0.0 and bound.upper > 0.0)
-        or abs((bound.upper / before).log10()) < SAME
-    ):
-        return []
-    return [BlockRow(last.path, last.kind, bound.upper / before, bound.upper)]
-
-
-def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:
-    inner = [part for part in blocks if row.holds(part)]
-    outermost = [part for part in inner if not any(other.holds(part) for other in inner)]
-    constants = [part.constant for part in outermost]
-    if not constants or not all(
-        constant.finite and constant > 0.0 for constant in (row.constant, *constants)
-    ):
-        return False
-    return abs(row.constant.log10() - sum(constant.log10() for constant in constants)) < SAME
-
-
-def _is_within(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
-
-
-def _log_share(row: BlockRow, whole: float, shown: Sequence[BlockRow]) -> str:
-    """Return a row's share of the logarithm, "" for a module whose parts have rows of their own."""
-    inside = any(row.holds(other) and other.after <= row.after for other in shown)
-    if inside or whole < 1e-9 or not row.constant.finite or row.constant == 0.0:
-        return ""
-    return percent(row.constant.log10() / whole, 0)
 
 
 def bound_gate(audited: Audited, maximum: float | None) -> Gate:
