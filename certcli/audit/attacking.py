@@ -12,7 +12,7 @@ from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.attack.summary import robust_curve
-from certcli.audit.findings import ROBUST, AuditFindings, Key
+from certcli.audit.gates import ROBUST, AuditFindings, Key
 from certcli.audit.judging import dataset_of, first_in_turn
 from certcli.audit.schedule import Stage
 from certcli.evaluation.perturbation import growing

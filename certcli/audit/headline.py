@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan
 from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnitude
 from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of

@@ -10,10 +10,9 @@ from torch import nn
 from certcli.audit import judging, schedule
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.findings import AuditFindings
-from certcli.audit.judging import Classifying
+from certcli.audit.gates import AuditFindings
+from certcli.audit.judging import Classifying, Measuring, Proving
 from certcli.audit.plan import AUTO, AuditPlan
-from certcli.audit.proving import Measuring, Proving
 from certcli.audit.schedule import CAREFUL, Stage
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.findings import AuditFindings, Key
+from certcli.audit.gates import AuditFindings, Key
 from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images

@@ -7,11 +7,9 @@ import torch
 
 from certcli.attack.settings import AttackSettings
 from certcli.audit.attacking import Attacking, PatchAttacking
-from certcli.audit.findings import AuditFindings
-from certcli.audit.gates import waits_for
-from certcli.audit.judging import Certifying
+from certcli.audit.gates import AuditFindings, waits_for
+from certcli.audit.judging import Certifying, Proving
 from certcli.audit.plan import AuditPlan
-from certcli.audit.proving import Proving
 from certcli.audit.schedule import FIRST, Stage
 from certcli.certify.certificate import Certifier
 from certcli.certify.hopeless import is_useful, why_hopeless

@@ -3,7 +3,7 @@
 import math
 import shlex
 
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.hopeless import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of

@@ -13,7 +13,7 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
 from certcli.api.results import AuditReport
 from certcli.audit import gates, summary_text
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.audit.summary_text import magnitude, next_steps, verdict_sentences

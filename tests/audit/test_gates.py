@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from certcli.audit import gates
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.verdicts import Sample
 from certcli.report.document import Share

@@ -9,9 +9,9 @@ import torch
 
 from certcli.audit import schedule
 from certcli.audit.clock import Clock
-from certcli.audit.findings import AuditFindings, Key
+from certcli.audit.gates import AuditFindings, Key
+from certcli.audit.judging import Proving
 from certcli.audit.plan import AuditPlan
-from certcli.audit.proving import Proving
 from certcli.audit.schedule import Stage
 from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint

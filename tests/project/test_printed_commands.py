@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.audit.summary_text import next_steps
 from certcli.cli.main import program

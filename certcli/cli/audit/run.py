@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from certcli.audit import document_builder, evidence
+from certcli.audit import document_builder
 from certcli.audit.clock import Clock
-from certcli.audit.findings import AuditFindings
-from certcli.audit.pictures import pictures_of
+from certcli.audit.document_builder import pictures_of
+from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
@@ -294,4 +294,4 @@ def _write_reports(
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))
-    output.write_evidence(evidence.with_evidence(checkpoint, document, plan.seed), sink)
+    output.write_evidence(document_builder.with_evidence(checkpoint, document, plan.seed), sink)

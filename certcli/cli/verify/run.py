@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec import UNSET
 
-from certcli.audit.evidence import with_evidence
+from certcli.audit.document_builder import with_evidence
 from certcli.certify import around
 from certcli.certify.around import Around, AroundImages, NearImage
 from certcli.certify.methods import certify_images, options_of_method, prepare_method
