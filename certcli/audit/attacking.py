@@ -59,6 +59,7 @@ class Attacking(Stage):
 
     name = "attack"
     doing = "attacks"
+    owed = True
     first = 1
     few = 3
 

@@ -15,6 +15,10 @@ from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
+WRITING = 0.2
+"""Seconds of work that writing takes at least: on a busy machine more than its share of the budget."""
+OWED = 0.25
+"""Of the budget, beyond it: for the first attacked images and the bound, without which there is no answer."""
 PREPARING = 0.4
 """Share of the budget after which images without labels get no further answers."""
 AGAIN = 5.0
@@ -64,7 +68,16 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds for work: the end of the budget belongs to writing."""
-        return max(0.0, self.budget * (1 - FINISHING) - self.spent)
+        return max(0.0, self.budget - self._writing - self.spent)
+
+    @property
+    def owed(self) -> float:
+        """Seconds for what the answer cannot do without, where its start has taken the time."""
+        return max(0.0, self.budget * (1 + OWED) - self._writing - self.spent)
+
+    @property
+    def _writing(self) -> float:
+        return max(FINISHING * self.budget, WRITING * self.pace)
 
     @property
     def pressed(self) -> bool:

@@ -167,6 +167,7 @@ class Proving(Stage):
 
     name = "bound"
     doing = "proven bound"
+    owed = True
     gain = 1.0
     double: PixelModel | None = None
     network: NetworkBound | None = None
@@ -235,6 +236,7 @@ class Classifying(Stage):
 
     name = CLEAN
     doing = "clean accuracy"
+    owed = True
 
     def __init__(self, model: PixelModel, images: Images, largest: int, team: Team = ALONE) -> None:
         super().__init__(images, largest, 0.0, team)

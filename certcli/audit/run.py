@@ -44,7 +44,10 @@ CLASSIFIED = 32
 SURE = 2 / 3
 """Share of right answers from which on labels and reading of the network are not asked about."""
 NEXT_TO_NOTHING = 0.05
-"""Of the time left, that further images are classified for before all other work."""
+"""Of the time left, that further images are classified for before all other work; and of the budget, for which images
+are read beyond the time of preparations."""
+ANSWER = 60.0
+"""Forward passes that the first attacked image and the bound take, about."""
 
 
 def run(
@@ -91,7 +94,8 @@ def run(
     clean = None
     if images is not None:
         tell(Classifying.doing)
-        clean = _classify_first(checkpoint, model, images, plan, clock, findings)
+        images = _read_in_time(images, clock)
+        clean = _classify_first(checkpoint, model, images, plan, clock, findings, forward)
     proving = Proving(model, checkpoint.record.classes, forward, team)
     measured = calibration() if images is None else images
     stages: list[Stage] = [proving, Measuring(model, measured, plan.seed, forward, team)]
@@ -125,6 +129,21 @@ def run(
         for stage in dict.fromkeys([*stages, *([] if clean is None else [clean])]):
             stage.write_down(findings)
     return findings
+
+
+def _read_in_time(images: Images, clock: Clock) -> Images:
+    """Return the first images, in turn, that are read within the time of preparations; of several
+    processes, which read them together before, all.
+    """
+    if clock.team.several:
+        return images
+    began = clock.spent
+    rows: list[tuple[int, str, str]] = []
+    for start in range(0, len(images), CLASSIFIED):
+        rows += images.digests_at(range(start, min(start + CLASSIFIED, len(images))))
+        if clock.pressed and clock.spent - began > NEXT_TO_NOTHING * clock.budget:
+            break
+    return images.select(range(len(rows))).with_digests(rows)
 
 
 @torch.no_grad()
@@ -168,12 +187,19 @@ def _classify_first(
     plan: AuditPlan,
     clock: Clock,
     findings: AuditFindings,
+    forward: float,
 ) -> Classifying:
     """Classify the first images, and ask whether labels and network fit each other.
 
     Further ones follow at once where that costs next to nothing, or few answers are right: then it
-    is not known yet whether the rest is worth its time.
+    is not known yet whether the rest is worth its time. Neither takes the time of a first answer.
+
+    forward: seconds of work of a forward pass of an image.
     """
+
+    def spare() -> float:
+        return max(0.0, clock.left - CAREFUL * ANSWER * forward * clock.pace)
+
     findings.dataset, findings.images, findings.sample = (
         judging.dataset_of(images),
         images,
@@ -184,10 +210,10 @@ def _classify_first(
     def goes_on() -> bool:
         unsure = sum(clean.right) < SURE * clean.count
         share = 0.5 if unsure else NEXT_TO_NOTHING
-        return not clean.tries or CAREFUL * clean.price * clock.pace <= share * clock.left
+        return not clean.tries or CAREFUL * clean.price * clock.pace <= share * spare()
 
     while clean.rest and not clean.broken and clock.team.agree(goes_on):
-        clean.go(clock, clock.team.agree(lambda: clock.left))
+        clean.go(clock, clock.team.agree(lambda: clock.left if clean.tries else clock.owed))
     right = clean.right
     chance = chance_doubt(sum(right), len(right), checkpoint.record.classes) if right else None
     permuted = None
@@ -198,7 +224,7 @@ def _classify_first(
     if right and permuted is None and checkpoint.record.foreign and clock.team.leads:
         # about chance, no stage follows that would need the time
         share = 0.1 if chance is None else 0.5
-        with contextlib.suppress(OutOfTime), EndsAfter(share * clock.left):
+        with contextlib.suppress(OutOfTime), EndsAfter(share * spare()):
             if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
                 findings.doubts.append(order)
             else:

@@ -86,6 +86,8 @@ class Stage:
         doing: for the progress.
         proven: whether its shares are proofs.
         optional: whether the audit goes on where it is refused.
+        owed: whether an answer needs its first unit, for which a budget may be overdrawn
+            (`Clock.owed`).
         refusal: why it is not done, whatever the time.
         broken: whether the last unit was broken off, which does not count.
         rows: of each image so far.
@@ -100,6 +102,7 @@ class Stage:
     doing: str
     proven = False
     optional = False
+    owed = False
     refusal: str | None = None
     broken = False
     first = FIRST
@@ -261,6 +264,9 @@ def _next_unit(
     def wall(stage: Stage) -> float:
         return CAREFUL * stage.price * clock.pace
 
+    def limit(stage: Stage) -> float:
+        return clock.owed if stage.owed and not stage.tries else time_left
+
     def over(stage: Stage) -> bool:
         return stage.tries > 0 or stage.refusal is not None or wall(stage) > time_left
 
@@ -269,7 +275,7 @@ def _next_unit(
     ready = [stage for stage in eager if all(map(over, stage.after))]
     new = [stage for stage in ready if not stage.tries]
     barred = [(stages.index(stage), why) for stage in new if (why := stage.barred()) is not None]
-    fitting = [stage for stage in ready if wall(stage) <= time_left]
+    fitting = [stage for stage in ready if wall(stage) <= limit(stage)]
     if barred or not fitting:
         return barred, None, 0.0
     first = [stage for stage in fitting if stage.begins]
@@ -280,4 +286,4 @@ def _next_unit(
     prices = [wall(stage) for stage in eager if not stage.tries and stage is not best]
     others = sum(price for price in prices if price <= time_left)
     enough = UNSURE * wall(best) + GRACE * clock.pace
-    return [], stages.index(best), min(time_left, max(enough, time_left - others))
+    return [], stages.index(best), min(limit(best), max(enough, time_left - others))

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from certcli.audit import run as audit_run
 from certcli.audit import schedule
 from certcli.audit.clock import Clock
 from certcli.audit.gates import AuditFindings, Key
@@ -255,3 +256,41 @@ def test_seconds_are_those_of_the_process_where_the_machine_is_busy() -> None:
     threads.on_cpu = False  # another device: the CPU waits
     alone.wall += 9.0
     assert threads.computed() == pytest.approx(10.01)
+
+
+@pytest.mark.parametrize(("cost", "begun"), [(0.1, ["attack"]), (1.0, [])])
+def test_where_the_start_takes_the_time_an_answer_gets_its_first_unit_and_no_more(
+    cost: float, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget is overdrawn by a quarter at most, and only by what fits into that by its forecast."""
+    machine = Machine(30.0)
+    attack = Toy(machine, "attack", cost)
+    attack.owed = True
+    attack.first = 1
+    other = Toy(machine, "smoothing", 0.01)
+    monkeypatch.setattr(schedule, "run_by_team", machine.together)
+    clock = machine.clock(60.0)
+    machine.work(2.0)
+    schedule.run_stages([other, attack], clock, lambda stage: False)
+    assert machine.log == begun
+    assert clock.spent <= 75.0
+
+
+def test_images_that_are_read_slowly_are_the_first_ones(workshop: Path) -> None:
+    """Decoding two hundred photographs may take a busy machine's whole budget."""
+    record = Checkpoint.read(workshop / "certified.safetensors").record
+    images = datasets.load_dataset("digits", record.input, "test").in_turn(0)
+    machine = Machine(30.0)
+    clock = machine.clock(60.0)
+    digests_at = images.digests_at
+
+    def slow(positions: Sequence[int]) -> list[tuple[int, str, str]]:
+        machine.work(0.01 * len(positions))
+        return digests_at(positions)
+
+    images.__dict__["digests_at"] = slow
+    few = audit_run._read_in_time(images, clock)
+    assert few.indices.tolist() == images.indices.tolist()[: len(few)]
+    assert 32 <= len(few) < len(images)
+    assert few.digest == images.select(range(len(few))).digest
+    assert clock.spent < 60.0

@@ -81,6 +81,7 @@ def report_audit(
         findings = run(checkpoint, images, calibration, plan, device, clock, tell)
     if not team().leads:
         return
+    images = findings.images
     if images is not None:
         findings.seen = training_images.doubts(checkpoint.record, images)[1]
         findings.seen += inputs.differing_answers(checkpoint, images)
