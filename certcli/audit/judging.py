@@ -348,7 +348,7 @@ class Certifying(Stage):
         }
         return {
             "arithmetic": certifier.arithmetic,
-            "title": certifier.title,
+            "title": certifier.title_of(self.rows),
             "statement": certifier.statement,
             "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),
