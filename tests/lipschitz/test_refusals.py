@@ -193,6 +193,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
     "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
+    "other precision": (
+        lambda: Net(lambda m, x: x.to(torch.bfloat16)),
+        "conversion to torch.bfloat16",
+    ),
+    "division by a length of 0": (
+        lambda: Net(lambda m, x: functional.normalize(x, eps=0.0)),
+        "norm",
+    ),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "norm of groups without eps": (lambda: nn.GroupNorm(1, 2, eps=0.0), "eps"),
     "norm of another width": (
