@@ -1,4 +1,6 @@
-"""What `--help` shows, which names the shell completes, and what `doctor` finds."""
+"""Help, defaults from files, and the order of classes: what is said before a run is what the run
+does.
+"""
 
 import builtins
 import re
@@ -9,17 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer import rich_utils
 from typer.models import OptionInfo
 
 from certcli.attack.torchattacks_spec import torchattacks_library
+from certcli.audit.plan import AuditPlan
 from certcli.certify.methods import METHODS
+from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
+from certcli.cli.audit.command import AuditOptions
 from certcli.cli.doctor import command
 from certcli.cli.main import COMMANDS, program
 from certcli.cli.shared.command import info_of, spelling
+from certcli.images import datasets
 from certcli.system.errors import UsageError
-from tests.helpers.commands import console, document
+from tests.helpers.commands import attempt, certvit, console, document
 
 
 def test_audit_comes_first() -> None:
@@ -120,3 +127,129 @@ def test_without_torchattacks_one_line_says_what_needs_it(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="torchattacks, which is not installed") as refused:
         torchattacks_library()
     assert "pip install" in refused.value.hint
+
+
+PYPROJECT = (
+    '[tool.certvit.audit]\nlimit = 7\nsigma = 0.25\nfail-on = ["clean<0.1"]\n[tool.other]\nx = 1\n'
+)
+
+
+class Seen(Exception):
+    """What an audit was asked for, raised before any work."""
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Run `certvit audit` in a folder, and return (what it asks for, its gates, its images)."""
+    found: dict[str, Any] = {}
+
+    def plan(self: AuditOptions, seed: int, batch_size: int, limit: int | None) -> AuditPlan:
+        found.update(
+            radii=self.epsilon,
+            sigma=self.sigma,
+            seed=seed,
+            batch_size=batch_size,
+            attacks=self.attacks,
+        )
+        found.update(gates=self.fail_on, budget=self.time_budget, limit=limit)
+        raise Seen
+
+    monkeypatch.setattr(AuditOptions, "plan", plan)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "m.safetensors").touch()  # a path is looked at before the settings
+
+    def run(*words: str) -> dict[str, Any]:
+        outcome = attempt("audit", "m.safetensors", *words)
+        assert isinstance(outcome.exception, Seen), (outcome.output, outcome.exception)
+        return found
+
+    return run
+
+
+def test_precedence(asked: Any, tmp_path: Path) -> None:
+    assert asked()["sigma"] is None
+    (tmp_path / "pyproject.toml").write_text(PYPROJECT)
+    found = asked()
+    assert (found["sigma"], found["gates"], found["budget"]) == (0.25, ["clean<0.1"], "2m")
+    (tmp_path / "certvit.toml").write_text(
+        '[audit]\nsigma = "1/8"\ntime-budget = "9s"\nepsilon = [0.1, "36/255"]\nseed = 3\n'
+    )
+    found = asked()
+    assert (found["sigma"], found["budget"], found["seed"]) == (0.125, "9s", 3)
+    assert found["radii"] == [0.1, 36 / 255]
+    assert found["gates"] == ["clean<0.1"]  # key by key: the other file's still holds
+    found = asked("--sigma", "0.5", "--fail-on", "upper>3", "-e", "1")
+    assert (found["sigma"], found["gates"], found["radii"]) == (0.5, ["upper>3"], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "told", "hint"),
+    [
+        ("[audit]\ntime-buget = '1m'", "no setting 'time-buget'", "did you mean 'time-budget'"),
+        ("[audt]\nlimit = 3", "no settings for 'audt'", "did you mean 'audit'"),
+        ("[audit]\noutput = 'x.safetensors'", "no setting 'output'", ""),
+        ("[audit]\nforce = true", "no setting 'force'", ""),
+        ("[audit]\nlimit = 'many'", "[audit] limit: ", "certvit audit --help"),
+        ("[audit]\nlimit = true", "bool is no value", ""),
+        ("[audit]\nepsilon = [[1]]", "list is no value", ""),
+        ("audit = 3", "no table", ""),
+        ("[audit\n", "cannot be read", "TOML"),
+    ],
+)
+def test_wrong_settings_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, told: str, hint: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certvit.toml").write_text(text)
+    outcome = attempt("audit", "m.safetensors")
+    assert isinstance(outcome.exception, UsageError), outcome.exception
+    assert "certvit.toml" in outcome.exception.message
+    assert told in outcome.exception.message
+    assert hint in outcome.exception.hint
+    other = attempt("log", "m.safetensors")  # other commands do not read them
+    assert not isinstance(other.exception, UsageError)
+
+
+def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "certvit.toml").mkdir()
+    outcome = attempt("audit", "m.safetensors")
+    assert isinstance(outcome.exception, UsageError), outcome.exception
+    assert "certvit.toml cannot be read: it is no regular file" in outcome.exception.message
+
+
+PER_CLASS = 12
+
+
+@pytest.fixture(scope="module")
+def numbered(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Digits in folders c1 to c10, which torchvision and timm number differently."""
+    folder = tmp_path_factory.mktemp("numbered")
+    spec = Checkpoint.read(workshop / "plain.safetensors").record.input
+    digits = datasets.load_dataset("digits", spec, "test")
+    pixels, labels = digits.tensors()
+    for label in range(10):
+        (inside := folder / f"c{label + 1}").mkdir()
+        for place, image in enumerate(pixels[labels == label][:PER_CLASS]):
+            grey = (image[0] * 255).round().byte().numpy()
+            Image.fromarray(grey).save(inside / f"{place:02}.png")
+    return folder
+
+
+ORDER = "classes are numbered by name, capitals first, as torchvision has them"
+NUMBERED = {
+    "certify": ("--method", "lipschitz", "-e", 0.01),
+    "attack": ("-a", "fgsm", "-e", 0.01, "--no-checks"),
+    "finetune": ("--epochs", 1, "--loss", "ce", "--lr", 1e-9),
+}
+
+
+@pytest.mark.parametrize("command", NUMBERED)
+def test_a_permutation_of_the_classes_is_named(
+    command: str, workshop: Path, numbered: Path, tmp_path: Path
+) -> None:
+    words = [*NUMBERED[command], "--dataset", numbered, "-o", tmp_path / "o.safetensors"]
+    said = certvit(command, workshop / "plain.safetensors", *words).stderr
+    assert ORDER in " ".join(said.split())
+    if command != "finetune":
+        assert "if the classes are numbered in another order (c10 " in " ".join(said.split())
