@@ -14,26 +14,13 @@ from torch import Tensor
 
 from certcli.audit import gates, headline, summary_text
 from certcli.audit.clock import Clock
-from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
-from certcli.evaluation.image_doubts import accuracy_doubts
-from certcli.evaluation.radii import attacked_radius
+from certcli.evaluation import image_doubts, radii
 from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
-from certcli.report.document import (
-    AttackShares,
-    Audit,
-    CertifiedShares,
-    Dataset,
-    LineageStep,
-    Machine,
-    Network,
-    PatchShares,
-    to_json,
-)
-from certcli.report.page import LARGEST, Figure, Gallery, data_uri, triple
+from certcli.report import document, page
 from certcli.system.reading import is_absent
 
 LEFT_OUT = (
@@ -44,18 +31,20 @@ LEFT_OUT = (
 
 def compose(
     checkpoint: OpenCheckpoint,
-    findings: AuditFindings,
+    findings: gates.AuditFindings,
     plan: AuditPlan,
     clock: Clock,
     typed: Typed,
     device: torch.device,
-) -> Audit:
+) -> document.Audit:
     """Return the document. Its commands are the ones to type, unless the plan is anonymous."""
     record = checkpoint.record
     size = checkpoint.record.input.size
     clean = findings.clean
     doubts = [*findings.seen, *checkpoint.reading.doubts]
-    doubts += [] if clean is None else accuracy_doubts(clean.hits, clean.images, checkpoint)
+    doubts += (
+        [] if clean is None else image_doubts.accuracy_doubts(clean.hits, clean.images, checkpoint)
+    )
     named = typed.anonymous()
     shown = named if plan.anonymous else typed
     same = (
@@ -72,11 +61,11 @@ def compose(
     fields: dict[str, Any] = {name: getattr(findings, name) for name in (*same, "attention_weight")}
     if findings.own:
         fields["clean"] = None
-    return Audit(
+    return document.Audit(
         schema=1,
         command="audit",
         checkpoint=checkpoint.digest,
-        network=Network(
+        network=document.Network(
             name=named.source.removeprefix("./"),
             arch=record.arch,
             classes=record.classes,
@@ -96,7 +85,7 @@ def compose(
         next=summary_text.next_steps(findings, plan, shown),
         gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
-            LineageStep(
+            document.LineageStep(
                 command=step.command, parameters=step.shown, seed=step.seed, parent=step.parent
             )
             for step in record.lineage
@@ -107,7 +96,7 @@ def compose(
         computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
-        machine=Machine(
+        machine=document.Machine(
             cpu="" if plan.anonymous else processor(),
             threads=torch.get_num_threads(),
             device=str(device),
@@ -152,49 +141,49 @@ EACH = "Each: the image, what changes (around grey, magnified), the changed imag
 
 
 def pictures_of(
-    findings: AuditFindings, names: Sequence[str], anonymous: bool = False
-) -> dict[str, Gallery]:
+    findings: gates.AuditFindings, names: Sequence[str], anonymous: bool = False
+) -> dict[str, page.Gallery]:
     """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled").
 
     anonymous: without the names of files.
     """
     images = None if anonymous else findings.images
-    galleries: dict[str, Gallery] = {}
-    examples: list[Figure] = []
+    galleries: dict[str, page.Gallery] = {}
+    examples: list[page.Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
         before, after = findings.patched_pair
         size = findings.patch_attack.patch.replace("x", " x ")
         pair = [
-            (data_uri(before), "an image"),
-            (data_uri(after), f"the image with a patch of {size} pixels"),
+            (page.data_uri(before), "an image"),
+            (page.data_uri(after), f"the image with a patch of {size} pixels"),
         ]
         caption = f"A patch of {size} pixels: at this place it changes the class that the network gives without masks."
-        examples.append(Figure(caption, pair, _large(before)))
+        examples.append(page.Figure(caption, pair, _large(before)))
     if examples:
-        galleries["patch"] = Gallery("What such a patch looks like", "", examples)
+        galleries["patch"] = page.Gallery("What such a patch looks like", "", examples)
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
-        galleries["first"] = Gallery("", "", [_first_figure(shown, names)])
+        galleries["first"] = page.Gallery("", "", [_first_figure(shown, names)])
         fooled = [_fooled(row, names, images) for row in findings.exhibits]
-        galleries["fooled"] = Gallery("Images that were fooled", EACH, fooled)
+        galleries["fooled"] = page.Gallery("Images that were fooled", EACH, fooled)
     return galleries
 
 
-def _first_figure(row: Any, names: Sequence[str]) -> Figure:
+def _first_figure(row: Any, names: Sequence[str]) -> page.Figure:
     """Return one image and its changed copy, with both answers."""
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
-    caption = f"An image, and a copy changed by l2 {attacked_radius(row.norm, 3)}.{files}"
+    caption = f"An image, and a copy changed by l2 {radii.attacked_radius(row.norm, 3)}.{files}"
     pair = [
-        (data_uri(row.image), f"answer: {before}"),
-        (data_uri(row.adversarial), f"answer: {after}"),
+        (page.data_uri(row.image), f"answer: {before}"),
+        (page.data_uri(row.adversarial), f"answer: {after}"),
     ]
-    return Figure(caption, pair, _large(row.image))
+    return page.Figure(caption, pair, _large(row.image))
 
 
-def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
-    uris, factor = triple(row.image, row.adversarial)
+def _fooled(row: Any, names: Sequence[str], images: Images | None) -> page.Figure:
+    uris, factor = page.triple(row.image, row.adversarial)
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     image = f"image {row.index}" if images is None else images.named(row.index)
@@ -204,15 +193,18 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> Figure:
         f"changed image, classified {after}",
     )
     files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
-    caption = f"{image}: {before}, then {after} ({files}); l2 {attacked_radius(row.norm, 3)}, change shown {factor:.3g} times"
-    return Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
+    length = radii.attacked_radius(row.norm, 3)
+    caption = (
+        f"{image}: {before}, then {after} ({files}); l2 {length}, change shown {factor:.3g} times"
+    )
+    return page.Figure(caption, list(zip(uris, words, strict=True)), _large(row.image))
 
 
 def _large(image: Tensor) -> bool:
-    return max(image.shape[1:]) > LARGEST // 2
+    return max(image.shape[1:]) > page.LARGEST // 2
 
 
-def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint:
+def with_evidence(checkpoint: Checkpoint, audit: document.Audit, seed: int) -> Checkpoint:
     """Return the same tensors with entries of lipschitz, certify (the best method last) and attack."""
     if audit.bound is not None:
         result = {
@@ -224,7 +216,9 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
         }
         about: dict[str, Any] = {"images": 0 if audit.slope is None else audit.slope.images}
         checkpoint = checkpoint.with_evidence("lipschitz", about, result)
-    shares: list[CertifiedShares | PatchShares] = [*sorted(audit.certificates, key=_worth)]
+    shares: list[document.CertifiedShares | document.PatchShares] = [
+        *sorted(audit.certificates, key=_worth)
+    ]
     shares += [] if audit.patched is None else [audit.patched]
     for shares_of in shares:
         result = _certify_entry(shares_of)
@@ -246,18 +240,18 @@ def with_evidence(checkpoint: Checkpoint, audit: Audit, seed: int) -> Checkpoint
     return checkpoint
 
 
-def _images_entry(dataset: Dataset) -> dict[str, Any]:
+def _images_entry(dataset: document.Dataset) -> dict[str, Any]:
     return {"dataset": dataset.name, "split": dataset.split}
 
 
-def _worth(shares: CertifiedShares) -> tuple[bool, float]:
+def _worth(shares: document.CertifiedShares) -> tuple[bool, float]:
     """Proofs that certify something come last, those that certify nothing first."""
     best = max((share.share for share in shares.certified.values()), default=0.0)
     return shares.failure == 0 and best > 0, best
 
 
-def _certify_entry(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
-    if isinstance(shares, PatchShares):
+def _certify_entry(shares: document.CertifiedShares | document.PatchShares) -> dict[str, Any]:
+    if isinstance(shares, document.PatchShares):
         special: dict[str, Any] = {"method": "patch", "failure": 0.0, "promise": "proof"}
     else:
         special = {
@@ -265,7 +259,7 @@ def _certify_entry(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
             for name in ("method", "failure", "promise", "average_radius")
         }
     return special | {
-        "dataset": to_json(shares.dataset),
+        "dataset": document.to_json(shares.dataset),
         "clean": shares.clean.share,
         "certified": {size: share.share for size, share in shares.certified.items()},
         "images": shares.clean.images,
@@ -274,10 +268,10 @@ def _certify_entry(shares: CertifiedShares | PatchShares) -> dict[str, Any]:
     }
 
 
-def _attack_entry(shares: AttackShares) -> dict[str, Any]:
+def _attack_entry(shares: document.AttackShares) -> dict[str, Any]:
     first = next(iter(shares.robust))
     return {
-        "dataset": to_json(shares.dataset),
+        "dataset": document.to_json(shares.dataset),
         "clean": shares.clean.share,
         "robust": shares.robust[first].share,
         "epsilon": float(first),

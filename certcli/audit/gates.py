@@ -18,10 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.evaluation.choices import Precision
-from certcli.evaluation.intervals import FEW, interval_text
-from certcli.evaluation.radii import proven_percent, radius_key
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import choices, intervals, radii, threat
 from certcli.evaluation.verdicts import (
     FAILED,
     PASSED,
@@ -47,8 +44,7 @@ from certcli.report.document import (
     Skipped,
     Slope,
 )
-from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system import errors, registry
 
 CLEAN = "clean"
 ROBUST = "robust"
@@ -94,7 +90,7 @@ class AuditFindings:
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     samples: dict[Key, Sample] = field(default_factory=dict)
-    precision: Precision = "float32"
+    precision: choices.Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -183,31 +179,32 @@ def parse_gate(text: str) -> FailOn:
     """Return the gate of an expression; UsageError names the mistake and the likely correction."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
     quantity = match["quantity"]
     sign = match["sign"]
     if quantity not in QUANTITIES:
-        raise UsageError(
-            f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES)
+        raise errors.UsageError(
+            f"--fail-on '{text}': unknown quantity '{quantity}'",
+            registry.one_of(quantity, QUANTITIES),
         )
     size = match["radius"] or match["patch"]
     if quantity == AGAINST:
         if size is None:
-            raise UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
-        Threat.read(size, "patch")
+            raise errors.UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
+        threat.Threat.read(size, "patch")
     elif match["patch"] is not None:
-        raise UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
         mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
-        raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
-        raise UsageError(
+        raise errors.UsageError(
             f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?"
         )
     value = _gate_number(match["value"], text)
     if quantity != "upper" and value > 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"--fail-on '{text}': {value:g} is no share of the images", "0.4 means 40 %"
         )
     name = " ".join(text.split())
@@ -222,7 +219,7 @@ def _gate_number(text: str, gate: str) -> float:
     divisor = float(below) if below else 1.0
     number = float(above) / divisor if divisor else math.inf
     if not math.isfinite(number):
-        raise UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
     return number
 
 
@@ -255,7 +252,7 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
     if gate.quantity in ("certified", "proven"):
         return (
             stage not in (CLEAN, ROBUST, PATCHED)
-            and size == radius_key(gate.radius or 0.0)
+            and size == radii.radius_key(gate.radius or 0.0)
             and (proven or gate.quantity == "certified")
         )
     return gate.quantity == stage and key == _key(gate, image)
@@ -264,8 +261,8 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
 def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     """Return the key of the share that a gate of `clean`, `robust` or `patched` speaks of."""
     if gate.patch is not None:
-        return PATCHED, Threat.read(gate.patch, "patch", image).key
-    return gate.quantity, "" if gate.radius is None else radius_key(gate.radius)
+        return PATCHED, threat.Threat.read(gate.patch, "patch", image).key
+    return gate.quantity, "" if gate.radius is None else radii.radius_key(gate.radius)
 
 
 def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
@@ -328,8 +325,10 @@ def _measured_text(look: Look, images: int) -> str:
         images: of the table beside the gate; a look that decided earlier says "of the first 50".
     """
     first = "the first " if look.images < images else ""
-    percent = "" if look.images < FEW else f"{proven_percent(_share_of_look(look))}, "
-    between = f"({interval_text(look.hits, look.images, look.chance)} %)"
+    percent = (
+        "" if look.images < intervals.FEW else f"{radii.proven_percent(_share_of_look(look))}, "
+    )
+    between = f"({intervals.interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {first}{look.images} images {between}"
 
 
@@ -340,7 +339,7 @@ def _looks_of_gate(
     how many images its stage judged.
     """
     shares: list[tuple[Key, Share | None, str]] = []
-    at = radius_key(gate.radius or 0.0)
+    at = radii.radius_key(gate.radius or 0.0)
     if gate.quantity == CLEAN and findings.own:
         return []  # an answer is always the network's own
     if gate.quantity == CLEAN:

@@ -11,15 +11,11 @@ from typing import Any
 
 import torch
 
-from certcli.audit.gates import CLEAN, PATCHED, AuditFindings, Key
-from certcli.audit.schedule import Stage
+from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation.radii import power_of_ten, rounded_up
-from certcli.evaluation.record_lines import describe_images
-from certcli.evaluation.records import packed, unpacked
+from certcli.evaluation import radii, record_lines, records, verdicts
 from certcli.evaluation.threat import Threat
-from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.measured.estimate import measure
@@ -36,8 +32,7 @@ from certcli.report.document import (
     Share,
     Slope,
 )
-from certcli.system.errors import DataError
-from certcli.system.processes import ALONE, Team
+from certcli.system import errors, processes
 
 SLOPE_IMAGES = 8
 """Images at most on which a slope is measured."""
@@ -99,7 +94,7 @@ def drivers(proven: NetworkBound) -> str:
 
 def _round(log10: float) -> str:
     """Two digits: 1000, 0.35, 10^9."""
-    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
+    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else radii.power_of_ten(log10)
 
 
 def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
@@ -138,7 +133,7 @@ def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
         last = proven.blocks[-1][3] if proven.blocks else proven.upper
         pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
         name, kind, why = PENDING if pending else JOINED
-        size = rounded_up(10**rest, 4) if abs(rest) < 5 else power_of_ten(rest)
+        size = radii.rounded_up(10**rest, 4) if abs(rest) < 5 else radii.power_of_ten(rest)
         rows.append((Block(path=name, kind=kind, log10=rest, text=size, why=why), proven.upper))
     return rows
 
@@ -159,7 +154,7 @@ def _why(proven: NetworkBound, path: str) -> str:
     return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
 
 
-class Proving(Stage):
+class Proving(schedule.Stage):
     """The proven bound, by the leader: the only row.
 
     double, network: the float64 network and its bound.
@@ -172,7 +167,13 @@ class Proving(Stage):
     double: PixelModel | None = None
     network: NetworkBound | None = None
 
-    def __init__(self, model: PixelModel, classes: int, forward: float, team: Team = ALONE) -> None:
+    def __init__(
+        self,
+        model: PixelModel,
+        classes: int,
+        forward: float,
+        team: processes.Team = processes.ALONE,
+    ) -> None:
         super().__init__(range(1), 1, PROOF * forward, team)
         self.model = model
         self.classes = classes
@@ -182,7 +183,7 @@ class Proving(Stage):
         self.network = prove_network(self.double, self.classes)
         return [True]
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         assert self.network is not None
         findings.bound = global_bound(self.network, self.seconds)
 
@@ -190,14 +191,19 @@ class Proving(Stage):
         return f"its proof was {super().unfinished()}: it is unknown, not infinite"
 
 
-class Measuring(Stage):
+class Measuring(schedule.Stage):
     """The steepest slope at a few images."""
 
     name = "slope"
     doing = "slope"
 
     def __init__(
-        self, model: PixelModel, images: Images, seed: int, forward: float, team: Team = ALONE
+        self,
+        model: PixelModel,
+        images: Images,
+        seed: int,
+        forward: float,
+        team: processes.Team = processes.ALONE,
     ) -> None:
         few = images.select(range(min(SLOPE_IMAGES, len(images))))
         super().__init__(few, 1, SLOPE * forward, team)
@@ -213,7 +219,7 @@ class Measuring(Stage):
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         return [float(one.value) for one in measure(self.model, iter([pixels]), seed=self.seed)]
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.slope = Slope(
             lower=max(self.rows),
             images=self.count,
@@ -223,7 +229,7 @@ class Measuring(Stage):
 
 
 def dataset_of(images: Images) -> Dataset:
-    return Dataset(**describe_images(images))
+    return Dataset(**record_lines.describe_images(images))
 
 
 def first_in_turn(images: Images, count: int) -> Images:
@@ -231,14 +237,20 @@ def first_in_turn(images: Images, count: int) -> Images:
     return images.select(sorted(range(count), key=lambda position: int(images.indices[position])))
 
 
-class Classifying(Stage):
+class Classifying(schedule.Stage):
     """Predictions of the network without any change."""
 
-    name = CLEAN
+    name = gates.CLEAN
     doing = "clean accuracy"
     owed = True
 
-    def __init__(self, model: PixelModel, images: Images, largest: int, team: Team = ALONE) -> None:
+    def __init__(
+        self,
+        model: PixelModel,
+        images: Images,
+        largest: int,
+        team: processes.Team = processes.ALONE,
+    ) -> None:
         super().__init__(images, largest, 0.0, team)
         self.model = model
 
@@ -247,8 +259,8 @@ class Classifying(Stage):
         return [a == b for a, b in zip(self.rows, self.images.labels.tolist())]
 
     @property
-    def samples(self) -> dict[Key, Sample]:
-        return {(CLEAN, ""): Sample(self.right, len(self.images))}
+    def samples(self) -> dict[gates.Key, verdicts.Sample]:
+        return {(gates.CLEAN, ""): verdicts.Sample(self.right, len(self.images))}
 
     @torch.no_grad()
     def judge(self, positions: list[int]) -> list[int]:
@@ -257,18 +269,18 @@ class Classifying(Stage):
         self.images.expect_at(positions[-1] + 1, 2 * self.size)
         logits = self.model(sent(pixels, next(self.model.parameters()).device))
         if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
+            raise errors.DataError("the network gives NaN or infinite logits on these images")
         classes: list[int] = logits.argmax(1).tolist()
         return classes
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.clean = Share.of(sum(self.right), self.count)
         labelled = zip(self.images.indices.tolist(), self.images.labels.tolist(), self.rows)
         for index, label, prediction in labelled:
             findings.row(index, label)["prediction"] = prediction
 
 
-class Certifying(Stage):
+class Certifying(schedule.Stage):
     """Certificates of one method.
 
     Args:
@@ -288,7 +300,7 @@ class Certifying(Stage):
         threats: Sequence[Threat],
         each: float = 0.0,
         about: str = "the network itself",
-        team: Team = ALONE,
+        team: processes.Team = processes.ALONE,
     ) -> None:
         super().__init__(images, largest, each, team)
         self.name = name
@@ -300,10 +312,10 @@ class Certifying(Stage):
         self.about = about
 
     @property
-    def samples(self) -> dict[Key, Sample]:
-        name = PATCHED if self.name == "patch" else self.name
+    def samples(self) -> dict[gates.Key, verdicts.Sample]:
+        name = gates.PATCHED if self.name == "patch" else self.name
         return {
-            (name, threat.key): Sample(
+            (name, threat.key): verdicts.Sample(
                 [row.holds_at(threat) for row in self.rows], len(self.images)
             )
             for threat in self.threats
@@ -318,13 +330,13 @@ class Certifying(Stage):
 
     @staticmethod
     def pack(piece: Any) -> Any:
-        return packed(piece)
+        return records.packed(piece)
 
     def unpack(self, plain: Any) -> list[Certificate]:
         # a process without images has made no certifier
-        return unpacked(PatchCertificate if self.name == "patch" else Certificate, plain)
+        return records.unpacked(PatchCertificate if self.name == "patch" else Certificate, plain)
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         by_index = {row.index: findings.row(row.index, row.label) for row in self.rows}
         if self.name == "patch":
             findings.patched = self._patch_shares()

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
-from certcli.evaluation.choices import Pixels, Precision
+from certcli.evaluation import choices, records
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.records import require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 
@@ -48,8 +47,8 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: Precision | Literal["auto"] = AUTO
-    pixels: Pixels = FLOAT
+    precision: choices.Precision | Literal["auto"] = AUTO
+    pixels: choices.Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -65,11 +64,11 @@ class AuditPlan:
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
-        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
+        return records.require_radii([*self.radii, *self._at_gates("certified", "proven")])
 
     @property
     def attacked_radii(self) -> tuple[float, ...]:
-        return require_radii([*self.radii, *self._at_gates("robust")])
+        return records.require_radii([*self.radii, *self._at_gates("robust")])
 
     @property
     def tried_patches(self) -> list[str]:

@@ -10,27 +10,20 @@ from typing import Any, TypeVar
 
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.gates import AuditFindings, Key
-from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation import intervals, verdicts
 from certcli.images.labelled import Images
-from certcli.system.errors import (
-    ArchitectureError,
-    CertvitError,
-    DataError,
-    NoBoundError,
-    UsageError,
-)
-from certcli.system.processes import ALONE, Team
+from certcli.system import errors, processes
 
 Piece = TypeVar("Piece")
 REFUSALS = {
-    kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)
+    kind.__name__: kind
+    for kind in (errors.UsageError, errors.ArchitectureError, errors.NoBoundError, errors.DataError)
 }
 """Failures after which an audit continues without the stage, in all processes."""
 
 
 def run_by_team(
-    team: Team,
+    team: processes.Team,
     seconds: float,
     work: Callable[[], Piece],
     pack: Callable[[Piece], Any] = lambda piece: piece,
@@ -52,7 +45,7 @@ def run_by_team(
             mine = ["found", pack(work())]
     except OutOfTime:
         mine = ["over"]
-    except CertvitError as refusal:
+    except errors.CertvitError as refusal:
         if type(refusal).__name__ not in REFUSALS:
             raise
         mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
@@ -112,7 +105,11 @@ class Stage:
     seconds = 0.0
 
     def __init__(
-        self, images: Sequence[Any] | Images, largest: int, each: float, team: Team = ALONE
+        self,
+        images: Sequence[Any] | Images,
+        largest: int,
+        each: float,
+        team: processes.Team = processes.ALONE,
     ) -> None:
         self.images: Any = images
         self.largest = largest
@@ -154,7 +151,7 @@ class Stage:
         return _interval_width(self.count) - _interval_width(after)
 
     @property
-    def samples(self) -> dict[Key, Sample]:
+    def samples(self) -> dict[Key, verdicts.Sample]:
         """Outcomes of the images so far, for the gates."""
         return {}
 
@@ -230,7 +227,7 @@ class Stage:
 
 def _interval_width(images: int) -> float:
     """Return the width of the 95 % interval of a share of one half."""
-    low, high = share_interval(images // 2, images) if images else (0.0, 1.0)
+    low, high = intervals.share_interval(images // 2, images) if images else (0.0, 1.0)
     return high - low
 
 

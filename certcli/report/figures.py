@@ -17,8 +17,7 @@ from torch import Tensor
 
 from certcli.checkpoint.outputs import FIGURES
 from certcli.report.page import magnified
-from certcli.system.errors import plain_lines
-from certcli.system.files import atomic_file
+from certcli.system import errors, files
 
 
 def _exists(path: Any) -> bool:
@@ -91,13 +90,13 @@ def figure(path: Path, size: tuple[float, float], title: str = "") -> Iterator[A
             kind = FIGURES[path.suffix.lower()]
             # names of files: no control characters in SVG, no mathematics
             for text in canvas.findobj(Text):
-                text.set_text(plain_lines(text.get_text()).replace("$", r"\$"))
+                text.set_text(errors.plain_lines(text.get_text()).replace("$", r"\$"))
             undated = {
                 "png": {"Software": None},
                 "svg": {"Date": None},
                 "pdf": {"CreationDate": None},
             }
-            with atomic_file(path) as temporary:
+            with files.atomic_file(path) as temporary:
                 canvas.savefig(temporary, format=kind, metadata=undated[kind])
         finally:
             pyplot.close(canvas)

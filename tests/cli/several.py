@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from certcli.certify.lipschitz import LipschitzCertifier
-from certcli.cli.finetune import run as training
+from certcli.checkpoint import outputs
 from certcli.cli.main import run
 from certcli.finetune import shards
 from certcli.models.pixels import PixelModel
@@ -48,7 +48,7 @@ def kept(note: Path) -> Iterator[None]:
     """Inside the block training leaves its state behind, and says here what share of the weights it
     holds.
     """
-    discard = training.discard_state
+    discard = outputs.discard_state
     share_out = shards.share_out
 
     def weighed(model: PixelModel, *given: Any) -> None:
@@ -56,11 +56,11 @@ def kept(note: Path) -> Iterator[None]:
         held = [[shards.rows_here(weight).numel(), weight.numel()] for weight in model.parameters()]
         note.write_text(json.dumps([sum(column) for column in zip(*held, strict=True)]))
 
-    training.discard_state, shards.share_out = (lambda *_: None), weighed
+    outputs.discard_state, shards.share_out = (lambda *_: None), weighed
     try:
         yield
     finally:
-        training.discard_state, shards.share_out = discard, share_out
+        outputs.discard_state, shards.share_out = discard, share_out
 
 
 def run_plan(plan: list[list[str]], folder: Path) -> None:

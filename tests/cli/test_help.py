@@ -21,10 +21,10 @@ from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
 from certcli.cli.audit.command import AuditOptions
-from certcli.cli.doctor import command
 from certcli.cli.main import COMMANDS, program
 from certcli.cli.shared.command import info_of, spelling
 from certcli.images import datasets
+from certcli.system import interpreter
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit, console, document
 
@@ -109,7 +109,7 @@ def test_the_doctor_finds_what_breaks_a_program_without_certvit(
 ) -> None:
     """With what another process says that imports timm; `make install` asks a real one."""
     done = subprocess.CompletedProcess([], int(bool(said)), "", said)
-    monkeypatch.setattr(command, "run_isolated", lambda _: done)
+    monkeypatch.setattr(interpreter, "run_isolated", lambda _: done)
     found = document("doctor", code=7 if said else 0)
     parts = {part["part"]: part for part in found["parts"]}
     assert parts["torchvision"]["broken"] is bool(said)

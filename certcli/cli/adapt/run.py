@@ -22,12 +22,10 @@ from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import radii, training_images
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
-from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove_network
+from certcli.lipschitz import bound, network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.system import errors, reading
-from certcli.system.processes import team
+from certcli.system import errors, processes, reading
 
 PARTS = "Adapted parts, with their relative output error on the calibration images"
 PARTS_ALONE = "Adapted parts, with the change of the network's logits by each alone"
@@ -107,12 +105,12 @@ def make_adapter(
     """Return the adapter that the settings need; `choosing`: images that judge further changes."""
 
     if settings.refit:
-        return run.Adapter(checkpoint, settings, pixels, device, team())
-    keeper = keep.Keeper(checkpoint, settings, pixels, device, team())
+        return run.Adapter(checkpoint, settings, pixels, device, processes.team())
+    keeper = keep.Keeper(checkpoint, settings, pixels, device, processes.team())
     if choosing is not None and len(choosing):
         keeper.choose_by(
             ReferenceLogits(keeper.teacher, choosing.limit(MOST_CHOOSING, settings.seed))
-            if team().leads
+            if processes.team().leads
             else None
         )
     return keeper
@@ -130,7 +128,7 @@ def fit(
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if team().agree(lambda: resume and not reading.is_absent(state_path)):
+    if processes.team().agree(lambda: resume and not reading.is_absent(state_path)):
         adapter.restore(state.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
@@ -138,7 +136,7 @@ def fit(
     with sink.progress("adapt", total=adapter.steps) as bar:
         bar.advance(adapter.done)
         for record in adapter.run():
-            if team().leads:
+            if processes.team().leads:
                 state.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
@@ -226,10 +224,10 @@ def write_adapted(
     pixels = compact(batch for _, batch, _ in learnt.batches(32))
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
-    if not team().leads:
+    if not processes.team().leads:
         fit(adapter, state_path, mode.resume, locks, sink)
-        proves = team().rank == team().size - 1
-        team().everyone(
+        proves = processes.team().rank == processes.team().size - 1
+        processes.team().everyone(
             _bound_fields("upper_before", adapter.teacher, checkpoint) if proves else None
         )
         return
@@ -250,8 +248,10 @@ def write_adapted(
         refitted=settings.refit,
     )
     after = _bound_fields("upper_after", build.load(result, machine.pick()), checkpoint)
-    before = team().everyone(
-        None if team().several else _bound_fields("upper_before", adapter.teacher, checkpoint)
+    before = processes.team().everyone(
+        None
+        if processes.team().several
+        else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
     trade = trade_document(adapter.trade)
     inputs.say_wider(checkpoint, result, sink)
@@ -293,7 +293,7 @@ def write_adapted(
 def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
+    return bound.bound_document(network.prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

@@ -25,20 +25,11 @@ from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, record_lines
-from certcli.evaluation.intervals import number_of
-from certcli.evaluation.radii import (
-    attacked_percent,
-    attacked_radius,
-    percent_ends,
-    proven_radius,
-)
+from certcli.evaluation import evidence_schema, intervals, radii, record_lines
 from certcli.evaluation.records import RecordFile, digested
-from certcli.images.labelled import Images
-from certcli.images.names import names_of_classes
+from certcli.images import labelled, names
 from certcli.models import build, overrides
-from certcli.system.errors import CertvitError, UsageError
-from certcli.system.processes import require_one, team
+from certcli.system import errors, processes
 
 _BUG = (
     "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
@@ -51,7 +42,7 @@ class Session:
     """One run: the network, the images, and what is done. facts: for header and document."""
 
     checkpoint: Checkpoint
-    images: Images
+    images: labelled.Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
     certificates: Mapping[int, certified_radii.CertifiedImage] | None
@@ -83,9 +74,9 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         records_of: dict[int, list[AttackRecord]] = {}
         plan = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *plan, crafter, team().leads and results.keeps_images)
-        if not team().leads:
-            list(campaign.run(team=team()))
+        campaign = Campaign(model, *plan, crafter, processes.team().leads and results.keeps_images)
+        if not processes.team().leads:
+            list(campaign.run(team=processes.team()))
             return None
         with RecordFile(
             results.records,
@@ -101,7 +92,7 @@ class Session:
             flags: tuple[Flag, ...] = ()
             total = sum(map(len, self.tasks))
             with self.sink.progress("attack", total=total) as bar, PassCounter(model, bar) as work:
-                for number, rows in campaign.run(file, team()):
+                for number, rows in campaign.run(file, processes.team()):
                     records_of.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
                     if checks and not flags:
@@ -142,7 +133,7 @@ class Session:
         record = self.checkpoint.record
         _draw_fallen(
             examples.choose_exhibits(records_of[0]),
-            names_of_classes(record.classes, record.class_names, self.images.classes),
+            names.names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             name,
             self.images,
@@ -177,7 +168,9 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
     if findings.contradiction is not None:
         gate.demand(
             False,
-            CertvitError(f"certified above attacked: {findings.contradiction.measured}", _BUG),
+            errors.CertvitError(
+                f"certified above attacked: {findings.contradiction.measured}", _BUG
+            ),
         )
     if minimum is not None:
         first = findings.first
@@ -185,7 +178,7 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
             round(first.robust * first.images),
             first.images,
             minimum,
-            f"robust accuracy at {attacked_radius(first.epsilon)}",
+            f"robust accuracy at {radii.attacked_radius(first.epsilon)}",
             "--min-robust",
         )
 
@@ -198,8 +191,8 @@ def show_attacks(
     for part in findings.parts:
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {name: percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
+            between = {name: radii.percent_ends(ends) for name, ends in summary.intervals.items()}
+            radius = radii.attacked_radius(summary.epsilon) if part.own is None else "its own"
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -210,20 +203,22 @@ def show_attacks(
                 )
             )
             rows += [
-                ("", f"{name} ({order})", attacked_percent(share), between[name], "")
+                ("", f"{name} ({order})", radii.attacked_percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
-            nearest = "" if summary.median_norm is None else attacked_radius(summary.median_norm, 4)
+            nearest = (
+                "" if summary.median_norm is None else radii.attacked_radius(summary.median_norm, 4)
+            )
             rows.append(
                 (
                     "",
                     "all (worst case)",
-                    attacked_percent(summary.robust),
+                    radii.attacked_percent(summary.robust),
                     between["robust"],
                     nearest,
                 )
             )
-    title = f"{images}, {number_of(findings.first.images)}{', certified as their records say' if certified else ''}"
+    title = f"{images}, {intervals.number_of(findings.first.images)}{', certified as their records say' if certified else ''}"
     sink.table(
         title + (", crafted on another network" if transfer else ""),
         ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],
@@ -240,7 +235,7 @@ def show_attacks(
     for part in findings.parts:
         if part.own is not None:
             summary_text = "smallest {}, median {}, largest {}".format(
-                *(proven_radius(radius, 4) for radius in part.own)
+                *(radii.proven_radius(radius, 4) for radius in part.own)
             )
             sink.text(
                 f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
@@ -252,7 +247,7 @@ def _draw_fallen(
     classes: Sequence[str],
     path: Path,
     network: str,
-    images: Images,
+    images: labelled.Images,
 ) -> None:
     from certcli.report.figures import AttackedImage, draw_gallery
 
@@ -266,7 +261,7 @@ def _draw_fallen(
                 heading=f"image {record.index}, {network}",
                 before=classes[record.prediction],
                 after=after if record.as_8bit else f"{after} (not as 8 bits)",
-                norm=f"{record.kind} {attacked_radius(record.norm, 3)}",
+                norm=f"{record.kind} {radii.attacked_radius(record.norm, 3)}",
                 file=images.file_of.get(record.index, ""),
             )
         )
@@ -292,12 +287,14 @@ def report_attacks(
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
     results.check()
     if results.keeps_images:
-        require_one(
+        processes.require_one(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
         )
     output.claim(source, attacks, data, results)
     if patch_attacked.asks_for_patches(attacks, data, patches, results):
-        require_one("patches are looked for", "certvit attack --norm patch without torchrun")
+        processes.require_one(
+            "patches are looked for", "certvit attack --norm patch without torchrun"
+        )
         patch_attacked.attack_by_patches(
             source, attacks, data, patches, machine, results, output, talk.sink()
         )
@@ -312,7 +309,7 @@ def report_attacks(
         norm, certificates = certified_radii.read_certified(data.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
-    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())
     shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
@@ -369,7 +366,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
     other = open_checkpoint(path, overrides.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
-        raise UsageError(
+        raise errors.UsageError(
             f"{path} has other images or classes than {tested}", "both must see the same images"
         )
     return other

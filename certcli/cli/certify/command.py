@@ -6,9 +6,7 @@ from pathlib import Path
 import typer
 
 from certcli.certify import local_options, proof_options
-from certcli.certify.local_options import Local
 from certcli.certify.patch.options import Patches
-from certcli.certify.proof_options import Proof
 from certcli.certify.smoothing.options import Smoothing
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
@@ -112,9 +110,9 @@ def certify(
     context: typer.Context,
     source: groups.Source,
     target: CertifyTarget = CertifyTarget(),
-    proof: Proof = Proof(),
+    proof: proof_options.Proof = proof_options.Proof(),
     smoothing: Smoothing = Smoothing(),
-    local: Local = Local(),
+    local: local_options.Local = local_options.Local(),
     patches: Patches = Patches(),
     data: groups.Evaluation = groups.Evaluation(),
     machine: groups.BatchDevice = groups.BatchDevice(),

@@ -9,27 +9,16 @@ import torch
 from torch import Tensor
 
 from certcli.certify.around import Around, AroundImages, NearImage, prepare
-from certcli.cli.lipschitz import view
-from certcli.cli.lipschitz.command import (
-    BoundedNetwork,
-    LipschitzOptions,
-    NearImages,
-    SlopeSearch,
-    Views,
-)
-from certcli.cli.lipschitz.view import Audited
+from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts
-from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
-from certcli.evaluation.record_lines import describe_images
+from certcli.evaluation import fidelity, image_doubts, radii, record_lines
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.measured.estimate import measure
 from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
 from certcli.models import build, weights
-from certcli.system.errors import UsageError
-from certcli.system.processes import require_one, team
+from certcli.system import errors, processes
 
 EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
 """Keys of the report that a checkpoint keeps."""
@@ -38,11 +27,11 @@ ITERATIONS = 20
 
 
 def report_bound(
-    source: BoundedNetwork,
+    source: command.BoundedNetwork,
     maximum: float | None,
-    near: NearImages,
-    show: Views,
-    slope: SlopeSearch,
+    near: command.NearImages,
+    show: command.Views,
+    slope: command.SlopeSearch,
     data: groups.Calibration,
     machine: groups.BatchDevice,
     output: groups.Output,
@@ -52,13 +41,13 @@ def report_bound(
     has slope >= lower."""
     sink = talk.sink()
     output.claim(source, show, data)
-    chosen = LipschitzOptions(source, near, show, slope, data, machine)
+    chosen = command.LipschitzOptions(source, near, show, slope, data, machine)
     if show.jacobian or near.around:
-        require_one(
+        processes.require_one(
             "blocks are measured and slopes near images proven",
             "leave out --jacobian and --around, or torchrun",
         )
-    if not team().leads:  # another process measures while the leader proves
+    if not processes.team().leads:  # another process measures while the leader proves
         if slope.estimate:
             checkpoint = source.open(sink)
             _steepest(
@@ -87,8 +76,11 @@ def report_bound(
 
 
 def prove_source(
-    source: BoundedNetwork, machine: groups.BatchDevice, sink: Sink, decision: str | None = None
-) -> Audited:
+    source: command.BoundedNetwork,
+    machine: groups.BatchDevice,
+    sink: Sink,
+    decision: str | None = None,
+) -> view.Audited:
     """Return the network with its bound.
 
     Args:
@@ -98,12 +90,12 @@ def prove_source(
     if source.features:
         weights.require_features(checkpoint, source.ckpt)
     if not checkpoint.reading.decides and decision is not None:
-        raise UsageError(
+        raise errors.UsageError(
             f"{decision} is of the largest logit, by which this network does not decide",
             f"leave out {decision}: the bound of the logits is printed without it",
         )
     model = build.load(checkpoint, machine.pick())
-    return Audited(
+    return view.Audited(
         Path(source.ckpt).name,
         checkpoint,
         model,
@@ -111,7 +103,7 @@ def prove_source(
     )
 
 
-def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> float:
+def measure_slope(audited: view.Audited, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
@@ -130,7 +122,7 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
     return _steepest(audited.model, images, options, sink)
 
 
-def _steepest(model: Any, images: Images, options: LipschitzOptions, sink: Sink) -> float:
+def _steepest(model: Any, images: Images, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest measured slope, batches dealt to the processes; 0 but on the leader."""
     device = next(model.parameters()).device
     best = 0.0
@@ -138,20 +130,20 @@ def _steepest(model: Any, images: Images, options: LipschitzOptions, sink: Sink)
 
     def find(start: int) -> float:
         pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
-        images.expect_at(start + team().size * size, size)
+        images.expect_at(start + processes.team().size * size, size)
         (estimate,) = measure(model, iter([pixels]), ITERATIONS, options.data.seed)
         return estimate.value
 
     starts = range(0, len(images), size)
     with sink.progress("measured slope", total=len(starts)) as bar:
-        for _, value in team().deal(starts, find):
+        for _, value in processes.team().deal(starts, find):
             best = max(best, value)
-            bar.advance(remark=f">= {rounded_down(best, 4)}")
+            bar.advance(remark=f">= {radii.rounded_down(best, 4)}")
     return best
 
 
 def show_views(
-    audited: Audited, near: AroundImages | None, options: LipschitzOptions, sink: Sink
+    audited: view.Audited, near: AroundImages | None, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {}
     plot = options.views.plot
@@ -164,7 +156,9 @@ def show_views(
     return documents
 
 
-def _jacobians(audited: Audited, options: LipschitzOptions, sink: Sink) -> list[dict[str, Any]]:
+def _jacobians(
+    audited: view.Audited, options: command.LipschitzOptions, sink: Sink
+) -> list[dict[str, Any]]:
     """Measure the largest singular value of each block's Jacobian at every image, and on two of
     them Hoelder's bound on it: dense Jacobians are slow.
     """
@@ -204,10 +198,10 @@ def _show_jacobians(rows: list[dict[str, Any]], name: str, sink: Sink) -> None:
                 str(row["path"]),
                 f"{row['mean']:.4g}",
                 f"{row['deviation']:.3g}",
-                rounded_down(row["largest"], 4),
+                radii.rounded_down(row["largest"], 4),
                 "-"
                 if row["hoelder_bound_mean"] is None
-                else rounded_up(row["hoelder_bound_mean"], 4),
+                else radii.rounded_up(row["hoelder_bound_mean"], 4),
             )
             for row in rows
         ],
@@ -220,7 +214,7 @@ Row = tuple[int, NearImage]
 """An image's position in its split, and what is proven near it."""
 
 
-def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundImages:
+def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions) -> AroundImages:
     """Return the network for these balls, before anything is measured.
 
     Raises:
@@ -228,17 +222,17 @@ def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundIm
         NoBoundError: an operation has no derivative; the walk does not fit into memory.
     """
     if audited.of_features:
-        raise UsageError("--around is about logits, and this network ends in features")
+        raise errors.UsageError("--around is about logits, and this network ends in features")
     return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
 
 
-def near_balls(options: LipschitzOptions) -> list[Around]:
+def near_balls(options: command.LipschitzOptions) -> list[Around]:
     """Return the balls that were asked for."""
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
 def show_near_images(
-    audited: Audited, network: AroundImages, options: LipschitzOptions, sink: Sink
+    audited: view.Audited, network: AroundImages, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     """Prove and measure near each image; show the table, draw the picture, return the document."""
     data = options.data
@@ -252,13 +246,13 @@ def show_near_images(
     return {
         "norm": options.near.norm,
         "seed": data.seed,
-        "dataset": describe_images(images),
+        "dataset": record_lines.describe_images(images),
         "images": [_near_document(index, near) for index, near in rows],
     }
 
 
 def _near_rows(
-    network: AroundImages, images: Images, options: LipschitzOptions, sink: Sink
+    network: AroundImages, images: Images, options: command.LipschitzOptions, sink: Sink
 ) -> list[Row]:
     rows: list[Row] = []
     near = near_balls(options)
@@ -271,7 +265,11 @@ def _near_rows(
 
 
 def _show_near_table(
-    rows: list[Row], images: Images, audited: Audited, options: LipschitzOptions, sink: Sink
+    rows: list[Row],
+    images: Images,
+    audited: view.Audited,
+    options: command.LipschitzOptions,
+    sink: Sink,
 ) -> None:
     norm = options.near.norm
     columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
@@ -279,17 +277,19 @@ def _show_near_table(
     for index, near in rows:
         rival = near.rival
         upper, lower = float(near.upper[rival]), float(near.slopes[rival])
-        ratio = rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+        ratio = (
+            radii.rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+        )
         cells.append(
             [
                 str(index),
                 f"{near.around.radius:g}",
                 f"{near.prediction} - {rival}",
-                rounded_up(upper, 5),
-                rounded_down(lower, 5),
+                radii.rounded_up(upper, 5),
+                radii.rounded_down(lower, 5),
                 ratio,
-                rounded_up(near.logits, 5),
-                proven_radius(near.radius),
+                radii.rounded_up(near.logits, 5),
+                radii.proven_radius(near.radius),
             ]
         )
     title = (
@@ -304,8 +304,8 @@ def _show_near_table(
     ]
     if ratios:
         sink.text(
-            f"upper / lower: median {rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
-            f"image; {rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
+            f"upper / lower: median {radii.rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
+            f"image; {radii.rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
         )
 
 
@@ -328,7 +328,7 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
     }
 
 
-def _draw_near_images(rows: list[Row], audited: Audited, path: Path) -> None:
+def _draw_near_images(rows: list[Row], audited: view.Audited, path: Path) -> None:
     from certcli.report.figures import draw_around
 
     points: dict[float, list[tuple[float, float]]] = {}

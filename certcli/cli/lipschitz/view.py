@@ -11,8 +11,7 @@ from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
-from certcli.models.build import OpenCheckpoint
-from certcli.models.pixels import PixelModel
+from certcli.models import build, pixels
 from certcli.nn.residual import attention_weight
 from certcli.system.errors import GateError, NoBoundError
 
@@ -25,8 +24,8 @@ class Audited:
     """A checkpoint with its network and proven bound."""
 
     name: str
-    checkpoint: OpenCheckpoint
-    model: PixelModel
+    checkpoint: build.OpenCheckpoint
+    model: pixels.PixelModel
     proven: NetworkBound
 
     @property

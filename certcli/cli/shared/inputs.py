@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.images.names import require_named
-from certcli.system.errors import CheckpointError, UsageError, one_line
-from certcli.system.reading import is_absent
+from certcli.system import errors, reading
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -61,7 +60,7 @@ def _require_file(source: str) -> None:
     looks = path.suffix in FILES or (
         os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
     )
-    if not looks or not is_absent(path) or shipped_path(source):
+    if not looks or not reading.is_absent(path) or shipped_path(source):
         return
     raise missing_file(
         source,
@@ -70,7 +69,7 @@ def _require_file(source: str) -> None:
     )
 
 
-def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
+def missing_file(source: str, hint: str, *endings: str) -> errors.CheckpointError:
     """Return the error for a path that does not exist; it names one like it beside it, or that comes
     with certvit.
 
@@ -82,7 +81,7 @@ def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
     candidates |= {name: name for name in shipped_names()}
     near = get_close_matches(path.name, candidates, 1) or get_close_matches(source, candidates, 1)
     meant = f"did you mean '{candidates[near[0]]}'? " if near else ""
-    return CheckpointError(f"no file {source}", f"{meant}{hint}")
+    return errors.CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{one_line(pair)[:80]}' is not KEY=VALUE")
+            raise errors.UsageError(f"'{errors.one_line(pair)[:80]}' is not KEY=VALUE")
         try:
             arguments[key] = json.loads(text)
         except (ValueError, RecursionError):
@@ -105,7 +104,7 @@ def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError as failure:
-        raise UsageError(
+        raise errors.UsageError(
             f"{option} '{text}' is not a list of numbers",
             f"{option} 0.5 or {option} 0.48,0.45,0.41",
         ) from failure
@@ -123,7 +122,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
-    parent = Path() if is_absent(path) else path.parent
+    parent = Path() if reading.is_absent(path) else path.parent
     return (
         parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
     )
@@ -141,7 +140,7 @@ def path_beside(path: Path, word: str) -> Path:
 def require_nameable(source: str) -> None:
     """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
     if source.endswith(".onnx"):
-        raise UsageError(
+        raise errors.UsageError(
             f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
             "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
         )
@@ -156,7 +155,9 @@ def size_in_bytes(option: str, text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
+        raise errors.UsageError(
+            f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G"
+        )
     return size
 
 

@@ -14,8 +14,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from certcli.system import reading, registry
-from certcli.system.errors import UsageError, one_line
+from certcli.system import errors, reading, registry
 
 FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
 """File -> the place of certvit's table in it, in ascending order of precedence."""
@@ -53,17 +52,19 @@ def defaults_in_files(command: str, parameters: list[Any], context: Any) -> dict
         table = _settings_table(path, place)
         for other in table:
             if other not in COMMANDS:
-                raise UsageError(
-                    f"{path}: certvit has no settings for '{one_line(other)}'",
+                raise errors.UsageError(
+                    f"{path}: certvit has no settings for '{errors.one_line(other)}'",
                     registry.one_of(other, COMMANDS),
                 )
         section = table.get(command, {})
         if not isinstance(section, dict):
-            raise UsageError(f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"')
+            raise errors.UsageError(
+                f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"'
+            )
         for key, value in section.items():
             if key not in allowed:
-                raise UsageError(
-                    f"{path}: [{command}] has no setting '{one_line(key)}'",
+                raise errors.UsageError(
+                    f"{path}: [{command}] has no setting '{errors.one_line(key)}'",
                     registry.one_of(key, allowed),
                 )
             parameter = allowed[key]
@@ -74,8 +75,8 @@ def defaults_in_files(command: str, parameters: list[Any], context: Any) -> dict
             except Exception as failure:  # Typer's, of whichever click it brings
                 if not hasattr(failure, "format_message"):
                     raise
-                raise UsageError(
-                    f"{where}: {one_line(failure)}", f"certvit {command} --help"
+                raise errors.UsageError(
+                    f"{where}: {errors.one_line(failure)}", f"certvit {command} --help"
                 ) from failure
             chosen[parameter.name] = words
     return chosen
@@ -87,13 +88,13 @@ def _settings_table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
             return {}
         table: Any = tomllib.loads(reading.read_bounded(path, LARGEST).decode())
     except (OSError, ValueError, RecursionError) as failure:
-        raise UsageError(
-            f"{path} cannot be read: {one_line(failure)}", "it must be TOML, UTF-8"
+        raise errors.UsageError(
+            f"{path} cannot be read: {errors.one_line(failure)}", "it must be TOML, UTF-8"
         ) from failure
     for name in place:
         table = table.get(name, {}) if isinstance(table, dict) else {}
     if not isinstance(table, dict):
-        raise UsageError(f"{path}: {'.'.join(place)} is no table")
+        raise errors.UsageError(f"{path}: {'.'.join(place)} is no table")
     return table
 
 
@@ -105,7 +106,7 @@ def _typed_words(value: Any, several: bool, where: str) -> Any:
         return [_typed_words(value, False, where)]
     if isinstance(value, (str, int, float)) and not isinstance(value, bool):
         return str(value)
-    raise UsageError(
+    raise errors.UsageError(
         f"{where}: {type(value).__name__} is no value of this option",
         "a text, a number, or a list of them",
     )

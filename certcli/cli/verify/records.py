@@ -13,15 +13,13 @@ from torch import Tensor
 from certcli.attack.families.margin import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
+from certcli.certify import methods, record_check
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import certify_run, options_of_method, prepare_method
 from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
-from certcli.cli.verify.command import VerifyOptions
-from certcli.cli.verify.view import CheckedFile
+from certcli.cli.verify import command, view
 from certcli.evaluation import evidence, perturbation, record_lines, records
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
@@ -35,7 +33,7 @@ masks up to 32.
 """
 
 
-def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
+def check_records(options: command.VerifyOptions, sink: output.Sink) -> view.CheckedFile:
     """Check every record, or a sample."""
 
     path = options.file
@@ -63,7 +61,9 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     claims = []
     attacked = 0
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
-        for row in recheck(certifier, chosen, images, seed, attack, options.machine.batch_size):
+        for row in record_check.recheck(
+            certifier, chosen, images, seed, attack, options.machine.batch_size
+        ):
             number = row.certificate.index
             abstains = row.claim.status == "unverified"
             name = images.named(number)
@@ -78,7 +78,7 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
         "checked": len(claims),
         "attacked": attacked,
         "seed": seed,
-        "false_alarm": FALSE_ALARM,
+        "false_alarm": record_check.FALSE_ALARM,
     }
     counts = Counter(claim.status for claim in claims)
     verdicts = ", ".join(f"{counts[name]} {name}" for name in ("verified", "refuted", "unverified"))
@@ -88,10 +88,11 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     )
     if certifier.promise != "proof":
         words += (
-            f"; with fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
-            f"all together; each statement itself is wrong with probability {certifier.failure:g}"
+            f"; with fresh noise (seed {seed}): true statements are refuted with probability "
+            f"{record_check.FALSE_ALARM:g} at most, all together; "
+            f"each statement itself is wrong with probability {certifier.failure:g}"
         )
-    return CheckedFile(claims, words, about=about)
+    return view.CheckedFile(claims, words, about=about)
 
 
 def _ready(
@@ -99,7 +100,7 @@ def _ready(
     rows: Sequence[Mapping[str, Any]],
     checkpoint: Checkpoint,
     images: Images,
-    options: VerifyOptions,
+    options: command.VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
 
@@ -110,8 +111,8 @@ def _ready(
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of_method(method, values)
-        certifier = prepare_method(
+        settings = methods.options_of_method(method, values)
+        certifier = methods.prepare_method(
             method,
             checkpoint,
             options.machine.pick_for(getattr(settings, "arithmetic", None)),
@@ -121,8 +122,10 @@ def _ready(
         raise DataError(
             f"{options.file} states parameters that mean nothing: {failure.message}"
         ) from failure
-    require_same_way(run, certify_run(certifier, checkpoint, images), str(options.file))
-    return certifier, read_claims(rows, images, certifier, str(options.file))
+    record_check.require_same_way(
+        run, methods.certify_run(certifier, checkpoint, images), str(options.file)
+    )
+    return certifier, record_check.read_claims(rows, images, certifier, str(options.file))
 
 
 def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
@@ -159,7 +162,7 @@ def _recorded_images(
     return images
 
 
-def margin_attack(steps: int) -> Attack:
+def margin_attack(steps: int) -> record_check.Attack:
     """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
 
     def in_patch(
