@@ -60,7 +60,7 @@ Pictures = Mapping[str, page.Gallery]
 """One fooled image under "first", a patch under "patch", more fooled images under "fooled"."""
 
 
-def page_of(audit: document.Audit, pictures: Pictures) -> page.HtmlPage:
+def page_of(audit: document.Audit, pictures: Pictures) -> dict[str, Any]:
     network = audit.network
     dataset = audit.dataset
     bound = audit.bound
@@ -71,46 +71,41 @@ def page_of(audit: document.Audit, pictures: Pictures) -> page.HtmlPage:
         if dataset is None
         else f"up to {number_of(dataset.images)} of {dataset.name} ({dataset.split})"
     )
-    return page.HtmlPage(
-        title=f"Audit of {network.name}",
-        subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}; "
+    return {
+        "title": f"Audit of {network.name}",
+        "subtitle": f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}; "
         f"{audit.date.replace('T', ' ')} UTC, certvit {audit.versions.get('certvit', '')}",
-        chip=_chip(audit),
-        headline="" if audit.points else audit.headline,
-        points=audit.points,
-        first=pictures["first"].figures[0] if "first" in pictures else None,
-        about=[line for line in (audit.scale, audit.reference) if line],
-        next=[page.Command(purpose(line), line) for line in audit.next],
-        examples=[pictures["patch"]] if "patch" in pictures else [],
-        verdict=[*([audit.headline] if audit.points else []), *audit.verdict],
-        words=WORDS,
-        doubts=audit.doubts,
-        gates=[
+        "chip": _chip(audit),
+        "headline": "" if audit.points else audit.headline,
+        "points": audit.points,
+        "first": pictures["first"].figures[0] if "first" in pictures else None,
+        "about": [line for line in (audit.scale, audit.reference) if line],
+        "next": [(purpose(line), line) for line in audit.next],
+        "examples": [pictures["patch"]] if "patch" in pictures else [],
+        "verdict": [*([audit.headline] if audit.points else []), *audit.verdict],
+        "words": WORDS,
+        "doubts": audit.doubts,
+        "gates": [
             (row.verdict, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged
         ],
-        tables=[table for table in _tables(audit) if table.rows],
-        curves=list(curves(audit)),
-        curve_note=NOTE,
-        constants=[
-            page.LayerConstant(
-                block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}"
-            )
-            for block in (bound.blocks if bound is not None else [])
-        ],
-        constants_note="" if bound is None else CONSTANTS.format(bound=bound.upper_text),
-        galleries=[pictures["fooled"]] if "fooled" in pictures else [],
-        commands=[
-            page.Command(
+        "tables": [table for table in _tables(audit) if table.rows],
+        "curves": list(curves(audit)),
+        "curve_note": NOTE,
+        "constants": [] if bound is None else bound.blocks,
+        "constants_note": "" if bound is None else CONSTANTS.format(bound=bound.upper_text),
+        "galleries": [pictures["fooled"]] if "fooled" in pictures else [],
+        "commands": [
+            (
                 "The same audit (how many images fit into its time depends on the machine):",
                 audit.reproduce,
             ),
-            page.Command(
+            (
                 "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it "
                 "again:",
                 "certvit verify FILE.safetensors",
             ),
         ],
-        facts=[
+        "facts": [
             f"Network (digest of its function): {audit.checkpoint}",
             *(
                 []
@@ -129,7 +124,7 @@ def page_of(audit: document.Audit, pictures: Pictures) -> page.HtmlPage:
             + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
-    )
+    }
 
 
 def purpose(line: str) -> str:
@@ -175,7 +170,7 @@ def _asked(
     """Return points and marks of the shares at the radii of the plan, radius 0 first."""
     points = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
     return [(at, share.share) for at, share in points], [
-        page.Mark(at, share.share, *share.interval) for at, share in points
+        (at, share.share, *share.interval) for at, share in points
     ]
 
 

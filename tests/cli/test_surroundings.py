@@ -156,7 +156,13 @@ HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
 
 def test_no_page_has_control_or_direction_characters() -> None:
     shown = page.render(
-        page.HtmlPage(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE])
+        {
+            "title": HOSTILE,
+            "subtitle": HOSTILE,
+            "verdict": [HOSTILE],
+            "doubts": [HOSTILE],
+            "facts": [HOSTILE],
+        }
     )
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert "\\u202eb" in shown
