@@ -20,8 +20,7 @@ from certcli.report.document import (
 from certcli.report.shares import compare_audits
 from certcli.system.errors import DataError, GateError, UsageError
 from tests.audit.conftest import QUICK
-from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.schemas import problems
+from tests.helpers import commands, schemas
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,15 +42,17 @@ def test_gates(workshop: Path) -> None:
     measured.
     """
     words = [part for gate in GATES for part in ("--fail-on", gate)]
-    found = document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
+    found = commands.document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
     assert {row["fail_on"]: row["passed"] for row in found["gate"]["judged"]} == GATES
     assert found["gate"]["passed"] is False
     schema = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
-    assert problems(found, schema) == []  # what stands on stdout is the document, too
+    assert schemas.problems(found, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
     met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
     assert (
-        document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"]["passed"]
+        commands.document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"][
+            "passed"
+        ]
         is True
     )
 
@@ -82,7 +83,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
     bare = Checkpoint.read(workshop / "init.safetensors")
     assert bare.record.dataset is None
-    found = document(
+    found = commands.document(
         "audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7
     )
     assert found["clean"] is None
@@ -168,12 +169,12 @@ def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: P
     """
     words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 4)
     gate = ("--fail-on", "clean<0.5")
-    found = document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)
+    found = commands.document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)
     assert found["gate"]["verdict"] == "not decided"
     sarif = json.loads((tmp_path / "r.sarif").read_text())["runs"][0]["results"]
     levels = [row["level"] for row in sarif if row["ruleId"] == "certvit/gate"]
     assert levels == ["warning"]
-    document(*words, *gate, "--fail-on", "upper>1e-3", code=7)
+    commands.document(*words, *gate, "--fail-on", "upper>1e-3", code=7)
 
 
 def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -> None:
@@ -185,7 +186,7 @@ def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -
         for n in (0, 49, 50)
     ]
     assert open_at == [True, True, False]
-    judged = document(*words, "--fail-on", gate.text)["gate"]["judged"]
+    judged = commands.document(*words, "--fail-on", gate.text)["gate"]["judged"]
     assert judged[0]["verdict"] == "passed"
 
 
@@ -211,7 +212,7 @@ def patched(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1",
         *gates,
     )
-    certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
+    commands.certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
     return made
 
 
@@ -241,7 +242,7 @@ def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> Non
         9,
         "--json",
     )
-    assert json.loads(certvit(*same).stdout)["certified"] == {"1x1": kept.share}
+    assert json.loads(commands.certvit(*same).stdout)["certified"] == {"1x1": kept.share}
 
 
 @pytest.mark.parametrize("suffix", ["html", "sarif", "xml"])
@@ -251,7 +252,9 @@ def test_every_report_tells_it(patched: Path, suffix: str) -> None:
 
 
 def test_its_evidence_is_verified(patched: Path) -> None:
-    found = json.loads(certvit("log", patched / "a.safetensors", "--json").stdout)["evidence"]
+    found = json.loads(commands.certvit("log", patched / "a.safetensors", "--json").stdout)[
+        "evidence"
+    ]
     (entry,) = [one for one in found if one["command"] == "certify" and not one["stale"]]
     assert entry["understood"]
     assert entry["result"]["method"] == "patch"
@@ -263,7 +266,7 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
     judged = json.loads((patched / "a.json").read_text())["gate"]["judged"]
     assert [row["passed"] for row in judged] == [True, False]
     words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 9)
-    done = attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
+    done = commands.attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
     assert isinstance(done.exception, GateError), done.output
     assert "patched@" in done.exception.message
 
@@ -305,7 +308,7 @@ def test_two_audits_are_compared_where_they_are_alike(
         "--compare",
         folder / "certified.json",
     )
-    same = document(*words)["changes"]
+    same = commands.document(*words)["changes"]
     assert {row["figure"] for row in same} >= {
         "Lipschitz bound",
         "clean",
@@ -313,14 +316,14 @@ def test_two_audits_are_compared_where_they_are_alike(
         "certified, lipschitz at 0.3",
     }
     assert all(row["alike"] and row["before"] == row["after"] for row in same)
-    other = document(*words, "--limit", 12)["changes"]
+    other = commands.document(*words, "--limit", 12)["changes"]
     assert {row["why"] for row in other if not row["alike"]} == {
         "not the same images (24 images before, 12 now)"
     }
-    assert "is the word of that file" in " ".join(attempt(*words).stdout.split())
+    assert "is the word of that file" in " ".join(commands.attempt(*words).stdout.split())
     for name, text in (("no.json", "{}"), ("not.json", "[")):
         (tmp_path / name).write_text(text)
-        refused = attempt(*words[:-1], tmp_path / name)
+        refused = commands.attempt(*words[:-1], tmp_path / name)
         assert isinstance(refused.exception, DataError)
         assert "no document of an audit" in refused.exception.message
 
@@ -348,4 +351,4 @@ def test_a_document_names_date_machine_and_attention(
     assert audit.machine.threads == torch.get_num_threads()
     assert audit.attention_weight is not None
     assert audit.date[:2] == "20"
-    assert certvit("log", folder / "certified.safetensors").exit_code == 0
+    assert commands.certvit("log", folder / "certified.safetensors").exit_code == 0

@@ -7,13 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from certcli.audit import gates, judging, plan, schedule
 from certcli.audit import run as audit_run
-from certcli.audit import schedule
 from certcli.audit.clock import Clock
-from certcli.audit.gates import AuditFindings, Key
-from certcli.audit.judging import Proving
-from certcli.audit.plan import AuditPlan
-from certcli.audit.schedule import Stage
 from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.verdicts import Sample
@@ -52,7 +48,7 @@ class Machine:
         return [], True
 
 
-class Toy(Stage):
+class Toy(schedule.Stage):
     """cost: seconds of work of an image; guess: what it is taken for; hits: every which image is one."""
 
     def __init__(
@@ -65,7 +61,7 @@ class Toy(Stage):
         self.hits = hits
 
     @property
-    def samples(self) -> dict[Key, Sample]:
+    def samples(self) -> dict[gates.Key, Sample]:
         return {(self.name, ""): Sample([row % self.hits == 0 for row in self.rows], 200)}
 
     def judge(self, positions: list[int]) -> list[int]:
@@ -73,16 +69,16 @@ class Toy(Stage):
         self.machine.log.append(self.name)
         return positions
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.failing = self.name
 
 
 def run(
     machine: Machine,
-    stages: Sequence[Stage],
+    stages: Sequence[schedule.Stage],
     budget: float,
     monkeypatch: pytest.MonkeyPatch,
-    awaited: Callable[[Stage], bool] = lambda stage: False,
+    awaited: Callable[[schedule.Stage], bool] = lambda stage: False,
 ) -> Clock:
     monkeypatch.setattr(schedule, "run_by_team", machine.together)
     clock = machine.clock(budget)
@@ -140,10 +136,10 @@ def test_one_attacked_image_comes_first_and_then_the_bound(workshop: Path) -> No
         .in_turn(0)
         .select(range(10))
     )
-    proving = Proving(model, 10, 1e-3)
-    findings = AuditFindings(parameters=5_000_000)
+    proving = judging.Proving(model, 10, 1e-3)
+    findings = gates.AuditFindings(parameters=5_000_000)
     stages = Stages(
-        checkpoint, model, images, AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
+        checkpoint, model, images, plan.AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
     )
     everything = [proving, *stages.all()]
     first = sorted(everything, key=lambda stage: -stage.gain / stage.price)
@@ -160,7 +156,7 @@ def test_a_stage_that_cannot_end_is_not_begun_and_says_what_it_takes(
     run(machine, [long, quick], 30.0, monkeypatch)
     assert "long" not in machine.log
     assert quick.count == 200
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     for stage in (long, quick):
         stage.write_down(findings)
     (line,) = findings.skipped
@@ -181,7 +177,7 @@ def test_a_stage_that_was_taken_for_a_short_one_leaves_the_others_their_first_un
     assert wrong.broken
     assert all(stage.count for stage in others)
     assert clock.spent <= clock.budget
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     wrong.write_down(findings)
     assert "not finished in" in findings.skipped[0].why
 
@@ -200,7 +196,7 @@ def test_what_was_broken_off_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) 
     clock = run(machine, [stage], 100.0, monkeypatch)
     assert stage.rows == list(range(12))
     assert clock.spent <= clock.budget
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     stage.write_down(findings)
     assert findings.skipped[0].why.startswith("12 of 200 images")
     assert "broken off" in findings.skipped[0].why

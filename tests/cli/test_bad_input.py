@@ -15,14 +15,12 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from certcli.checkpoint import file, outputs
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint import file, outputs, shards
 from certcli.cli.finetune import ending
 from certcli.finetune import state
 from certcli.lipschitz.table import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
-from tests.helpers.commands import attempt, console, document
-from tests.helpers.forks import interrupted
+from tests.helpers import commands, forks
 
 Spoil = Callable[[Path], object]
 """It spoils the folder of `m.safetensors`."""
@@ -72,7 +70,7 @@ def several(spoil: Spoil) -> Spoil:
     def made(folder: Path) -> None:
         checkpoint = file.Checkpoint.read(folder / "m.safetensors")
         size = sum(each.nbytes for each in checkpoint.tensors.values())
-        checkpoint.write(folder / INDEX, shard_bytes=2 * size // 5)
+        checkpoint.write(folder / shards.INDEX, shard_bytes=2 * size // 5)
         spoil(folder)
 
     return made
@@ -82,9 +80,9 @@ def index_of(**changes: object) -> Spoil:
     """The index with these entries of its weight_map."""
 
     def spoil(folder: Path) -> None:
-        raw = json.loads((folder / INDEX).read_text())
+        raw = json.loads((folder / shards.INDEX).read_text())
         raw["weight_map"] |= changes
-        (folder / INDEX).write_text(json.dumps(raw))
+        (folder / shards.INDEX).write_text(json.dumps(raw))
 
     return several(spoil)
 
@@ -106,15 +104,15 @@ CASES: list[tuple[str, Spoil, str, int, str]] = [
     ("not safetensors", lambda f: (f / "m.safetensors").write_text("weights, honestly"),
      "attack m.safetensors --dataset digits", 3, "m.safetensors"),
     ("NaN weights", changed(pos_embed=torch.full((1, 5, 16), torch.nan)), "lipschitz m.safetensors", 3, "pos_embed"),
-    ("no file", several(lambda f: (f / SHARD).unlink()), f"lipschitz {INDEX}", 3, "-00003-of"),
+    ("no file", several(lambda f: (f / SHARD).unlink()), f"lipschitz {shards.INDEX}", 3, "-00003-of"),
     ("file truncated", several(cut(SHARD)), f"constrain . {OUT}", 3, "model-00003-of-00003"),
     ("file above", index_of(a="../c.safetensors"), "lipschitz .", 3, "same folder"),
-    ("file of another", index_of(a=FOREIGN), f"adapt {INDEX} -o {INDEX[6:]}", 3, "weight_map"),
-    ("tensor nowhere", index_of(a=SHARD), f"lipschitz {INDEX}", 3, "lacks"),
-    ("tensor twice", several(in_two), f"lipschitz {INDEX}", 3, "also holds"),
-    ("no index", several(lambda f: (f / INDEX).write_text("weights")), f"lipschitz {INDEX}", 3, "malformed"),
-    ("deep index", several(lambda f: (f / INDEX).write_text('{"a":' + "[" * 10**5)), "lipschitz .", 3, INDEX),
-    ("many files", index_of(**{f"t{n}": f"{n}.safetensors" for n in range(10**4)}), "lipschitz .", 3, INDEX),
+    ("file of another", index_of(a=FOREIGN), f"adapt {shards.INDEX} -o {shards.INDEX[6:]}", 3, "weight_map"),
+    ("tensor nowhere", index_of(a=SHARD), f"lipschitz {shards.INDEX}", 3, "lacks"),
+    ("tensor twice", several(in_two), f"lipschitz {shards.INDEX}", 3, "also holds"),
+    ("no index", several(lambda f: (f / shards.INDEX).write_text("weights")), f"lipschitz {shards.INDEX}", 3, "malformed"),
+    ("deep index", several(lambda f: (f / shards.INDEX).write_text('{"a":' + "[" * 10**5)), "lipschitz .", 3, shards.INDEX),
+    ("many files", index_of(**{f"t{n}": f"{n}.safetensors" for n in range(10**4)}), "lipschitz .", 3, shards.INDEX),
     ("one shard", several(nothing), f"lipschitz {SHARD}", 4, "model-00003-of-00003"),
     ("tensor missing", changed(head__bias=None), "lipschitz m.safetensors", 4, "head.bias"),
     ("wrong shape", changed(head__bias=torch.zeros(11)), f"adapt m.safetensors {OUT}", 4, "head.bias"),
@@ -147,7 +145,7 @@ def test_bad_input(
     shutil.copy(workshop / "plain.safetensors", tmp_path / "m.safetensors")
     spoil(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = console(*words.split(), folder=tmp_path)
+    done = commands.console(*words.split(), folder=tmp_path)
     assert done.code == code, (done.out, done.err)
     assert named in done.err
     assert "Traceback" not in done.err
@@ -157,7 +155,7 @@ def test_bad_input(
 
 
 def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
-    done = console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
+    done = commands.console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
     assert done.code == 3
     error = json.loads(done.out)
     assert error["code"] == 3
@@ -177,11 +175,13 @@ def test_a_read_only_folder(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     if Path("/proc/self").exists():  # root may write there, by its permissions
-        done = console("constrain", "m.safetensors", "-o", "/proc/x.safetensors", folder=tmp_path)
+        done = commands.console(
+            "constrain", "m.safetensors", "-o", "/proc/x.safetensors", folder=tmp_path
+        )
         assert (done.code, done.err.count("\n")) == (8, 2), done.err
         assert "/proc takes no files" in done.err
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    failure = attempt("constrain", good).exception
+    failure = commands.attempt("constrain", good).exception
     assert isinstance(failure, OutputError)
     assert failure.code == 8
     assert "read-only" in failure.message
@@ -195,11 +195,11 @@ def test_a_network_without_a_bound_certifies_nothing(
     path = str(workshop / "plain.safetensors")
     monkeypatch.delitem(rules.modules, torch.nn.GELU)
     monkeypatch.delitem(rules.functions, torch.nn.functional.gelu)
-    report = document("lipschitz", path, "--no-estimate")
+    report = commands.document("lipschitz", path, "--no-estimate")
     assert report["upper"] == "inf"
     assert "gelu" in report["why"]
     for words in (["certify", path], ["lipschitz", path, "--no-estimate", "--max", "1e300"]):
-        failure = attempt(*words).exception
+        failure = commands.attempt(*words).exception
         assert isinstance(failure, NoBoundError)
         assert failure.code == 5
         assert "mlp" in failure.message
@@ -236,17 +236,17 @@ def test_a_run_that_ends_between_its_weights_and_its_evidence_is_resumed(
 
     with monkeypatch.context() as stopped:
         stopped.setattr(module, next_step, stop)
-        attempt(*words, parts)
+        commands.attempt(*words, parts)
     gc.collect()  # the frames that hold the state's lock: a process that ends has none
     assert parts.exists()
     assert (tmp_path / "parts.state.safetensors").exists()
-    assert attempt(*words, parts).exit_code
+    assert commands.attempt(*words, parts).exit_code
     weights = parts.read_bytes()
     parts.write_bytes((workshop / "plain.safetensors").read_bytes())
-    assert isinstance(attempt(*words, parts, "--resume").exception, UsageError)
+    assert isinstance(commands.attempt(*words, parts, "--resume").exception, UsageError)
     parts.write_bytes(weights)
-    resumed = attempt(*words, parts, "--resume")
-    assert resumed.exit_code == attempt(*words, whole).exit_code
+    resumed = commands.attempt(*words, parts, "--resume")
+    assert resumed.exit_code == commands.attempt(*words, whole).exit_code
     assert parts.read_bytes() == whole.read_bytes()
     assert sorted(tmp_path.iterdir()) == [parts, whole]
 
@@ -259,14 +259,14 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     words = ["finetune", str(workshop / "adapted.safetensors"), *given.split(), "-o"]
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
-    talk = interrupted(
+    talk = forks.interrupted(
         tmp_path_factory.mktemp("streams"), [*words, str(parts)], state, "save_training_state"
     )
     assert "interrupted" in talk
     assert "Traceback" not in talk
     assert [path.name for path in tmp_path.iterdir()] == ["parts.state.safetensors"]
     # so short a training may end near chance, which is an exit code of its own
-    resumed = attempt(*words, parts, "--resume")
-    assert resumed.exit_code == attempt(*words, whole).exit_code
+    resumed = commands.attempt(*words, parts, "--resume")
+    assert resumed.exit_code == commands.attempt(*words, whole).exit_code
     assert parts.read_bytes() == whole.read_bytes()
     assert sorted(tmp_path.iterdir()) == [parts, whole]

@@ -21,32 +21,30 @@ from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
 from certcli.cli.audit.command import AuditOptions
-from certcli.cli.main import COMMANDS, program
 from certcli.cli.shared.command import info_of, spelling
 from certcli.images import datasets
-from certcli.system import interpreter
-from certcli.system.errors import UsageError
+from certcli.system import errors, interpreter
 from tests.helpers.commands import attempt, certvit, console, document
 
 
 def test_audit_comes_first() -> None:
-    assert next(iter(COMMANDS)) == "audit"
-    assert COMMANDS.keys() == {command.name for command in program().registered_commands}
+    assert next(iter(main.COMMANDS)) == "audit"
+    assert main.COMMANDS.keys() == {command.name for command in main.program().registered_commands}
 
 
 MOST_LINES = 60
 """Of a help at 100 columns."""
 MOST_NAMES = 123
 """Names of options, spellings and negations aside. It only falls: an option needs a recipe."""
-HELPS = [(name, "--help") for name in COMMANDS]
+HELPS = [(name, "--help") for name in main.COMMANDS]
 HELPS += [("certify", "--method", method, "--help") for method in METHODS.names()]
 HELPS += [("attack", "--norm", "patch", "--help")]
 
 
 def options_of(name: str) -> set[str]:
     """Return the first long spelling of each option of a command."""
-    notes = (info_of(one.annotation) for one in signature(COMMANDS[name]).parameters.values())
-    named = signature(COMMANDS[name]).parameters
+    notes = (info_of(one.annotation) for one in signature(main.COMMANDS[name]).parameters.values())
+    named = signature(main.COMMANDS[name]).parameters
     return {
         next(word.split("/")[0] for word in spelling(option, note) if word.startswith("--"))
         for option, note in zip(named, notes, strict=True)
@@ -79,13 +77,15 @@ def test_a_method_shows_the_options_that_are_its_own(method: str) -> None:
 
 
 def test_no_option_comes_without_another_that_goes() -> None:
-    names = set().union(*map(options_of, COMMANDS)) - {"--help-all"}
+    names = set().union(*map(options_of, main.COMMANDS)) - {"--help-all"}
     assert len(names) <= MOST_NAMES
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", main.COMMANDS)
 def test_the_help_names_a_docs_page_that_exists(name: str) -> None:
-    (last,) = [line for line in COMMANDS[name].epilog.splitlines() if line.startswith("More: ")]
+    (last,) = [
+        line for line in main.COMMANDS[name].epilog.splitlines() if line.startswith("More: ")
+    ]
     assert Path(last.removeprefix("More: ")).is_file()
 
 
@@ -124,7 +124,7 @@ def test_without_torchattacks_one_line_says_what_needs_it(monkeypatch: pytest.Mo
         return builtins.__import__(name, *rest)
 
     monkeypatch.setattr("certcli.attack.torchattacks_spec.import_module", absent)
-    with pytest.raises(UsageError, match="torchattacks, which is not installed") as refused:
+    with pytest.raises(errors.UsageError, match="torchattacks, which is not installed") as refused:
         torchattacks_library()
     assert "pip install" in refused.value.hint
 
@@ -202,19 +202,19 @@ def test_wrong_settings_are_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "certvit.toml").write_text(text)
     outcome = attempt("audit", "m.safetensors")
-    assert isinstance(outcome.exception, UsageError), outcome.exception
+    assert isinstance(outcome.exception, errors.UsageError), outcome.exception
     assert "certvit.toml" in outcome.exception.message
     assert told in outcome.exception.message
     assert hint in outcome.exception.hint
     other = attempt("log", "m.safetensors")  # other commands do not read them
-    assert not isinstance(other.exception, UsageError)
+    assert not isinstance(other.exception, errors.UsageError)
 
 
 def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "certvit.toml").mkdir()
     outcome = attempt("audit", "m.safetensors")
-    assert isinstance(outcome.exception, UsageError), outcome.exception
+    assert isinstance(outcome.exception, errors.UsageError), outcome.exception
     assert "certvit.toml cannot be read: it is no regular file" in outcome.exception.message
 
 

@@ -23,12 +23,9 @@ from certcli.cli.main import COMMANDS
 from certcli.finetune import agreement, settings
 from certcli.finetune.losses import LOSSES
 from certcli.images import datasets
-from certcli.models import build, hub
+from certcli.models import build, hub, open
 from certcli.models import open as opening
-from certcli.models.build import create
-from certcli.models.open import open_checkpoint
 from certcli.system import errors, options
-from certcli.system.errors import CertvitError, CheckpointError
 from tests.helpers.commands import attempt, console
 
 ROWS = """
@@ -140,12 +137,14 @@ def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
     asked = {
         "'digits'": lambda: datasets.load_dataset("digit", spec),
         "'torch/mnist'": lambda: datasets.load_dataset("torch/mnits", spec, data_dir=workshop),
-        "'vit_tiny_patch16_224'": lambda: create("vit_tiny_patch16_244", {}, initialise=False),
-        "'deit_tiny_patch16_224'": lambda: open_checkpoint("deit_tiny_patch16_24"),
-        "plain.safetensors'": lambda: open_checkpoint(str(workshop / "plian.safetensors")),
+        "'vit_tiny_patch16_224'": lambda: build.create(
+            "vit_tiny_patch16_244", {}, initialise=False
+        ),
+        "'deit_tiny_patch16_224'": lambda: open.open_checkpoint("deit_tiny_patch16_24"),
+        "plain.safetensors'": lambda: open.open_checkpoint(str(workshop / "plian.safetensors")),
     }
     for meant, ask in asked.items():
-        with pytest.raises(CertvitError) as refused:
+        with pytest.raises(errors.CertvitError) as refused:
             ask()
         assert "did you mean '" in refused.value.hint
         assert meant in refused.value.hint.split("?")[0] + "?"
@@ -160,7 +159,7 @@ def test_verify_offers_the_file_that_was_probably_meant(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "report.json").write_text("{}")
     refused = attempt("verify", typed).exception
-    assert isinstance(refused, CheckpointError)
+    assert isinstance(refused, errors.CheckpointError)
     assert refused.message == f"no file {typed}"
     assert f"did you mean '{meant}'?" in refused.hint
 
@@ -184,8 +183,8 @@ def test_no_network_is_one_line_at_once(
         "sleep",
         lambda seconds: pytest.fail("the library's own retries wait, for a minute in all"),
     )
-    with pytest.raises(CheckpointError, match=r"no network: hub.invalid cannot be reached"):
-        open_checkpoint(source)
+    with pytest.raises(errors.CheckpointError, match=r"no network: hub.invalid cannot be reached"):
+        open.open_checkpoint(source)
     assert constants.HF_HUB_OFFLINE is False
 
 
@@ -331,7 +330,7 @@ def test_a_mistyped_file_is_one_line(
     monkeypatch.setattr(opening, "open_checkpoint", lambda *given: pytest.fail("opened"))
     more = ("x.png",) if command in ("predict", "merge") else ()
     done = attempt(command, "modle.safetensors", *more)
-    assert isinstance(done.exception, CertvitError)
+    assert isinstance(done.exception, errors.CertvitError)
     assert done.exception.code == 3
     assert "modle.safetensors" in done.exception.message
 

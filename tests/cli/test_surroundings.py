@@ -19,17 +19,13 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from certcli.checkpoint import file, record, schema
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.shards import ENDING, MOST_FILES
+from certcli.checkpoint import file, record, schema, shards
 from certcli.cli.main import run
 from certcli.cli.shared import output, streams
 from certcli.images import datasets
 from certcli.report import figures, page
 from certcli.system import errors, processes
-from certcli.system.errors import GateError, NoBoundError, UndecidedError
 from tests.helpers import commands, forks
-from tests.helpers.commands import console
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -144,11 +140,11 @@ def test_an_image_that_would_become_huge_is_refused(
 
 
 def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
-    files = {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}
-    (tmp_path / f"m{ENDING}").write_text(json.dumps({"weight_map": files}))
-    done = commands.console("lipschitz", f"m{ENDING}", folder=tmp_path)
+    files = {f"t{n}": f"{n}.safetensors" for n in range(shards.MOST_FILES + 1)}
+    (tmp_path / f"m{shards.ENDING}").write_text(json.dumps({"weight_map": files}))
+    done = commands.console("lipschitz", f"m{shards.ENDING}", folder=tmp_path)
     assert done.code == 3
-    assert f"at most {MOST_FILES:,}" in done.err
+    assert f"at most {shards.MOST_FILES:,}" in done.err
 
 
 HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
@@ -234,33 +230,33 @@ def test_a_failed_gate_is_in_the_one_document(
     workshop: Path, words: str, failing: str, passing: str, reason: str
 ) -> None:
     given = [workshop / "plain.safetensors" if word == "m" else word for word in words.split()]
-    code, out, err = console(*given, failing, "--json", "--quiet")
+    code, out, err = commands.console(*given, failing, "--json", "--quiet")
     document = only_document(out)
     assert (code, document["schema"], document["command"]) == (7, 1, given[0])
     assert document["gate"]["passed"] is False
     assert reason in document["gate"]["reasons"][0]
     assert reason in err
-    code, out, _ = console(*given, passing, "--json", "--quiet")
+    code, out, _ = commands.console(*given, passing, "--json", "--quiet")
     assert code == 0
     assert only_document(out)["gate"] == PASSED
 
 
 def test_a_gate_raises_its_first_failure() -> None:
     gate = output.Gate()
-    gate.demand(True, GateError("met"))
+    gate.demand(True, errors.GateError("met"))
     gate.enforce()
-    gate.demand(False, UndecidedError("near"))
+    gate.demand(False, errors.UndecidedError("near"))
     assert gate.to_json()["verdict"] == "not decided"
-    with pytest.raises(UndecidedError):
+    with pytest.raises(errors.UndecidedError):
         gate.enforce()
-    gate.demand(False, NoBoundError("none"))
-    gate.demand(False, GateError("too large"))
+    gate.demand(False, errors.NoBoundError("none"))
+    gate.demand(False, errors.GateError("too large"))
     assert gate.to_json() == {
         "passed": False,
         "verdict": "failed",
         "reasons": ["near", "none", "too large"],
     }
-    with pytest.raises(NoBoundError):
+    with pytest.raises(errors.NoBoundError):
         gate.enforce()
 
 
@@ -329,7 +325,7 @@ def test_a_stdout_that_takes_nothing(
             run()
         assert stop.value.code == expected
         assert reason in capsys.readouterr().err or expected == 7
-    assert Checkpoint.read(target).record.evidence
+    assert file.Checkpoint.read(target).record.evidence
 
 
 def test_a_guarded_stream_fails_once_and_is_silent_after() -> None:
@@ -377,9 +373,9 @@ def test_an_early_interruption_is_one_line() -> None:
 def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
     path = tmp_path / "m.safetensors"
     words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
-    assert console("init", *words).code == 0
-    assert Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
-    code, _, err = console(
+    assert commands.console("init", *words).code == 0
+    assert file.Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
+    code, _, err = commands.console(
         "init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors"
     )
     assert code == 2

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from certcli.cli.shared.output import Sink, percent, wrapped
-from certcli.cli.shared.tables import Layout
+from certcli.cli.shared import output, tables
 from tests.helpers.commands import console
 
 WIDE = 2000
@@ -57,9 +56,9 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
     force = ["--force"] if "OUT" in line else []
     calls = list[tuple[Any, ...]]()
     with pytest.MonkeyPatch.context() as patch:
-        for print_it in (Sink.text, Sink.table):
+        for print_it in (output.Sink.text, output.Sink.table):
             patch.setattr(
-                Sink,
+                output.Sink,
                 print_it.__name__,
                 lambda sink, *given, do=print_it: calls.append((do, *given)),
             )
@@ -74,7 +73,7 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
 def printed(calls: list[tuple[Any, ...]], columns: int) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setenv("COLUMNS", str(columns))
-        sink = Sink(as_json=False, quiet=True)
+        sink = output.Sink(as_json=False, quiet=True)
         for print_it, *given in calls:
             print_it(sink, *given)
     return out.getvalue()
@@ -111,12 +110,12 @@ def test_no_raw_value_no_minus_nothing_and_no_row_twice(
 
 def test_words_stand_left_and_numbers_right() -> None:
     rows = [("a", "Conv2d", "1.5", "-", "yes"), ("b", "", "10^3.2", "inf", "12 %")]
-    assert Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
+    assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
 
 
 def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
     why = "a sentence that is far too long to stand in a table of thirty columns"
-    layout = Layout(
+    layout = tables.Layout(
         ["layer", "why"],
         [("a", why), ("b", why), ("c", "another sentence that is rather long as well")],
         30,
@@ -126,7 +125,12 @@ def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> Non
 
 
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
-    assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == [
+    assert [
+        output.percent(-0.0004, 0),
+        output.percent(-0.0004),
+        output.percent(-0.0),
+        output.percent(0.5, 0),
+    ] == [
         "0 %",
         "0.0 %",
         "0.0 %",
@@ -136,11 +140,11 @@ def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
 
 def test_prose_is_broken_between_words_only() -> None:
     line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
-    broken = wrapped(line, 28).splitlines()
+    broken = output.wrapped(line, 28).splitlines()
     assert " ".join(broken).split() == line.split()
     assert "/a/folder/whose-name-is-longer-than-the-line/file.safetensors:" in broken
     assert broken[0] == "  or: certified at 0.5"
-    assert wrapped("", 20) == ""
+    assert output.wrapped("", 20) == ""
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:

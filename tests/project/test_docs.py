@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from certcli.attack.catalogue import ATTACKS
-from certcli.attack.torchattacks_spec import INSTALL, PREFIX
+from certcli.attack import catalogue, torchattacks_spec
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.audit.command import METHODS
 from certcli.cli.doctor import command as doctor
@@ -27,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 AT_THE_ROOT = ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
 PAGES = [*DOCS, *(ROOT / name for name in AT_THE_ROOT)]
-REGISTRIES = [ATTACKS, CERTIFICATES, PENALTIES, LOSSES, REPLACEMENTS]
+REGISTRIES = [catalogue.ATTACKS, CERTIFICATES, PENALTIES, LOSSES, REPLACEMENTS]
 
 
 def test_the_reference_page_is_the_commands() -> None:
@@ -271,7 +270,7 @@ def test_every_registered_name_loads_and_says_what_it_is(registry: Registry) -> 
 NAMED_ON = {
     "certify.md": CERTIFICATES,
     "finetune.md": LOSSES,
-    "attack.md": ATTACKS,
+    "attack.md": catalogue.ATTACKS,
     "constrain.md": PENALTIES,
     "adapt.md": REPLACEMENTS,
 }
@@ -302,7 +301,7 @@ def test_contents_name_every_section() -> None:
 
 
 NAMED = {
-    "--attack": ATTACKS.names(),
+    "--attack": catalogue.ATTACKS.names(),
     "--loss": LOSSES.names(),
     "--method": CERTIFICATES.names(),
     "audit --method": METHODS,
@@ -341,7 +340,9 @@ def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     """
     monkeypatch.setattr(doctor, "_installed_version", lambda package: "missing")
     (finding,) = doctor._torchattacks()
-    assert PREFIX + "NAME" in finding.remark
-    assert [name for name in ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)] == []
+    assert torchattacks_spec.PREFIX + "NAME" in finding.remark
+    assert [
+        name for name in catalogue.ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)
+    ] == []
     page = (ROOT / "docs" / "attack.md").read_text()
-    assert all(INSTALL in text for text in (finding.remark, page))
+    assert all(torchattacks_spec.INSTALL in text for text in (finding.remark, page))

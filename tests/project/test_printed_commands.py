@@ -14,12 +14,9 @@ from typing import Any
 import pytest
 import typer
 
-from certcli.audit.gates import AuditFindings
-from certcli.audit.plan import AuditPlan, Typed
-from certcli.audit.summary_text import next_steps
+from certcli.audit import gates, plan, summary_text
 from certcli.cli.main import program
-from certcli.report.audit_page import purpose
-from certcli.report.document import CertifiedShares, Dataset, Share
+from certcli.report import audit_page, document
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.printed import (
     FIRST_PAGES,
@@ -173,18 +170,20 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
 
-DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
+DIGITS = document.Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") -> AuditFindings:
+def finding(
+    failure: float, hits: int, changed: bool, proof: str = "lipschitz"
+) -> gates.AuditFindings:
     """Findings that lead to each kind of advice."""
-    shares = CertifiedShares(
+    shares = document.CertifiedShares(
         method="smoothing" if failure else proof, promise="", failure=failure, domain="", about="",
-        average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
+        average_radius=0.0, clean=document.Share.of(60, 60), certified={"0.12": document.Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
-    return AuditFindings(
-        dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed
+    return gates.AuditFindings(
+        dataset=DIGITS, clean=document.Share.of(60, 60), certificates=[shares], changed=changed
     )
 
 
@@ -196,17 +195,19 @@ def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") 
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
         ("plain", finding(0.0, 0, False, "local")),
-        ("plain", AuditFindings()),
-        ("plain", AuditFindings(dataset=DIGITS)),
+        ("plain", gates.AuditFindings()),
+        ("plain", gates.AuditFindings(dataset=DIGITS)),
     ],
 )
 def test_what_to_do_next_can_be_typed(
-    kind: str, findings: AuditFindings, command_files: dict[str, Path], files_folder: Path
+    kind: str, findings: gates.AuditFindings, command_files: dict[str, Path], files_folder: Path
 ) -> None:
     shutil.copy(command_files[kind], "network.safetensors")
-    steps = next_steps(findings, AuditPlan(), Typed("network.safetensors", dataset="digits"))
+    steps = summary_text.next_steps(
+        findings, plan.AuditPlan(), plan.Typed("network.safetensors", dataset="digits")
+    )
     assert steps
-    assert all(purpose(line) for line in steps)
+    assert all(audit_page.purpose(line) for line in steps)
     for line in steps:
         words = shlex.split(line.replace("FOLDER", "digits"))[1:]
         short = {

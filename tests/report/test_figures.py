@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from certcli.report import figures
-from certcli.report.audit_page import certified_steps
+from certcli.report import audit_page, figures
 from certcli.report.page import Table, proven_steps, render
 from tests.helpers.commands import console
 
@@ -107,7 +106,7 @@ def value_at(points: Sequence[tuple[float, float]], radius: float) -> float:
 def test_curves_of_asked_shares_are_never_above_what_is_certified(seed: int) -> None:
     draw = random.Random(seed)
     radii = [draw.choice([-1.0, 0.0, draw.uniform(0, 2)]) for _ in range(30)]
-    exact = certified_steps(radii)
+    exact = audit_page.certified_steps(radii)
     asked = sorted(draw.uniform(0.1, 2) for _ in range(draw.randint(1, 4)))
     shares = [(at, sum(radius >= at for radius in radii) / len(radii)) for at in asked]
     curve = proven_steps([(0.0, sum(radius >= 0 for radius in radii) / len(radii)), *shares])

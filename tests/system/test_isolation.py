@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from certcli.constrain.network import free_bytes as of_constrain
-from certcli.system import memory
-from certcli.system.interpreter import run_isolated
+from certcli.system import interpreter, memory
 from tests.helpers.grids import EVERY
 
 PACKAGE = Path(__file__).parents[2] / "certcli"
@@ -54,7 +53,7 @@ def test_a_child_imports_nothing_from_the_working_folder(
         monkeypatch.delenv("PYTHONPATH", raising=False)
     else:
         monkeypatch.setenv("PYTHONPATH", places)
-    done = run_isolated("import json, sys; print(len(sys.path))")
+    done = interpreter.run_isolated("import json, sys; print(len(sys.path))")
     assert done.returncode == 0, done.stderr
     assert not mark.exists()
 
@@ -64,7 +63,7 @@ def test_a_child_sees_the_users_own_packages(
 ) -> None:
     (tmp_path / "mine.py").write_text("value = 3\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_isolated("import mine; print(mine.value)").stdout == "3\n"
+    assert interpreter.run_isolated("import mine; print(mine.value)").stdout == "3\n"
 
 
 FIGURE = """

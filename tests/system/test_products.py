@@ -19,7 +19,6 @@ from certcli.audit.clock import EndsAfter, OutOfTime
 from certcli.engine import pinned
 from certcli.lipschitz.network import bound_network
 from certcli.system import products
-from certcli.system.products import OneDnnProducts, fast_products, is_faster
 from tests.helpers import grids
 
 pytestmark = pytest.mark.skipif(
@@ -82,7 +81,7 @@ def test_the_sums_are_as_near_as_those_of_torch(
     onednn_calls: list[None],
 ) -> None:
     exact = compute(Tensor.double)
-    with torch.inference_mode(inference), OneDnnProducts():
+    with torch.inference_mode(inference), products.OneDnnProducts():
         result = compute(lambda operand: operand)
     assert onednn_calls
     assert result.shape == exact.shape
@@ -107,7 +106,7 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "_REPLACEMENTS", {op: noted(op, table[op]) for op in table})
     for compute in PRODUCTS.values():
         for inference in (False, True):
-            with torch.inference_mode(inference), OneDnnProducts():
+            with torch.inference_mode(inference), products.OneDnnProducts():
                 compute(lambda operand: operand)
     assert reached == set(table)
 
@@ -115,7 +114,7 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("compute", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_all_else_is_torchs_own(compute: Callable[[], Tensor], onednn_calls: list[None]) -> None:
     plain = compute()
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         result = compute()
     assert not onednn_calls
     assert torch.equal(result, plain)
@@ -125,7 +124,7 @@ def test_rows_that_lie_apart_are_multiplied_as_they_are() -> None:
     """Outside of inference mode such a product is one of a batch, which is left alone."""
     apart = TOKENS.transpose(0, 1).contiguous().transpose(0, 1)
     for inference in (False, True):
-        with torch.inference_mode(inference), OneDnnProducts():
+        with torch.inference_mode(inference), products.OneDnnProducts():
             result = F.linear(apart, RIGHT.mT.contiguous(), BIAS)
         assert torch.allclose(result.double(), TOKENS.double() @ RIGHT.double() + BIAS, atol=1e-4)
 
@@ -141,7 +140,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
         return [*gradients, *torch.autograd.grad(penalty, (tokens, weight))]
 
     exact = second(torch.float64)
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         near = second(torch.float32)
     assert len(onednn_calls) > 3
     for value, true in zip(near, exact, strict=True):
@@ -151,7 +150,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
 def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) -> None:
     network = torch.nn.Linear(96, 130)
     plain = predict_classes(network, LEFT)
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         judged = predict_classes(network, LEFT)
         assert not onednn_calls
         network(LEFT)
@@ -201,16 +200,18 @@ def test_the_processor_decides(
     monkeypatch.setattr(platform, "processor", lambda: processor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    is_faster.cache_clear()
+    products.is_faster.cache_clear()
     try:
-        assert is_faster() is expected
+        assert products.is_faster() is expected
         large = torch.nn.Linear(512, 512)
-        assert isinstance(fast_products(large), OneDnnProducts) is expected
-        assert not isinstance(fast_products(torch.nn.Linear(8, 8)), OneDnnProducts)
+        assert isinstance(products.fast_products(large), products.OneDnnProducts) is expected
+        assert not isinstance(
+            products.fast_products(torch.nn.Linear(8, 8)), products.OneDnnProducts
+        )
         elsewhere = torch.nn.Linear(512, 512, device="meta")
-        assert not isinstance(fast_products(elsewhere), OneDnnProducts)
+        assert not isinstance(products.fast_products(elsewhere), products.OneDnnProducts)
     finally:
-        is_faster.cache_clear()
+        products.is_faster.cache_clear()
 
 
 WATCHED = (
