@@ -80,12 +80,13 @@ class Stages:
         if bound is not None:
             for stage in waiting:
                 stage.after = [bound]
-                stage.barred = lambda: USEFUL if self._useful(bound) else None
+                stage.barred = lambda: (
+                    USEFUL
+                    if hopeless.is_useful(bound.rows[: verdicts.FEWEST], plan.least)
+                    else None
+                )
             others.append(bound)
         return [*others, *self._attack(), *patches]
-
-    def _useful(self, bound: judging.Certifying) -> bool:
-        return hopeless.is_useful(bound.rows[: verdicts.FEWEST], self.plan.least)
 
     def _certifying(
         self,

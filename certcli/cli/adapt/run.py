@@ -89,12 +89,6 @@ def with_head(checkpoint: file.Checkpoint, settings: AdaptSettings, sink: Sink) 
     return with_one
 
 
-def default_keep(images: labelled.Images, unseen: labelled.Images) -> float:
-    """Return 0.98 for a dataset's images; 1 for synthetic or too few images."""
-
-    return KEEP if len(unseen) and images.name != calibration.PHOTOGRAPHS else 1.0
-
-
 def make_adapter(
     checkpoint: file.Checkpoint,
     settings: AdaptSettings,
@@ -140,12 +134,6 @@ def fit(
                 state.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
-
-
-def trade_document(trade: adaptation.Trade) -> dict[str, Any]:
-    """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
-
-    return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
 
 def show_trade(trade: adaptation.Trade, sink: Sink) -> None:
@@ -215,7 +203,8 @@ def write_adapted(
     images = data.images(checkpoint.record, sink)
     used, unseen = calibration.hold_out(images)
     if settings.keep is None and not settings.refit:
-        settings = replace(settings, keep=default_keep(images, unseen))
+        real = len(unseen) and images.name != calibration.PHOTOGRAPHS
+        settings = replace(settings, keep=KEEP if real else 1.0)
     learnt, choosing = (
         calibration.hold_out(used, 3)
         if settings.keep is not None and settings.keep < 1
@@ -253,7 +242,8 @@ def write_adapted(
         if processes.team().several
         else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
-    trade = trade_document(adapter.trade)
+    rungs = [to_builtins(rung) for rung in adapter.trade.rungs]
+    trade = {"trade": rungs} if rungs else {}
     inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),

@@ -64,7 +64,7 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
             )
     demand = None
     threats = list[Threat]()
-    if not of_patches(options):
+    if methods != ["patch"]:
         demand, threats = demand_of(
             target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]]
         )
@@ -104,10 +104,6 @@ def first_given(values: Any) -> str | None:
         if note is not None and getattr(values, one.name) != one.default:
             return max(note.names, key=len, default=f"--{one.name.replace('_', '-')}")
     return None
-
-
-def of_patches(options: CertifyOptions) -> bool:
-    return options.target.methods == ["patch"]
 
 
 def demand_of(

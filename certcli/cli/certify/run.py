@@ -266,10 +266,11 @@ def report_certificates(options: command.CertifyOptions, typed: typer.Context, s
             first.accuracy.clean, images, checkpoint, sink, [row.prediction for row in first.rows]
         )
     if target.plot is not None:
+        path = Path(options.source.ckpt)
         view.draw_shares(
             results,
             attacked,
-            _network_name(options.source.ckpt),
+            path.parent.name if path.stem == "model" and path.parent.name else path.stem,
             images,
             target.plot,
             threats[-1].radius,
@@ -288,9 +289,3 @@ def report_certificates(options: command.CertifyOptions, typed: typer.Context, s
         )
     output.write_evidence(written, sink)
     gate.enforce()
-
-
-def _network_name(ckpt: str) -> str:
-    """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
-    path = Path(ckpt)
-    return path.parent.name if path.stem == "model" and path.parent.name else path.stem

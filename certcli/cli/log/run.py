@@ -204,12 +204,8 @@ def _lipschitz_words(result: Any, about: Any) -> str:
 def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
-    return f"bound {bound_words(result.log10_upper)} ({'proven, of features' if bounds_features(result) else 'proven'})"
-
-
-def bounds_features(result: Any) -> bool:
-    """Tell whether a bound is one of features: of a network without a classifier."""
-    return getattr(result, "bound_of", "") == "features"
+    of_features = getattr(result, "bound_of", "") == "features"
+    return f"bound {bound_words(result.log10_upper)} (proven{', of features' * of_features})"
 
 
 def _certify_words(result: Any, about: Any) -> str:
@@ -220,18 +216,13 @@ def _certify_words(result: Any, about: Any) -> str:
     )
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
     text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
-    promise = promise_words(result) or "proven"
+    promise = f"probability {confidence(result.failure)}" if result.failure else "proven"
     radius = result.average_radius
     mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
     method = (
         f"{result.method}: {result.options.procedure}" if result.norm == "patch" else result.method
     )
     return f"{text} ({method}, {promise}){mean}"
-
-
-def promise_words(result: Any) -> str:
-    """The promise of certificates that hold with a probability; nothing for proofs."""
-    return f"probability {confidence(result.failure)}" if result.failure else ""
 
 
 def _attack_words(result: Any, about: Any) -> str:
