@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
-from certcli.cli.shared import output, settings, streams
+from certcli.cli.shared import inputs, output, streams
 from certcli.cli.shared.command import EVERYTHING
 from certcli.system import errors, memory, processes, watched
 
@@ -231,7 +231,7 @@ def describe_program(
     within minutes. lipschitz, certify and attack run its parts one by one. init, adapt, constrain
     and finetune make networks that can be proven. Radii are l2 in pixel units, images in [0, 1].
     """
-    settings.take_settings(context)
+    inputs.take_settings(context)
 
 
 def run(started: float | None = None) -> None:

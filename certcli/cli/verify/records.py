@@ -1,10 +1,11 @@
-"""Records of `certify`: certificates on file, found again and attacked inside what they claim."""
+"""What `certvit verify` says of a file: one table, one document, and why it is not verified; and records
+of `certify`: certificates on file, found again and attacked inside what they claim."""
 
 import os
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,78 @@ from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.climbed import TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
-from certcli.cli.verify import command, view
+from certcli.cli.shared.output import Gate, Sink
+from certcli.cli.verify import command
 from certcli.evaluation import evidence, perturbation, record_lines, records
+from certcli.evaluation.claim import STATUSES, Claim, unverified_reasons
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, GateError, UsageError
+
+SHOWN = 40
+"""Claims of one file that a person is shown; --json holds all."""
+RECORDS = "records"
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What became of the claims of one file.
+
+    Args:
+        words: the last line for a person, where all is verified.
+        whole: whether the weights were there to check against.
+        about: further facts for the document.
+    """
+
+    claims: Sequence[Claim]
+    words: str
+    whole: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
+    """Write the document, show what is not verified, and demand that all is."""
+    reason = failure(file, checked.claims)
+    gate = Gate()
+    gate.demand(not reason, GateError(reason))
+    document = {"file": file.name, "kind": kind, "whole": checked.whole, **checked.about}
+    document |= summary(checked.claims)
+    document["verified"] = document["verified"] and checked.whole
+    sink.document(document, gate)
+    refuted = [claim for claim in checked.claims if claim.status == "refuted"]
+    shown = refuted if refuted or kind == RECORDS else checked.claims
+    if shown:
+        show_claims(file, shown, sink)
+    if kind == RECORDS or not reason:
+        sink.text(checked.words)
+    gate.enforce()
+
+
+def show_claims(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
+    rest = f", the first {SHOWN} of {len(claims)}" if len(claims) > SHOWN else ""
+    rows = [(claim.title, claim.status, claim.why) for claim in claims[:SHOWN]]
+    sink.table(f"Verification of {file}{rest}", ["claim", "status", "why"], rows)
+
+
+def summary(claims: Sequence[Claim]) -> dict[str, Any]:
+    counts = Counter(claim.status for claim in claims)
+    return {
+        "verified": not unverified_reasons(claims),
+        "counts": {status: counts[status] for status in STATUSES},
+        "claims": [asdict(claim) for claim in claims],
+    }
+
+
+def failure(file: Path, claims: Sequence[Claim]) -> str:
+    """Return why the file is not verified; empty where it is."""
+    refuted = [claim for claim in claims if claim.status == "refuted"]
+    if refuted:
+        first = refuted[0]
+        more = f" {len(refuted)} of {len(claims)} claims;" if len(refuted) > 1 else ""
+        return f"{file} is refuted:{more} {first.title}: {first.status} ({first.why})"
+    reasons = unverified_reasons(claims)
+    return f"{file} is not verified: {reasons[0]}" if reasons else ""
+
 
 STEPS = 40
 SMOOTH_STEPS = 10
@@ -33,7 +101,7 @@ masks up to 32.
 """
 
 
-def check_records(options: command.VerifyOptions, sink: output.Sink) -> view.CheckedFile:
+def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedFile:
     """Check every record, or a sample."""
 
     path = options.file
@@ -92,7 +160,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> view.Che
             f"{record_check.FALSE_ALARM:g} at most, all together; "
             f"each statement itself is wrong with probability {certifier.failure:g}"
         )
-    return view.CheckedFile(claims, words, about=about)
+    return CheckedFile(claims, words, about=about)
 
 
 def _ready(

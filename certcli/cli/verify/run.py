@@ -18,7 +18,7 @@ from certcli.checkpoint import record, schema, shards
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
 from certcli.cli.shared import groups, inputs, output
-from certcli.cli.verify import command, records, view
+from certcli.cli.verify import command, records
 from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.claim import Claim, statuses
 from certcli.images.labelled import Images
@@ -47,13 +47,15 @@ def verify_file(options: command.VerifyOptions, sink: output.Sink) -> None:
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":
-        view.conclude(options.file, records.check_records(options, sink), view.RECORDS, sink)
+        records.conclude(options.file, records.check_records(options, sink), records.RECORDS, sink)
     else:
         kind, checked = check_report(options, sink)
-        view.conclude(options.file, checked, f"{kind} report", sink)
+        records.conclude(options.file, checked, f"{kind} report", sink)
 
 
-def check_report(options: command.VerifyOptions, sink: output.Sink) -> tuple[str, view.CheckedFile]:
+def check_report(
+    options: command.VerifyOptions, sink: output.Sink
+) -> tuple[str, records.CheckedFile]:
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
 
     file = options.file
@@ -72,7 +74,7 @@ def check_report(options: command.VerifyOptions, sink: output.Sink) -> tuple[str
 
 def check_proof_report(
     options: command.VerifyOptions, text: bytes, sink: output.Sink
-) -> view.CheckedFile:
+) -> records.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
     report = schema.decode_json(text, schema.ReportFields)
@@ -82,7 +84,7 @@ def check_proof_report(
             f"laws only: {facts['nodes']} steps follow from {facts['theorems']} statements about weights that nobody "
             "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
         )
-        return view.CheckedFile(laws.verify_laws(report), words, whole=False, about=facts)
+        return records.CheckedFile(laws.verify_laws(report), words, whole=False, about=facts)
 
     checked = {*schema.ReportFields.__struct_fields__, "command"} - {"lower"}
     unread = unread_fields({*schema.decode_json(text, schema.Json), reports.SHAPES} - checked)
@@ -95,12 +97,12 @@ def check_proof_report(
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
     )
-    return view.CheckedFile(claims, words, about=facts)
+    return records.CheckedFile(claims, words, about=facts)
 
 
 def check_results(
     options: command.VerifyOptions, text: bytes, kind: str, sink: output.Sink
-) -> view.CheckedFile:
+) -> records.CheckedFile:
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
 
     checkpoint = options.open(sink)
@@ -126,7 +128,7 @@ def check_results(
         further=further,
     )
     rest = Claim(f"all other fields ({unread})", "unverified", "the author's word", asked=False)
-    return view.CheckedFile(
+    return records.CheckedFile(
         [*claims, rest],
         "verified: the bounds, shares and certificates above; all other fields of the report are the author's word",
     )
@@ -173,14 +175,14 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        reason = view.failure(path, claims)
+        reason = records.failure(path, claims)
         gate.demand(not reason, errors.GateError(reason))
-        view.show_claims(path, claims, sink)
+        records.show_claims(path, claims, sink)
         document = document_of(path, checkpoint)
         entries = document["evidence"]
         for entry, status in zip(entries, statuses(claims, len(entries)), strict=True):
             entry["status"] = status
-        documents.append({**document, **view.summary(claims)})
+        documents.append({**document, **records.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
     gate.enforce()
     sample = options.scope.sample
