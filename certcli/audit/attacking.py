@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.attack import run, stages, summary
+from certcli.attack import run, stages
 from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
-from certcli.evaluation import perturbation, threat, verdicts
+from certcli.evaluation import intervals, perturbation, threat
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
 from certcli.images.labelled import Images, sent
@@ -95,9 +95,9 @@ class Attacking(schedule.Stage):
         return [record for records in self.rows for record in records]
 
     @property
-    def samples(self) -> dict[gates.Key, verdicts.Sample]:
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
         return {
-            (gates.ROBUST, radius_key(radius)): verdicts.Sample(
+            (gates.ROBUST, radius_key(radius)): intervals.Sample(
                 [records[place].withstood for records in self.rows], len(self.images)
             )
             for place, radius in enumerate(self.radii)
@@ -187,7 +187,7 @@ class Attacking(schedule.Stage):
     @property
     def shares(self) -> AttackShares:
         """The shares so far."""
-        summaries = summary.robust_curve(self.records)
+        summaries = run.robust_curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
             radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
@@ -237,9 +237,9 @@ class PatchAttacking(schedule.Stage):
         self.pair: tuple[Tensor, Tensor] | None = None
 
     @property
-    def samples(self) -> dict[gates.Key, verdicts.Sample]:
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
         return {
-            (self.name, str(self.patch)): verdicts.Sample(
+            (self.name, str(self.patch)): intervals.Sample(
                 [a for a, _ in self.rows], len(self.images)
             )
         }

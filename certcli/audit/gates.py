@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from certcli.evaluation import choices, intervals, radii, threat
-from certcli.evaluation.verdicts import (
+from certcli.evaluation.intervals import (
     FAILED,
     PASSED,
     UNDECIDED,
@@ -50,7 +50,8 @@ CLEAN = "clean"
 ROBUST = "robust"
 PATCHED = "patched"
 Key = tuple[str, str]
-"""CLEAN, ROBUST, PATCHED or a method of certificates, and the radius or patch, as keys of shares spell it."""
+"""CLEAN, ROBUST, PATCHED or a method of certificates, and the radius or patch, as keys of shares
+spell it."""
 
 
 @dataclass

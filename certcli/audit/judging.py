@@ -14,11 +14,11 @@ import torch
 from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation import radii, record_lines, records, verdicts
+from certcli.evaluation import intervals, radii, record_lines, records
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove_network
 from certcli.lipschitz.numerics.real import Real
 from certcli.models import build
@@ -259,8 +259,8 @@ class Classifying(schedule.Stage):
         return [a == b for a, b in zip(self.rows, self.images.labels.tolist())]
 
     @property
-    def samples(self) -> dict[gates.Key, verdicts.Sample]:
-        return {(gates.CLEAN, ""): verdicts.Sample(self.right, len(self.images))}
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
+        return {(gates.CLEAN, ""): intervals.Sample(self.right, len(self.images))}
 
     @torch.no_grad()
     def judge(self, positions: list[int]) -> list[int]:
@@ -312,10 +312,10 @@ class Certifying(schedule.Stage):
         self.about = about
 
     @property
-    def samples(self) -> dict[gates.Key, verdicts.Sample]:
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
         name = gates.PATCHED if self.name == "patch" else self.name
         return {
-            (name, threat.key): verdicts.Sample(
+            (name, threat.key): intervals.Sample(
                 [row.holds_at(threat) for row in self.rows], len(self.images)
             )
             for threat in self.threats

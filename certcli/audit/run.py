@@ -12,22 +12,25 @@ from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.plan import AUTO, AuditPlan
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import choices, image_doubts, verdicts
+from certcli.evaluation import choices, image_doubts, intervals
 from certcli.images.labelled import Images
 from certcli.models import build, pixels
 from certcli.nn.residual import attention_weight
 from certcli.system import errors, memory
 
 LARGE = 1_000_000
-"""Parameters from which on smoothing and attacks run in bfloat16, where the machine multiplies matrices in it."""
+"""Parameters from which on smoothing and attacks run in bfloat16, where the machine multiplies
+matrices in it."""
 COPIED = 0.25
 """Share of the free memory that a copy of the network in bfloat16 may take."""
 READ_OTHERWISE = 100
-"""Images on which other readings of the same tensors are tried, for a file that certvit did not write."""
+"""Images on which other readings of the same tensors are tried, for a file that certvit did not
+write."""
 CLASSIFIED = 32
-"""Images at a time for clean accuracy: on a slow machine a larger batch would take its whole time."""
+"""Images at a time for clean accuracy: on a slow machine a larger batch would take its whole
+time."""
 SURE = 2 / 3
 """Share of right answers from which on labels and reading of the network are not asked about."""
 NEXT_TO_NOTHING = 0.05
@@ -94,7 +97,7 @@ def run(
             "images", "no labelled images were given: accuracy, certificates and attacks need them"
         )
     elif clean.count and findings.failing and not plan.methods:
-        few = clean.count < min(verdicts.FEWEST, len(images))  # more may say otherwise
+        few = clean.count < min(intervals.FEWEST, len(images))  # more may say otherwise
         findings.skip("certificates and attacks", f"they would say little: {findings.failing}", few)
     elif clean.count:
         judged = Stages(
@@ -223,16 +226,11 @@ def _classify_first(
         # about chance, no stage follows that would need the time
         share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), EndsAfter(share * spare()):
-            if (
-                order := image_doubts.order_doubt(model, images, right[:READ_OTHERWISE])
-            ) is not None:
-                findings.doubts.append(order)
-            else:
-                for better, options in image_doubts.better_statistics(
-                    model, images, right[:READ_OTHERWISE]
-                ):
-                    findings.doubts = [better]
-                    findings.statistics = options
+            for better, options in image_doubts.better_statistics(
+                model, images, right[:READ_OTHERWISE]
+            ):
+                findings.doubts = [better]
+                findings.statistics = options
     failing = next(filter(None, [*findings.doubts, chance]), None)
     findings.failing = clock.team.agree(lambda: failing)
     return clean

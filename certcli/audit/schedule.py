@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.gates import AuditFindings, Key
-from certcli.evaluation import intervals, verdicts
+from certcli.evaluation import intervals
 from certcli.images.labelled import Images
 from certcli.system import errors, processes
 
@@ -151,7 +151,7 @@ class Stage:
         return _interval_width(self.count) - _interval_width(after)
 
     @property
-    def samples(self) -> dict[Key, verdicts.Sample]:
+    def samples(self) -> dict[Key, intervals.Sample]:
         """Outcomes of the images so far, for the gates."""
         return {}
 

@@ -1,4 +1,5 @@
-"""Which stages an audit of these images has, what each waits for, and when it is not worth its time."""
+"""Which stages an audit of these images has, what each waits for, and when it is not worth its
+time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -8,14 +9,13 @@ import torch
 from certcli.attack.settings import AttackSettings
 from certcli.audit import attacking, gates, judging, schedule
 from certcli.audit.plan import AuditPlan
-from certcli.certify import certificate, hopeless, lipschitz
+from certcli.certify import certificate, lipschitz, method_choice
+from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import defended
-from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing import functions, pixel_denoiser
+from certcli.certify.smoothing import noise, pixel_denoiser
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import threat, verdicts
+from certcli.evaluation import intervals, threat
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -24,10 +24,12 @@ from certcli.models import build, pixels
 from certcli.system import errors, processes
 
 LOCAL_PARAMETERS = 500_000
-"""Of networks that local certificates are tried on: beyond, one image may take an audit's whole time."""
+"""Of networks that local certificates are tried on: beyond, one image may take an audit's whole
+time."""
 DRAWS_FIRST = 16
 DRAWS = 256
-"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
+"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image
+takes 80 in all."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
 PATCH = "2%"
@@ -82,7 +84,7 @@ class Stages:
                 stage.after = [bound]
                 stage.barred = lambda: (
                     USEFUL
-                    if hopeless.is_useful(bound.rows[: verdicts.FEWEST], plan.least)
+                    if method_choice.is_useful(bound.rows[: intervals.FEWEST], plan.least)
                     else None
                 )
             others.append(bound)
@@ -127,7 +129,7 @@ class Stages:
         if "lipschitz" in self.plan.methods:
             return None
         log10 = proven.upper.log10() if proven.upper > 0.0 else None
-        return hopeless.why_hopeless(log10, self.plan.least)
+        return method_choice.why_hopeless(log10, self.plan.least)
 
     def _shared(self) -> tuple[pixels.PixelModel, NetworkBound]:
         """Return the float64 network and the leader's proof, in every process."""
@@ -156,7 +158,7 @@ class Stages:
 
         def make() -> certificate.Certifier:
             from certcli.certify.local import LocalCertifier
-            from certcli.certify.local_options import Local
+            from certcli.certify.options import Local
 
             double = build.converted(self.model, torch.float64)
             return LocalCertifier(double, self.model.input_size, Local(at=at))
@@ -200,8 +202,8 @@ class Stages:
             return []
 
         def make() -> certificate.Certifier:
-            functions.require_rows_alone(self.model)
-            classify = functions.Classifier(self.model, precision, before)
+            noise.require_rows_alone(self.model)
+            classify = noise.Classifier(self.model, precision, before)
             return SmoothingCertifier(
                 classify, self.checkpoint.record.classes, options, self.device
             )

@@ -24,7 +24,8 @@ from certcli.cli.shared.command import EVERYTHING
 from certcli.system import errors, memory, processes, watched
 
 NARROWEST = 60
-"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's
+name."""
 WORDS = "certvit.words"
 """Key in the context of the typed words of a command."""
 ONCE = {"sigma": "run them one by one: each sigma smooths another network"}

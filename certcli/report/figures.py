@@ -235,19 +235,19 @@ def draw_gallery(rows: Sequence[AttackedImage], path: Path, title: str) -> None:
 
 
 def _show_triple(picture: AttackedImage, axes: Sequence[Any]) -> None:
-    left, middle, right = axes
+    first, middle, last = axes
     change, factor = magnified(picture.image, picture.adversarial)
-    _show_image(left, picture.image)
+    _show_image(first, picture.image)
     _show_image(middle, change)
-    _show_image(right, picture.adversarial)
+    _show_image(last, picture.adversarial)
     heading = "\n".join(
         filter(None, (_cut_text(picture.heading), _cut_text(picture.file, from_the_left=True)))
     )
-    left.set_title(heading, fontsize=10, loc="left")
+    first.set_title(heading, fontsize=10, loc="left")
     middle.set_title(f"shown {factor:.3g} times", fontsize=10, loc="left")
-    _caption(left, picture.before, BLUE)
+    _caption(first, picture.before, BLUE)
     _caption(middle, picture.norm, "#333333")
-    _caption(right, picture.after, VERMILION)
+    _caption(last, picture.after, VERMILION)
 
 
 def _show_image(axes: Any, image: Tensor) -> None:

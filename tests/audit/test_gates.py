@@ -11,7 +11,7 @@ import torch
 from certcli.audit import gates
 from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample
 from certcli.report.document import (
     Audit,
     Share,

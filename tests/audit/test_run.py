@@ -23,8 +23,8 @@ from certcli.audit import judging, plan
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.certify import certificate, local_options, methods
-from certcli.certify.smoothing import denoiser, functions
+from certcli.certify import certificate, methods, options
+from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
 from certcli.images import datasets
@@ -253,10 +253,10 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 ) -> None:
     """All stages share one network, loaded once."""
 
-    def refused(model: pixels.PixelModel, precision: str) -> functions.Classifier:
+    def refused(model: pixels.PixelModel, precision: str) -> noise.Classifier:
         if precision == "bf16":
             raise UsageError("this network does not run in bf16")
-        return functions.Classifier(model, precision)
+        return noise.Classifier(model, precision)
 
     network = workshop / "plain.safetensors"  # made when it is first named
     load = build.load
@@ -295,7 +295,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
         "local",
         checkpoint,
         torch.device("cpu"),
-        local_options.Local(effort="zonotope", at=[1e-4, 1e-3, 0.4]),
+        options.Local(effort="zonotope", at=[1e-4, 1e-3, 0.4]),
     )
     tried: list[float] = []
     proven = certifier.proven
@@ -312,7 +312,7 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     (confirmed,) = certifier.confirm([found], given[1], certificate.RecheckSettings(0, 1e-6))
     assert confirmed.status == "verified"
     with pytest.raises(UsageError):
-        local_options.Local(at=[0.2, 0.1])
+        options.Local(at=[0.2, 0.1])
 
 
 def turn_for_ever() -> None:

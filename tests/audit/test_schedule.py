@@ -12,7 +12,7 @@ from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
 from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.processes import ALONE

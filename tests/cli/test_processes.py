@@ -20,54 +20,44 @@ import torch
 import torch.distributed as distributed
 
 from certcli.audit.schedule import run_by_team as in_turns
-from certcli.checkpoint.file import Checkpoint, read_tensors
+from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
 from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
-from certcli.system import errors, processes
-from tests.cli.several import kept, run_plan
-from tests.helpers import commands, forks, grids
+from certcli.system.errors import DataError, Interrupted, UsageError
+from certcli.system.processes import ALONE, Ended, Team
+from tests.cli.several import run_plan
+from tests.helpers import forks, grids
+from tests.helpers.commands import attempt, certvit, words_typed
 
-CERTIFY = commands.words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
-SMOOTHING = commands.words_typed(
+CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
+SMOOTHING = words_typed(
     "certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5"
 )
-SMOOTHING += commands.words_typed("-n 100 --n0 20 --sigma 0.1")
-PATCH = commands.words_typed(
+SMOOTHING += words_typed("-n 100 --n0 20 --sigma 0.1")
+PATCH = words_typed(
     "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels"
 )
-ATTACK = commands.words_typed(
+ATTACK = words_typed(
     "attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12"
 )
-FINETUNE = commands.words_typed(
+FINETUNE = words_typed(
     "finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2"
 )
-FINETUNE += commands.words_typed(
-    "--limit 61 --batch-size 20"
-)  # the last batch: one image for two processes
-SHARDED = commands.words_typed(
-    "finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20"
-)
-SHARDED += commands.words_typed(
-    "--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors"
-)
-LIPSCHITZ = commands.words_typed(
-    "lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q"
-)
-AUDIT = commands.words_typed(
+FINETUNE += words_typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
+LIPSCHITZ = words_typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
+AUDIT = words_typed(
     "audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz"
 )
-AUDIT += commands.words_typed("--method smoothing --time-budget 10m")
-ADAPT = commands.words_typed(
-    "adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q"
-)
-REFIT = commands.words_typed(
+AUDIT += words_typed("--method smoothing --time-budget 10m")
+ADAPT = words_typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
+REFIT = words_typed(
     "adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25"
 )
-REFIT += commands.words_typed("--epochs 1 --distill 1 --json -q")
+REFIT += words_typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
-    "kept": commands.words_typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": commands.words_typed(
+    "kept": words_typed("constrain certified.safetensors --limit 30 --keep 0.9"),
+    "met": words_typed(
         "constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"
     ),
 }
@@ -76,14 +66,14 @@ RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack":
 """Commands by the name of their file of records."""
 
 
-def together(size: int, work: Callable[[processes.Team], Any]) -> list[Any]:
+def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
     """Return the result of `work`, or its exception, in each of `size` threads that are a team."""
     store = distributed.HashStore()
     found = [None] * size
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(processes.Team(rank, size, store))
+            found[rank] = work(Team(rank, size, store))
         except Exception as failure:
             found[rank] = failure  # type: ignore[call-overload]
 
@@ -106,7 +96,7 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
         found.append(piece)
         return [piece * piece]
 
-    def work(team: processes.Team) -> list[tuple[bool, list[int]]]:
+    def work(team: Team) -> list[tuple[bool, list[int]]]:
         first = list(
             team.deal(
                 range(pieces), find, lambda piece: [piece * piece] if piece < stored else None
@@ -128,21 +118,21 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
 
 
 def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
-    def work(team: processes.Team) -> int | None:
+    def work(team: Team) -> int | None:
         if team.rank == 1:
             code = team.fail(6)
             team.said()
             return code
         try:
             list(team.deal(range(10**6), lambda piece: piece))
-        except processes.Ended as end:
+        except Ended as end:
             return team.fail(end.code)
         return None
 
     assert together(3, work) == [6, None, 6]
-    assert processes.ALONE.fail(6) is None
-    with pytest.raises(errors.UsageError):
-        processes.Team(2, 2)
+    assert ALONE.fail(6) is None
+    with pytest.raises(UsageError):
+        Team(2, 2)
 
 
 def test_a_process_that_was_killed_is_no_bug_of_the_others(
@@ -154,9 +144,7 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
         )
 
     monkeypatch.setattr(main, "program", lambda words: broken)
-    monkeypatch.setattr(
-        main, "_team_or_alone", lambda: processes.Team(0, 2, distributed.HashStore())
-    )
+    monkeypatch.setattr(main, "_team_or_alone", lambda: Team(0, 2, distributed.HashStore()))
     with pytest.raises(SystemExit) as end:
         main.run()
     assert end.value.code == 1
@@ -168,19 +156,19 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     refuse.
     """
 
-    def late(team: processes.Team) -> tuple[list[int], bool]:
+    def late(team: Team) -> tuple[list[int], bool]:
         return in_turns(team, 0.0 if team.rank == 1 else 60.0, lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
-    def refused(team: processes.Team) -> int:
+    def refused(team: Team) -> int:
         if team.rank == 2:
-            raise errors.DataError("image 7 is broken", "remove it")
+            raise DataError("image 7 is broken", "remove it")
         return team.rank
 
     found = together(3, lambda team: in_turns(team, 60.0, lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [
-        (errors.DataError, "image 7 is broken", "remove it")
+        (DataError, "image 7 is broken", "remove it")
     ] * 3
 
 
@@ -238,7 +226,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             (folder / f"{name}.safetensors").symlink_to(workshop / f"{name}.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(one)
-        commands.certvit(*CERTIFY, "--records", "certify.jsonl")
+        certvit(*CERTIFY, "--records", "certify.jsonl")
         begun = (one / "certify.jsonl").read_bytes().splitlines(keepends=True)
         (two / "resumed.jsonl").write_bytes(
             b"".join(begun[:50]) + begun[50][:20]
@@ -253,30 +241,23 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             [*REFIT, "-o", "refitted.safetensors"],
             [*FINETUNE, "-o", "tuned.safetensors"],
             [*FINETUNE, "-o", "resumed.safetensors", "--resume"],
-            ["KEEP", *SHARDED, "--resume", "--shard-weights"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
         record = Sink.record
         patch.setattr(Sink, "record", interrupt)
-        assert isinstance(
-            commands.attempt(*FINETUNE, "-o", "resumed.safetensors").exception, errors.Interrupted
-        )
-        assert isinstance(commands.attempt(*SHARDED).exception, errors.Interrupted)
+        assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
         patch.setattr(Sink, "record", record)
-        for name in ("resumed", "shared"):
-            shutil.copy(f"{name}.state.safetensors", two)
+        shutil.copy("resumed.state.safetensors", two)
         with two_processes(plan, two):
             for name in ("smoothing", "patch", "attack"):
-                commands.certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
+                certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
-                commands.certvit(*words, "-o", f"{name}.safetensors", "-q")
+                certvit(*words, "-o", f"{name}.safetensors", "-q")
             for name, words in {
                 "lipschitz": LIPSCHITZ, "audit": AUDIT, "adapted": [*ADAPT, "-o", "adapted.safetensors"],
                 "refitted": [*REFIT, "-o", "refitted.safetensors"], "finetune": [*FINETUNE, "-o", "tuned.safetensors"],
             }.items():  # fmt: skip
-                (one / f"{name}.json").write_text(commands.certvit(*words).stdout)
-            with kept(one / "held.json"):
-                (one / "sharded.json").write_text(commands.certvit(*SHARDED, "--resume").stdout)
+                (one / f"{name}.json").write_text(certvit(*words).stdout)
     return one, two, (two / "stderr").read_text()
 
 
@@ -284,7 +265,7 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 14 + [6], said
+        assert codes == [0] * 13 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name in ("smoothing", "patch"):  # what an image took is not what was found
@@ -407,42 +388,7 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
         for name, tensor in written.tensors.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-4)
         assert str(prove_checkpoint(written).upper) == report["upper_text"]
-    assert [path.name for path in two.glob("*.state.safetensors")] == [
-        "shared.state.safetensors"
-    ]  # which was to stay
-
-
-def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> None:
-    """They go on with one process's state, and leave what one leaves: up to sums in another order,
-    as above.
-    """
-    one, two, _ = both
-    for rank in (0, 1):
-        held, all_of_them = json.loads((two / f"held.{rank}.json").read_text())
-        assert 0.45 < held / all_of_them < 0.55
-    alone = [json.loads(line) for line in (one / "sharded.json").read_text().splitlines()]
-    found = [
-        json.loads(line)
-        for line in (two / "stdout").read_text().splitlines()
-        if line.startswith("{")
-    ][9:11]
-    assert (
-        [epoch["epoch"] for epoch in found]
-        == [epoch["epoch"] for epoch in alone]
-        == [2, alone[1]["epoch"]]
-    )
-    assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
-    assert found[0]["clean"] == alone[0]["clean"]
-    for name in ("shared", "shared.state"):
-        tensors, _ = read_tensors(two / f"{name}.safetensors")
-        wanted, _ = read_tensors(one / f"{name}.safetensors")
-        assert tensors.keys() == wanted.keys()
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-4, msg=key)
-    assert (
-        str(prove_checkpoint(Checkpoint.read(two / "shared.safetensors")).upper)
-        == found[1]["upper_text"]
-    )
+    assert not list(two.glob("*.state.safetensors"))
 
 
 def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:
@@ -458,5 +404,5 @@ def test_what_was_found_before_a_failure_is_gone_on_with(
 ) -> None:
     one, two, _ = both
     monkeypatch.chdir(two)
-    commands.certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")
+    certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")
     assert Path("failed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()

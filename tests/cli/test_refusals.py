@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from certcli.certify.local_options import Local
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.demands import first_given
 from certcli.cli.main import COMMANDS
-from certcli.finetune import agreement, settings
+from certcli.finetune import settings
 from certcli.finetune.losses import LOSSES
 from certcli.images import datasets
 from certcli.models import build, hub, open
@@ -68,6 +67,34 @@ certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands
 certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
 certify m --method lipschitz --denoiser m | 2 | works with --method smoothing
+certify m --method smoothing --sigma 0 | 2 | sigma
+certify m --method smoothing --sigma -0.1 | 2 | sigma
+certify m --method smoothing --sigma nan | 2 | sigma
+certify m --method smoothing --sigma wide | 2 | sigma
+certify m --method smoothing --sigma 0.25,0.5 | 2 | radii of several would share --alpha
+certify m --method smoothing --alpha 0 | 2 | alpha
+certify m --method smoothing --alpha 1 | 2 | alpha
+certify m --method smoothing --alpha nan | 2 | alpha
+certify m --method smoothing --samples 0 | 2 | samples
+certify m --method smoothing --samples 9 | 2 | --samples 10 or more
+certify m --method smoothing --samples 100 -e 9 | 2 | no radius beyond 0.375
+certify m --method smoothing --enough nan | 2 | enough
+certify m --method smoothing --enough 5 | 2 | enough
+certify m --method smoothing --precision int3 | 2 | int3
+certify m --method smoothing --seed -1 | 2 | seed
+certify m --method smoothing --method auto | 2 | auto alone
+certify m --method smoothing --norm linf | 2 | --method local only
+certify m --method smoothing --method local --norm linf | 2 | --method local only
+certify m --method smoothing --method smoothing | 2 | once
+certify m --method smoothing --method lipschitz --records r.jsonl | 2 | holds one method
+certify m --sigma 0.25 --sigma 0.5 | 2 | --sigma is given 2 times
+audit m --sigma 0.25 --sigma 0.5 | 2 | --sigma is given 2 times
+verify m m --records x.jsonl | 2 | --records
+verify m m --plot x.png | 2 | --plot
+verify m m -o x.safetensors | 2 | -o
+verify m m --min-certified 0.5 | 2 | --min-certified
+constrain m --keep 0 | 2 | --keep must lie between
+constrain m --keep 1.5 | 2 | --keep must lie between
 certify m --method smoothing --effort branch | 2 | works with --method local
 certify m --method local --sigma 0.2 | 2 | works with --method smoothing
 certify m --method box --method bcp --samples 7 | 2 | works with --method smoothing
@@ -98,7 +125,7 @@ predict m nowhere.png | 6 | nowhere.png
 finetune m --batch-size 99999999999999999999 | 2 | --batch-size
 finetune m -e nan | 2 | nan
 finetune m --schedule cosin | 2 | cosin
-finetune m --enclosure-penalty 0.3 --penalty-places 0,0,0 | 2 | leaves nothing
+finetune m --enclosure-penalty 0.3,0 | 2 | neither one number nor three
 """
 TABLE = [tuple(part.strip() for part in row.split(" | ")) for row in ROWS.strip().splitlines()]
 
@@ -189,12 +216,9 @@ def test_no_network_is_one_line_at_once(
 
 
 OTHERS: dict[str, Any] = {
-    "penalty_places": (1.0, 1.0, 1.0),
     "attack_norm": "l2",
     "attack_steps": 3,
-    "attack_step_size": 0.1,
-    "ard": 0.3,
-    "prm": 0.3,
+    "ard_prm": 0.3,
     "attack_ramp": 0.5,
     "attack_epsilon": 0.1,
     "stiefel_lr": 0.2,
@@ -210,7 +234,7 @@ PANELS = {"Attacks on training images": "adversarial"}
 @pytest.mark.parametrize(
     "name",
     sorted(
-        {name for group in agreement.SWITCHES.values() for name in group} - {*agreement.FILLED_IN}
+        {name for group in settings.SWITCHES.values() for name in group} - {*settings.FILLED_IN}
     ),
 )
 def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
@@ -242,9 +266,9 @@ def test_a_panel_of_one_switch_is_refused_without_it(
     assert f"--{switch}" in done.err
 
 
-@pytest.mark.parametrize("name", agreement.OF_A_CHOICE)
+@pytest.mark.parametrize("name", settings.OF_A_CHOICE)
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
-    option, values = agreement.OF_A_CHOICE[name]
+    option, values = settings.OF_A_CHOICE[name]
     others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
     wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
     wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
@@ -257,7 +281,7 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
-    assert loss in agreement.OF_A_CHOICE["ramp"][1]
+    assert loss in settings.OF_A_CHOICE["ramp"][1]
 
 
 def test_defaults_are_not_given() -> None:

@@ -17,10 +17,9 @@ import timm.layers as timm_layers
 from timm.layers.grn import GlobalResponseNorm
 
 from certcli.lipschitz.network import bound_network
-from certcli.nn.activations import MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.orthogonal_mixing import TokenMaxMin
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import MaxMin, TokenMaxMin
 from tests.helpers.slopes import IMAGE, slope_at
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from certcli.attack import catalogue, torchattacks_spec
+from certcli.attack import catalogue
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.audit.command import METHODS
 from certcli.cli.doctor import command as doctor
@@ -340,9 +340,9 @@ def test_what_needs_torchattacks_is_said_as_the_registry_has_it(
     """
     monkeypatch.setattr(doctor, "_installed_version", lambda package: "missing")
     (finding,) = doctor._torchattacks()
-    assert torchattacks_spec.PREFIX + "NAME" in finding.remark
+    assert catalogue.PREFIX + "NAME" in finding.remark
     assert [
         name for name in catalogue.ATTACKS.names() if name in re.findall(r"[\w-]+", finding.remark)
     ] == []
     page = (ROOT / "docs" / "attack.md").read_text()
-    assert all(torchattacks_spec.INSTALL in text for text in (finding.remark, page))
+    assert all(catalogue.INSTALL in text for text in (finding.remark, page))

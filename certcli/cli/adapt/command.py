@@ -19,6 +19,7 @@ class Mode:
     "certvit adapt m.safetensors --dataset photos/ -o lipschitz.safetensors",
     "certvit adapt m.safetensors --goal certify --norm fold --activation maxmin --head 128,128",
     page="adapt.md",
+    run="certcli.cli.adapt.run:write_adapted",
     often=(
         "goal",
         "keep",
@@ -39,6 +40,3 @@ def adapt(
     talk: Talk = Talk(),
 ) -> None:
     """Replace layers by Lipschitz layers: keep the predictions, or prepare for certified training."""
-    from certcli.cli.adapt import run
-
-    run.write_adapted(source, settings, mode, data, machine, output, talk)

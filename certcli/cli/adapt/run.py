@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt import adaptation, keep, run, state
-from certcli.adapt.pixels import compact
+from certcli.adapt import keep, run
+from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import radii, training_images
+from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz import bound, network
@@ -32,11 +32,13 @@ PARTS_ALONE = "Adapted parts, with the change of the network's logits by each al
 
 KEEP = 0.98
 MOST_CHOOSING = 100
-"""Most images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that all would take."""
+"""Most images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that
+all would take."""
 
 
 MANY_CLASSES = 100
-"""L2 attention kept 51 to 96 % of first choices of networks of 10 classes, and 5 of 79 right answers of a ViT-Tiny."""
+"""L2 attention kept 51 to 96 % of first choices of networks of 10 classes, and 5 of 79 right
+answers of a ViT-Tiny."""
 
 OLD_HEAD = (
     "training with --loss margin from the old head ended at chance (a ViT on digits, one on MNIST), "
@@ -123,7 +125,7 @@ def fit(
                 bar.advance(remark=remark)
         return
     if processes.team().agree(lambda: resume and not reading.is_absent(state_path)):
-        adapter.restore(state.load_adaptation_state(state_path, adapter.identity))
+        adapter.restore(run.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -131,12 +133,12 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if processes.team().leads:
-                state.save_adaptation_state(state_path, adapter.state())
+                run.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
-def show_trade(trade: adaptation.Trade, sink: Sink) -> None:
+def show_trade(trade: keep.Trade, sink: Sink) -> None:
     """Print the rungs; nothing where no parts were chosen."""
     if not trade.rungs:
         return
@@ -185,7 +187,7 @@ def write_adapted(
 
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
-    path = output.target("adapt", source.ckpt, source, data, mode, state=state.KEY)
+    path = output.target("adapt", source.ckpt, source, data, mode, state=run.KEY)
     state_path = inputs.path_beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
@@ -223,10 +225,10 @@ def write_adapted(
     reference = fidelity.measure_reference(
         adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
     )
-    outputs.require_own_state(state_path, state.KEY, adapter.identity, output.force or mode.resume)
+    outputs.require_own_state(state_path, run.KEY, adapter.identity, output.force or mode.resume)
     outputs.hold_state(state_path, locks)
     fit(adapter, state_path, mode.resume, locks, sink)
-    result = training_images.remember_images(
+    result = image_doubts.remember_images(
         adapter.result(), used
     )  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
@@ -242,7 +244,8 @@ def write_adapted(
         if processes.team().several
         else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
-    rungs = [to_builtins(rung) for rung in adapter.trade.rungs]
+    chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
+    rungs = [to_builtins(rung) for rung in chosen.rungs]
     trade = {"trade": rungs} if rungs else {}
     inputs.say_wider(checkpoint, result, sink)
     output.write(
@@ -250,7 +253,7 @@ def write_adapted(
         path,
         mode.resume,
     )
-    outputs.discard_state(state_path, state.KEY, adapter.identity)
+    outputs.discard_state(state_path, run.KEY, adapter.identity)
     memory = _peak_memory()
     sink.document(
         {
@@ -259,9 +262,7 @@ def write_adapted(
             **before,
             **after,
             **trade,
-            "options": [
-                candidate.to_json(adapter.trade.placed) for candidate in adapter.trade.candidates
-            ],
+            "options": [candidate.to_json(chosen.placed) for candidate in chosen.candidates],
             "replaced": [
                 {"path": r.path, "from": r.before, "to": r.after, "error": r.error}
                 for r in adapter.records
@@ -271,7 +272,7 @@ def write_adapted(
     )
     fidelity.show_fidelity(end_to_end, sink)
     sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
-    show_trade(adapter.trade, sink)
+    show_trade(chosen, sink)
     sink.table(
         PARTS if settings.refit else PARTS_ALONE,
         ["part", "was", "is", "error"],

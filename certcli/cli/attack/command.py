@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.evaluation import choices, radii, threat
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
     """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
-    from certcli.attack.catalogue import ATTACKS
-    from certcli.attack.torchattacks_spec import PREFIX, signature, torchattacks_names
+    from certcli.attack.catalogue import ATTACKS, PREFIX, signature, torchattacks_names
     from certcli.cli.shared.output import Sink
 
     if not enabled:
@@ -189,6 +188,7 @@ class AttackOutput:
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
     "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
+    run="certcli.cli.attack.run:report_attacks",
     often=(
         "attacks",
         "listed",
@@ -214,6 +214,3 @@ def attack(
     talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
-    from certcli.cli.attack import run
-
-    run.report_attacks(source, attacks, data, patches, machine, results, output, talk)

@@ -19,7 +19,7 @@ from certcli.attack.stages import (
     parameters_of,
     tasks_of,
 )
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
 from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
@@ -28,7 +28,7 @@ from certcli.cli.shared.output import Bar, Gate, Sink, percent
 from certcli.evaluation import evidence_schema, intervals, radii, record_lines
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
-from certcli.models import build, overrides
+from certcli.models import build, origins
 from certcli.system import errors, processes
 
 _BUG = (
@@ -363,7 +363,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
 
     if path is None:
         return None
-    other = open_checkpoint(path, overrides.Hints())
+    other = open_checkpoint(path, origins.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
         raise errors.UsageError(

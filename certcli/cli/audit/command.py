@@ -91,9 +91,9 @@ class AuditOptions:
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
-        from certcli.evaluation.records import require_radii
+        from certcli.evaluation.radii import require_radii
         from certcli.evaluation.threat import Threat
-        from certcli.finetune.budget import parse_duration
+        from certcli.finetune.rates import parse_duration
 
         for method in self.methods:
             if method not in METHODS:
@@ -155,6 +155,7 @@ class Reports:
     "certvit audit m.safetensors --dataset digits --html audit.html",
     'certvit audit m.safetensors --limit 100 --fail-on "certified@0.25<0.4" --fail-on "robust@0.5<0.2"',
     page="audit.md",
+    run="certcli.cli.audit.run:report_audit",
     often=(
         "time_budget",
         "epsilon",
@@ -175,6 +176,3 @@ def audit(
 ) -> None:
     """Say in words how robust a network is: bound, slope, certificates and attacks within a time
     budget."""
-    from certcli.cli.audit import run
-
-    run.report_audit(source, options, data, machine, reports, output, talk)

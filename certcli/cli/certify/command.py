@@ -1,13 +1,10 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
-from certcli.certify import local_options, proof_options
-from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.evaluation.radii import parse_radius
@@ -65,19 +62,19 @@ class CertifyTarget:
     plot: options.Plot = None
 
 
-@dataclass(frozen=True)
+@group()
 class CertifyOptions:
     """All options of one call that certifies."""
 
     source: groups.Source
-    target: CertifyTarget
-    proof: proof_options.Proof
-    smoothing: Smoothing
-    local: local_options.Local
-    patches: Patches
-    data: groups.Evaluation
-    machine: groups.BatchDevice
-    output: groups.Output
+    target: CertifyTarget = CertifyTarget()
+    proof: Proof = Proof()
+    smoothing: Smoothing = Smoothing()
+    local: Local = Local()
+    patches: Patches = Patches()
+    data: groups.Evaluation = groups.Evaluation()
+    machine: groups.BatchDevice = groups.BatchDevice()
+    output: groups.Output = groups.Output()
 
 
 PANELS = {
@@ -95,6 +92,7 @@ PANELS = {
     "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     page="certify.md",
+    run="certcli.cli.certify.run:report_certificates",
     often=(
         "epsilon",
         "methods",
@@ -108,21 +106,7 @@ PANELS = {
 )
 def certify(
     context: typer.Context,
-    source: groups.Source,
-    target: CertifyTarget = CertifyTarget(),
-    proof: proof_options.Proof = proof_options.Proof(),
-    smoothing: Smoothing = Smoothing(),
-    local: local_options.Local = local_options.Local(),
-    patches: Patches = Patches(),
-    data: groups.Evaluation = groups.Evaluation(),
-    machine: groups.BatchDevice = groups.BatchDevice(),
-    output: groups.Output = groups.Output(),
+    options: CertifyOptions,
     talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
-    from certcli.cli.certify import run
-
-    options = CertifyOptions(
-        source, target, proof, smoothing, local, patches, data, machine, output
-    )
-    run.report_certificates(options, context, talk.sink())

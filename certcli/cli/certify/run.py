@@ -8,18 +8,19 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import certificate, local_options, method_choice, methods, record_check
-from certcli.certify.options import CertifierOptions as MethodOptions
+from certcli.certify import certificate, method_choice, methods
+from certcli.certify.options import BRANCH, CertifierOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import command, demands, query, view
-from certcli.cli.shared import inputs
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.records import (
+    RecordBatch,
     RecordFile,
+    compute_again,
     digested,
 )
-from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
 from certcli.system import errors, processes
@@ -77,14 +78,14 @@ def _method_options(
     choice: method_choice.MethodChoice,
     task: CertifyTask,
     options: command.CertifyOptions,
-) -> MethodOptions | None:
+) -> CertifierOptions | None:
     if method == "local":  # the radii of -e are decided, others searched
         asked = [threat.radius for threat in task.threats if threat.radius > 0]
         return replace(
             options.local,
             effort=choice.effort,
             at=asked if options.target.epsilon else options.local.at,
-            seconds=options.local.seconds if choice.effort == local_options.BRANCH else None,
+            seconds=options.local.seconds if choice.effort == BRANCH else None,
             arithmetic=options.proof.arithmetic,
         )
     if method in demands.PROVING:
@@ -161,9 +162,7 @@ def _certify_by(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(
-                record_check.disagreements, certifier, claims, images, batch_size, str(records)
-            ),
+            partial(methods.disagreements, certifier, claims, images, batch_size, str(records)),
             gate=demand.share > 0,
             every=demand.every,
         )
@@ -207,14 +206,17 @@ def _require_reach(
     sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
-def report_certificates(options: command.CertifyOptions, typed: typer.Context, sink: Sink) -> None:
+def report_certificates(
+    context: typer.Context, options: command.CertifyOptions, talk: groups.Talk
+) -> None:
     """Certify images, or answer a query; show, draw and write the certified accuracy."""
+    sink = talk.sink()
     target = options.target
     output = options.output
     machine = options.machine
     data = options.data
     if target.vnnlib is not None:
-        query.require_read(typed)
+        query.require_read(context)
         output.claim(options.source, target)
         query.answer_query(options, sink)
         return

@@ -8,7 +8,7 @@ from typing import Any
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import intervals, radii, record_lines, records
-from certcli.evaluation.resumed import Resumed
+from certcli.evaluation.records import Resumed
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError

@@ -54,6 +54,7 @@ def preset_settings(aim: Aim, settings: ConstrainSettings) -> ConstrainSettings:
     "certvit constrain m.safetensors --beta 0.01",
     "certvit constrain m.safetensors --keep 0.9 --dataset photos/ -o lower.safetensors",
     page="constrain.md",
+    run="certcli.cli.constrain.run:write_constrained",
     often=(
         "prox",
         "beta",
@@ -75,6 +76,3 @@ def constrain(
     """Lower each layer's spectral norm as far as its outputs on calibration images allow
     (Douglas-Rachford).
     """
-    from certcli.cli.constrain import run
-
-    run.write_constrained(source, settings, aim, data, machine, output, talk)

@@ -16,7 +16,7 @@ from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_
 from certcli.constrain.layers import refusal
 from certcli.constrain.settings import BETA, ConstrainSettings
 from certcli.evaluation.fidelity import MANY_JUDGES, Fidelity, ReferenceLogits
-from certcli.evaluation.training_images import kept_of
+from certcli.evaluation.image_doubts import kept_of
 from certcli.images.calibration import hold_out
 from certcli.images.labelled import at_once
 from certcli.lipschitz.bound import bound_document

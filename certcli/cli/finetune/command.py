@@ -8,7 +8,6 @@ from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
-from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 
@@ -48,11 +47,6 @@ class Order:
     resume: bool = option(
         False, "Continue an interrupted run of the same command.", panel="Length of the run"
     )
-    shard_weights: bool = option(
-        False,
-        "Under torchrun: each process holds a part of the weights (ce, with adamw or sgd).",
-        panel="Optimiser",
-    )
     teacher: str | None = option(
         None,
         "Also learn from this network's outputs (distillation).",
@@ -80,15 +74,9 @@ OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr",
     "certvit finetune m.safetensors --dataset digits --loss ce --epochs 20",
     "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
     page="finetune.md",
+    run="certcli.cli.finetune.run:train",
     often=OFTEN,
 )
 def finetune(order: Order, talk: groups.Talk = groups.Talk()) -> None:
     """Train on --dataset, choose the epoch on its validation images, and prove the bound of the
     result."""
-    from certcli.cli.finetune.run import Training
-
-    if order.settings.time_budget is not None and order.settings.steps is not None:
-        raise UsageError("--steps and --time-budget exclude each other", "one of the two")
-    training = Training(order, talk.sink())
-    with training.held:
-        training.run()

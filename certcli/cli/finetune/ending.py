@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from certcli.certify import hopeless, methods
+from certcli.certify import method_choice, methods
 from certcli.certify.certificate import certified_accuracy
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
@@ -216,7 +216,7 @@ def _certifier(checkpoint: Checkpoint) -> Any:
 
 def _hopeless_reason(certifier: Any, epsilon: float) -> str | None:
 
-    return hopeless.why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
+    return method_choice.why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
 def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:

@@ -6,19 +6,36 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
-from certcli.checkpoint import file, outputs
+from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.outputs import (
+    discard_state,
+    hold_state,
+    last_command,
+    remove,
+    require_own_state,
+)
 from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import command, ending
-from certcli.cli.shared import inputs
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation.training_images import kept_of
-from certcli.finetune import duration, loop, optimisers, shards, start, state
-from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
+from certcli.evaluation.image_doubts import kept_of
+from certcli.finetune import loop, start
+from certcli.finetune.budget import (
+    Costs,
+    changed_total,
+    expected_duration,
+    plan_for_budget,
+    shortened_total,
+)
+from certcli.finetune.objective import Teacher
+from certcli.finetune.rates import parse_duration
+from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
-from certcli.finetune.teacher import Teacher
-from certcli.images import datasets, labelled
-from certcli.models import build, overrides
-from certcli.system import errors, processes, reading
+from certcli.images import datasets
+from certcli.images.labelled import Images
+from certcli.models import build, origins
+from certcli.system import errors, reading
+from certcli.system.processes import require_one, team
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
@@ -39,13 +56,9 @@ class Training:
         self.ends: float | None = None
         if self.settings.time_budget is not None:
             self.ends = self.started + parse_duration(self.settings.time_budget)
-            processes.require_one("a time budget is planned", "--epochs or --steps")
-        if order.shard_weights:
-            shards.require_shardable(self.settings, processes.team())
+            require_one("a time budget is planned", "--epochs or --steps")
         reads = (order, order.source, order.data)
-        self.path = order.output.target(
-            "finetune", order.source.ckpt, *reads, last=True, state=state.KEY
-        )
+        self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = (
             inputs.path_beside(self.path, "state"),
             inputs.path_beside(self.path, "last"),
@@ -67,11 +80,11 @@ class Training:
         train, validation = self._images()
         sink.note(f"{len(train)} training and {len(validation)} validation images of {train.name}")
         self._choose(len(train))
-        self.seen = kept_of(train) if processes.team().leads else {}
+        self.seen = kept_of(train) if team().leads else {}
         device = order.machine.pick()
         teacher = None
         if order.teacher is not None:
-            teaching = open_checkpoint(order.teacher, overrides.Hints())
+            teaching = open_checkpoint(order.teacher, origins.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
             teacher = Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
@@ -83,39 +96,26 @@ class Training:
         )
         if before is not None:
             self.settings = replace(self.settings, denoiser=before.digest)
-        # sharded weights stay in the file until each process takes its rows
-        model = build.load(
-            self.checkpoint,
-            "cpu" if order.shard_weights else device,
-            writable=not order.shard_weights,
-        )
-        if order.shard_weights:
-            inputs.return_large_blocks()  # the memory of one block's pass is not kept for the next block
-            shards.share_out(model, device, processes.team(), self.settings.precision)
-        if processes.team().leads and not order.shard_weights:
+        model = build.load(self.checkpoint, device, writable=True)
+        if team().leads:
             self.before = ending.accuracy(model, validation)
-        run = state.training_identity(self.checkpoint.digest, self.settings, train, validation)
+        run = training_identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = loop.Trainer(
             model,
             self.settings,
             self.checkpoint.record.classes,
             run,
             teacher,
-            processes.team(),
-            order.shard_weights,
+            team(),
             before,
         )
         if self.before is not None and self.begin.trained and trainer.orthogonal:
             ending.warn_of_orthogonal(self.before, ending.accuracy(model, validation), sink)
-        outputs.require_own_state(
-            self.state_path, state.KEY, run, order.output.force or order.resume
-        )
-        if processes.team().leads:
-            outputs.hold_state(self.state_path, self.held)
+        require_own_state(self.state_path, KEY, run, order.output.force or order.resume)
+        if team().leads:
+            hold_state(self.state_path, self.held)
         if order.resume and not reading.is_absent(self.state_path):
-            trainer.restore(
-                state.load_training_state(self.state_path, run, copy=not order.shard_weights)
-            )
+            trainer.restore(load_training_state(self.state_path, run))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -124,34 +124,27 @@ class Training:
         if self.settings.time_budget is not None and trainer.settings.steps is None:
             end = self._plan(trainer, self.settings.time_budget, train, validation)
         elif self.defaulted and not trainer.step:
-            self.sink.note(duration.expected_duration(trainer, train, validation))
+            self.sink.note(expected_duration(trainer, train, validation))
         diverged: Diverged | None = None
         try:
             self._learn(trainer, train, validation, end)
         except Diverged as failure:
             if trainer.best_epoch < 0:
-                if processes.team().leads:
-                    outputs.discard_state(self.state_path, state.KEY, run)
+                if team().leads:
+                    discard_state(self.state_path, KEY, run)
                     raise
                 return
             diverged = failure
-        if (
-            not processes.team().leads
-        ):  # sharded weights come together in the leader, which writes them
-            trainer.whole(trainer.best_net)
-            if diverged is None and trainer.epoch != trainer.best_epoch:
-                trainer.whole(trainer.last_net())
+        if not team().leads:
             return
         try:
             self._write(trainer, train, validation, diverged is None)
         except ending.EndedAtChanceError:
-            outputs.discard_state(self.state_path, state.KEY, run)
+            discard_state(self.state_path, KEY, run)
             raise
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
-        outputs.discard_state(
-            self.state_path, state.KEY, run
-        )  # a run that diverged would diverge again
+        discard_state(self.state_path, KEY, run)  # a run that diverged would diverge again
         if diverged is not None:
             sink.note(
                 f"wrote {self.path}: the best weights before it, of epoch {trainer.best_epoch}"
@@ -161,23 +154,18 @@ class Training:
     def _choose(self, images: int) -> None:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
         settings = self.order.settings
-        machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
-        batch = (
-            machine.batch_size
-            or start.default_batch_size(self.begin, settings, parameters)
-            or optimisers.default_batch(settings.optimiser, images)
-        )
+        usual = start.default_batch_size(self.begin, settings, parameters, images)
         self.settings = replace(
             self.settings,
-            batch_size=batch,
+            batch_size=self.order.machine.batch_size or usual,
             **start.defaults_of_start(self.begin, settings, parameters),
         )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
         if settings.unsaid:
             self.sink.note(start.sentence_of_start(self.begin, self.settings))
 
-    def _images(self) -> tuple[labelled.Images, labelled.Images]:
+    def _images(self) -> tuple[Images, Images]:
         """Return the training and the validation images, which share none."""
         record = self.checkpoint.record
         data = self.order.data
@@ -202,13 +190,7 @@ class Training:
         inputs.doubt_images(train, record, self.sink)
         return train.limit(data.limit, self.settings.seed), judges
 
-    def _plan(
-        self,
-        trainer: loop.Trainer,
-        budget: str,
-        train: labelled.Images,
-        validation: labelled.Images,
-    ) -> float:
+    def _plan(self, trainer: loop.Trainer, budget: str, train: Images, validation: Images) -> float:
         """Turn the time budget into steps, and return when they should end, on the clock."""
         clock = time.perf_counter()
         self._save_state(trainer)
@@ -217,7 +199,7 @@ class Training:
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
-        costs = duration.plan_for_budget(
+        costs = plan_for_budget(
             trainer,
             train,
             validation,
@@ -237,11 +219,7 @@ class Training:
         return end - bound - judged * certificate
 
     def _learn(
-        self,
-        trainer: loop.Trainer,
-        train: labelled.Images,
-        validation: labelled.Images,
-        end: float | None,
+        self, trainer: loop.Trainer, train: Images, validation: Images, end: float | None
     ) -> None:
         """Train to the end, with a progress bar or log lines; save each epoch's state.
 
@@ -302,14 +280,13 @@ class Training:
 
     def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
-        if not processes.team().leads and not self.order.shard_weights:
+        if not team().leads:
             return
         try:
-            state.save_training_state(self.state_path, trainer.state(), processes.team())
+            save_training_state(self.state_path, trainer.state())
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
-        if processes.team().leads:
-            outputs.hold_state(self.state_path, self.held)
+        hold_state(self.state_path, self.held)
 
     def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
         """Return the failure with a way on from the last state, where there is one."""
@@ -318,11 +295,7 @@ class Training:
         return type(failure)(failure.message, "make room, then repeat the command with --resume")
 
     def _write(
-        self,
-        trainer: loop.Trainer,
-        train: labelled.Images,
-        validation: labelled.Images,
-        finished: bool,
+        self, trainer: loop.Trainer, train: Images, validation: Images, finished: bool
     ) -> None:
         """Write the best weights and their bound, then the last weights where they differ."""
         output = self.order.output
@@ -331,7 +304,7 @@ class Training:
         best = trainer.best_epoch
         last = trainer.epoch
         epsilon = settings.epsilon
-        derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
+        derived = self._derived(trainer, trainer.best_net, train)
         inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
@@ -370,14 +343,14 @@ class Training:
         line = ""
         if finished and last != best:
             output.write(
-                self._derived(trainer, trainer.whole(trainer.last_net()), train),
+                self._derived(trainer, trainer.last_net(), train),
                 self.last_path,
                 self.order.resume,
             )
             report["last"] = str(self.last_path)
             line = f"; {self.last_path}: the last epoch, {last}"
-        elif output.force and outputs.last_command(self.last_path) == "finetune":
-            outputs.remove(self.last_path)  # of the run that this one replaces
+        elif output.force and last_command(self.last_path) == "finetune":
+            remove(self.last_path)  # of the run that this one replaces
         if not finished:
             return
         sink.document(report)
@@ -394,9 +367,7 @@ class Training:
         budget = self.settings.time_budget
         return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
-    def _derived(
-        self, trainer: loop.Trainer, tensors: Any, train: labelled.Images
-    ) -> file.Checkpoint:
+    def _derived(self, trainer: loop.Trainer, tensors: Any, train: Images) -> Checkpoint:
         parameters = {
             **trainer.settings.parameters(),
             "dataset": train.name,
@@ -407,3 +378,14 @@ class Training:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=inputs.remember_dataset(derived.record, train))
+
+
+def train(order: command.Order, talk: groups.Talk) -> None:
+    """Train on --dataset, choose the epoch on its validation images, and prove the bound of the
+    result.
+    """
+    if order.settings.time_budget is not None and order.settings.steps is not None:
+        raise errors.UsageError("--steps and --time-budget exclude each other", "one of the two")
+    training = Training(order, talk.sink())
+    with training.held:
+        training.run()

@@ -15,7 +15,7 @@ from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 if TYPE_CHECKING:
-    from certcli.models.overrides import Hints
+    from certcli.models.origins import Hints
 
 
 @group("Checkpoints of others")
@@ -61,7 +61,6 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
-    jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
 
 
@@ -82,6 +81,7 @@ class LipschitzOptions:
     "certvit lipschitz m.safetensors --max 1000 --json > report.json",
     "certvit lipschitz m.safetensors --around 0.1 --around 0.2 --dataset digits --plot near.png",
     page="bounds.md",
+    run="certcli.cli.lipschitz.run:report_bound",
     often=(
         "maximum",
         "layers",
@@ -106,6 +106,3 @@ def lipschitz(
     """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
     has slope >= lower.
     """
-    from certcli.cli.lipschitz import run
-
-    run.report_bound(source, maximum, near, show, slope, data, machine, output, talk)

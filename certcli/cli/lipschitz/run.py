@@ -5,9 +5,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
@@ -15,8 +12,7 @@ from certcli.cli.shared.output import Sink
 from certcli.evaluation import fidelity, image_doubts, radii, record_lines
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
-from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
+from certcli.lipschitz.estimate import measure
 from certcli.models import build, weights
 from certcli.system import errors, processes
 
@@ -42,11 +38,8 @@ def report_bound(
     sink = talk.sink()
     output.claim(source, show, data)
     chosen = command.LipschitzOptions(source, near, show, slope, data, machine)
-    if show.jacobian or near.around:
-        processes.require_one(
-            "blocks are measured and slopes near images proven",
-            "leave out --jacobian and --around, or torchrun",
-        )
+    if near.around:
+        processes.require_one("slopes near images are proven", "leave out --around, or torchrun")
     if not processes.team().leads:  # another process measures while the leader proves
         if slope.estimate:
             checkpoint = source.open(sink)
@@ -151,63 +144,7 @@ def show_views(
         documents["around"] = show_near_images(audited, near, options, sink)
     elif plot is not None:
         view.draw_bound(audited, plot, sink)
-    if options.views.jacobian:
-        documents["jacobian"] = _jacobians(audited, options, sink)
     return documents
-
-
-def _jacobians(
-    audited: view.Audited, options: command.LipschitzOptions, sink: Sink
-) -> list[dict[str, Any]]:
-    """Measure the largest singular value of each block's Jacobian at every image, and on two of
-    them Hoelder's bound on it: dense Jacobians are slow.
-    """
-    device = options.machine.pick()
-    images = options.data.images(audited.checkpoint.record, sink)
-    slopes: dict[str, list[Tensor]] = {}
-    above: dict[str, Tensor] = {}
-    for _, pixels, _ in images.batches(options.machine.batch_size):
-        batch = pixels.to(device)
-        norms = block_jacobian_norms(audited.model, batch, ITERATIONS, options.data.seed)
-        for path, values in norms.items():
-            slopes.setdefault(path, []).append(values.cpu())
-        above = above or hoelder_bounds(audited.model, batch[:2])
-    rows = []
-    for path, parts in slopes.items():
-        values = torch.cat(parts)
-        rows.append(
-            {
-                "path": path,
-                "mean": float(values.mean()),
-                "deviation": float(values.std(correction=0)),
-                "largest": float(values.max()),
-                "hoelder_bound_mean": float(above[path][0]) if path in above else None,
-                "images": len(values),
-            }
-        )
-    _show_jacobians(rows, audited.name, sink)
-    return rows
-
-
-def _show_jacobians(rows: list[dict[str, Any]], name: str, sink: Sink) -> None:
-    sink.table(
-        f"{name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
-        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
-        [
-            (
-                str(row["path"]),
-                f"{row['mean']:.4g}",
-                f"{row['deviation']:.3g}",
-                radii.rounded_down(row["largest"], 4),
-                "-"
-                if row["hoelder_bound_mean"] is None
-                else radii.rounded_up(row["hoelder_bound_mean"], 4),
-            )
-            for row in rows
-        ],
-    )
-    if not rows:
-        sink.text(f"no repeated blocks found in {name}")
 
 
 Row = tuple[int, NearImage]

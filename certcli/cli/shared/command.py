@@ -11,7 +11,7 @@ Typer reads.
 A field made by `option`, or whose type holds an `Option`, is an option of the panel's name; its
 default is the field's, or that of the instance which the command gives as its own default. A field
 may be a group again. Two groups of one command may not share a field. A dataclass of another room
-with such fields and the attribute `panel`, as `certify.local_options.Local`, is a group, too.
+with such fields and the attribute `panel`, as `certify.options.Local`, is a group, too.
 """
 
 import inspect
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import (
@@ -51,7 +52,8 @@ SHARED_OFTEN = (
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
 WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "NAME"}
-"""What stands for a value of a type where the option names nothing better; a flag takes no value."""
+"""What stands for a value of a type where the option names nothing better; a flag takes no
+value."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -69,6 +71,7 @@ def group(panel: str | None = None) -> Callable[[type], Any]:
 def command(
     *examples: str,
     page: str,
+    run: str = "",
     often: tuple[str, ...] = (),
     panels: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -77,6 +80,8 @@ def command(
     Args:
         examples: command lines at the end of `--help`.
         page: the docs page that `--help` names.
+        run: "package.module:function" that does the work, imported at the call, so that `--help`
+            imports no torch; it takes the parameters of the decorated function. Empty: that one.
         often: fields that `--help` shows, beside those of SHARED_OFTEN; `--help-all` then shows the
             others too. Empty: `--help` shows all.
         panels: a word among the typed ones, such as a method, and the panel that `--help` then
@@ -115,7 +120,9 @@ def command(
                     )
             inputs.require_early(values)
             built = {name: _build_group(kind, values) for name, kind in groups.items()}
-            function(**built, **values)
+            module, _, name = run.partition(":")
+            work = getattr(import_module(module), name) if run else function
+            work(**built, **values)
 
         wrapper: Any = expanded
         shown = sorted(flat.values(), key=_place_in_help)

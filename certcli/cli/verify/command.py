@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -60,15 +60,15 @@ class VerifyScope:
     )
 
 
-@dataclass(frozen=True)
+@group()
 class VerifyOptions:
     """All options of one call."""
 
     files: Files
-    scope: VerifyScope
-    data: groups.Evaluation
-    reading: groups.Reading
-    machine: groups.BatchDevice
+    scope: VerifyScope = VerifyScope()
+    data: groups.Evaluation = groups.Evaluation()
+    reading: groups.Reading = groups.Reading()
+    machine: groups.BatchDevice = groups.BatchDevice()
 
     @property
     def file(self) -> Path:
@@ -97,6 +97,7 @@ class VerifyOptions:
     "certvit verify certified.jsonl m.safetensors --sample 100",
     "certvit verify m.safetensors --proven-only",
     page="verify.md",
+    run="certcli.cli.verify.run:verify_file",
     often=(
         "sample",
         "proven_only",
@@ -104,15 +105,5 @@ class VerifyOptions:
         "denoiser",
     ),
 )
-def verify(
-    files: Files,
-    scope: VerifyScope = VerifyScope(),
-    data: groups.Evaluation = groups.Evaluation(),
-    reading: groups.Reading = groups.Reading(),
-    machine: groups.BatchDevice = groups.BatchDevice(),
-    talk: groups.Talk = groups.Talk(),
-) -> None:
+def verify(options: VerifyOptions, talk: groups.Talk = groups.Talk()) -> None:
     """Verify the statements of a file again from the weights; exit 7 unless all required ones hold."""
-    from certcli.cli.verify import run
-
-    run.verify_file(VerifyOptions(files, scope, data, reading, machine), talk.sink())

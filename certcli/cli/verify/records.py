@@ -11,13 +11,12 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.attack.families.margin import margin_pgd
+from certcli.attack.families.ascent import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
-from certcli.certify import methods, record_check
+from certcli.certify import methods
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.patch.climbed import TouchedPasses
+from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.output import Gate, Sink
@@ -129,7 +128,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
     claims = []
     attacked = 0
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
-        for row in record_check.recheck(
+        for row in methods.recheck(
             certifier, chosen, images, seed, attack, options.machine.batch_size
         ):
             number = row.certificate.index
@@ -146,7 +145,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
         "checked": len(claims),
         "attacked": attacked,
         "seed": seed,
-        "false_alarm": record_check.FALSE_ALARM,
+        "false_alarm": methods.FALSE_ALARM,
     }
     counts = Counter(claim.status for claim in claims)
     verdicts = ", ".join(f"{counts[name]} {name}" for name in ("verified", "refuted", "unverified"))
@@ -157,7 +156,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
     if certifier.promise != "proof":
         words += (
             f"; with fresh noise (seed {seed}): true statements are refuted with probability "
-            f"{record_check.FALSE_ALARM:g} at most, all together; "
+            f"{methods.FALSE_ALARM:g} at most, all together; "
             f"each statement itself is wrong with probability {certifier.failure:g}"
         )
     return CheckedFile(claims, words, about=about)
@@ -190,10 +189,10 @@ def _ready(
         raise DataError(
             f"{options.file} states parameters that mean nothing: {failure.message}"
         ) from failure
-    record_check.require_same_way(
+    methods.require_same_way(
         run, methods.certify_run(certifier, checkpoint, images), str(options.file)
     )
-    return certifier, record_check.read_claims(rows, images, certifier, str(options.file))
+    return certifier, methods.read_claims(rows, images, certifier, str(options.file))
 
 
 def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
@@ -230,7 +229,7 @@ def _recorded_images(
     return images
 
 
-def margin_attack(steps: int) -> record_check.Attack:
+def margin_attack(steps: int) -> methods.Attack:
     """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
 
     def in_patch(

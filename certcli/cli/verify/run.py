@@ -1,4 +1,5 @@
-"""The work of `certvit verify`: what kind of file it is, its claims, and the document about them."""
+"""The work of `certvit verify`: what kind of file it is, its claims, and the document about
+them."""
 
 import json
 import math
@@ -25,14 +26,15 @@ from certcli.images.labelled import Images
 from certcli.models.build import load_double, with_network
 from certcli.report.document import from_json
 from certcli.system import errors, reading
-from certcli.verification import documents, evidence, laws, lineage
+from certcli.verification import documents, evidence
 from certcli.verification import report as reports
 from certcli.verification.documents import kind_of, unread_fields
 from certcli.verification.report import SLACK
 
 
-def verify_file(options: command.VerifyOptions, sink: output.Sink) -> None:
+def verify_file(options: command.VerifyOptions, talk: groups.Talk) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
+    sink = talk.sink()
 
     file = options.file
     if reading.is_absent(file):
@@ -78,13 +80,13 @@ def check_proof_report(
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
     report = schema.decode_json(text, schema.ReportFields)
-    facts = {"nodes": len(report.proof), "theorems": laws.theorems(report)}
+    facts = {"nodes": len(report.proof), "theorems": documents.theorems(report)}
     if not options.files.ckpts:
         words = (
             f"laws only: {facts['nodes']} steps follow from {facts['theorems']} statements about weights that nobody "
             "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
         )
-        return records.CheckedFile(laws.verify_laws(report), words, whole=False, about=facts)
+        return records.CheckedFile(documents.verify_laws(report), words, whole=False, about=facts)
 
     checked = {*schema.ReportFields.__struct_fields__, "command"} - {"lower"}
     unread = unread_fields({*schema.decode_json(text, schema.Json), reports.SHAPES} - checked)
@@ -169,7 +171,7 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
-    linked = [*lineage.compare_lineages(by_name), *lineage.remake_means(by_name)]
+    linked = [*reports.compare_lineages(by_name), *reports.remake_means(by_name)]
     gate = output.Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
