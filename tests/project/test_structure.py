@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soundness.mutants.rooms import ROOMS
+
 PACKAGE = Path(__file__).parents[2] / "certcli"
 DOMAINS = ("engine", "lipschitz", "enclosure", "rounding", "verification")
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -315,3 +317,11 @@ def test_json_is_decoded_under_its_own_name() -> None:
                if isinstance(node, ast.ImportFrom) for alias in node.names
                if node.module in ("json", "msgspec.json")}  # fmt: skip
     assert not imports
+
+
+def test_the_rooms_of_the_mutants_name_what_is_there() -> None:
+    places = [
+        *(PACKAGE / source for room in ROOMS.values() for source in room.sources),
+        *(PACKAGE.parent / "tests" / test for room in ROOMS.values() for test in room.tests),
+    ]
+    assert [str(place) for place in places if not place.exists()] == []
