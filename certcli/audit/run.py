@@ -64,18 +64,20 @@ def run(
             "the processes did not read the same network",
             "leave the file alone while it is audited",
         )
-    gpu = torch.cuda.is_available()
-    findings = gates.AuditFindings(changed=bool(checkpoint.record.surgery), gpu=gpu)
     # once: the stages share it, and its copies in other dtypes
     model = build.load(checkpoint, device)
+    findings = gates.AuditFindings(
+        parameters=sum(weight.numel() for weight in model.parameters()),
+        input=model.input_size,
+        changed=bool(checkpoint.record.surgery),
+        gpu=torch.cuda.is_available(),
+        attention_weight=attention_weight(model),
+    )
     denoiser = None
     if plan.denoiser is not None:  # before the work: a file that is refused costs no time
         denoiser = read_denoiser(plan.denoiser, model.input_size[0]).at(plan.noise)
         denoiser.require_size(model.input_size)
     clock.on_cpu = device.type == "cpu"
-    findings.input = model.input_size
-    findings.parameters = sum(weight.numel() for weight in model.parameters())
-    findings.attention_weight = attention_weight(model)
     forward, _ = _pass_seconds(model, model, clock)
     passing = forward
     if images is not None or plan.precision != AUTO:
@@ -101,18 +103,9 @@ def run(
         findings.skip("certificates and attacks", f"they would say little: {findings.failing}", few)
     elif clean.count:
         judged = Stages(
-            checkpoint,
-            model,
-            images,
-            plan,
-            device,
-            findings,
-            proving,
-            forward,
-            passing,
-            team,
+            checkpoint, model, images, plan, device, findings, proving, forward, passing, team,
             denoiser,
-        )
+        )  # fmt: skip
         stages += [clean, *judged.all()]
     schedule.run_stages(stages, clock, partial(awaited, plan, model.input_size), tell)
     for stage in stages:
