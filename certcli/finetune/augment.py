@@ -23,8 +23,7 @@ from certcli.evaluation.perturbation import Region
 from certcli.finetune.augmentations import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import transform_each
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import AUTO, band_views, seen_part, square_views
+from certcli.models.pixels import AUTO, PixelModel, band_views, seen_part, square_views
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8

@@ -47,7 +47,9 @@ from certcli.rounding.stepwise import Stepwise
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
-"""The number of steps from a number to its double; sizes near an image are rounded up to the next step."""
+"""The number of steps from a number to its double; sizes near an image are rounded up to the next
+step.
+"""
 _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from certcli.checkpoint import file, outputs
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.cli.finetune import ending
 from certcli.cli.finetune import run as training
 from certcli.lipschitz.context import rules

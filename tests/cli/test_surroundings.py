@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from certcli.checkpoint import file, record, schema
-from certcli.checkpoint.shards import ENDING, MOST_FILES
+from certcli.checkpoint.tensor_files import ENDING, MOST_FILES
 from certcli.cli.main import run
 from certcli.images import datasets
 from certcli.report import canvas, page

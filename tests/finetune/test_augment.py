@@ -25,8 +25,7 @@ from certcli.finetune.augment import Adversary, Hiding
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.models import build
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import Grid, band_views, square_views
+from certcli.models.pixels import Grid, PixelModel, band_views, square_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import half_normalised
 

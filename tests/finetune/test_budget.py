@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import certcli.checkpoint.file
-from certcli.checkpoint import header as writer
+from certcli.checkpoint import tensor_files as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.image_doubts import seen_by, seen_shares

@@ -14,7 +14,7 @@ import torch
 
 import certvit
 from certcli.certify.methods import METHODS
-from certcli.checkpoint import file, header
+from certcli.checkpoint import file, tensor_files
 from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
@@ -165,7 +165,7 @@ def test_faults_lose_nothing(faults: Faults) -> None:
 
 
 def test_writing_in_place_is_found_out(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file, header, formats):
+    for module in (file, tensor_files, formats):
         monkeypatch.setattr(module, "atomic_file", contextlib.nullcontext)
     assert campaign(faults, 16)["findings"]
 

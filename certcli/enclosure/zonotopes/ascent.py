@@ -188,14 +188,17 @@ RATE = 0.25
 DECAY = 0.93
 """Of Adam, and its fall from step to step."""
 FALL = 30
-"""An ascent of more steps ends at the same rate, DECAY^FALL: its multipliers can grow further, which a
+"""An ascent of more steps ends at the same rate, DECAY^FALL: its multipliers can grow further,
+which a
 nearly empty domain needs."""
 _NEGLIGIBLE = 1e-9
 """Of the largest error of a node: what rounding may cost, which ascent need not see."""
 _MOST_ENTRIES = 3e7
 """Entries of all nodes and rows together, some of which a step of ascent keeps."""
 POWER = 8
-"""Steps of the power iteration for the parabolas' largest eigenvalue, from a start of the step before."""
+"""Steps of the power iteration for the parabolas' largest eigenvalue, from a start of the step
+before.
+"""
 
 
 class Ascent:

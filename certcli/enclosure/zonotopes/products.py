@@ -113,7 +113,8 @@ def scaled(x: Form, y: Form) -> Form:
 
 
 def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:
-    """Return x y, (*b, i, k) x (*b, k, j), its last bracket in one ellipsoid over all of (*b, i, j).
+    """Return x y, (*b, i, k) x (*b, k, j), its last bracket in one ellipsoid over all of (*b, i,
+    j).
 
     None where that has no symbols or too many, or a way back is kept. keyed: y is (*b, j, k).
     """
@@ -181,7 +182,8 @@ TIMES = Bilinear(torch.mul, torch.mul, torch.mul)
 
 
 def crossing(x: Form, y: Form) -> Tensor:
-    """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d) x
+    """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d)
+    x
     (.., j, d) -> (.., i, j).
     """
     ball, rest = (_lined_up(part, x) for part in _ball_and_rest(x))

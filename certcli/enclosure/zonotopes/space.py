@@ -1,4 +1,5 @@
-"""What one walk is given: its symbols, fewer of them than pixels, the context of its rules, and the rounding
+"""What one walk is given: its symbols, fewer of them than pixels, the context of its rules, and the
+rounding
 of an execution.
 """
 
