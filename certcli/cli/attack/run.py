@@ -192,7 +192,7 @@ def show_attacks(
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
             between = {name: radii.percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = radii.attacked_radius(summary.epsilon) if part.own is None else "its own"
+            radius = radii.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -233,9 +233,9 @@ def show_attacks(
                 f"As 8-bit files, {last.fooled_8bit} of {last.fooled} adversarial images fool it too."
             )
     for part in findings.parts:
-        if part.own is not None:
+        if part.own_radii is not None:
             summary_text = "smallest {}, median {}, largest {}".format(
-                *(radii.proven_radius(radius, 4) for radius in part.own)
+                *(radii.proven_radius(radius, 4) for radius in part.own_radii)
             )
             sink.text(
                 f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
