@@ -54,19 +54,25 @@ from certcli.system.memory import out_of_memory
 
 METHOD = "local"
 SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000, TOKENS: 1}
-"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
+"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on
+the way.
+"""
 SQUARES = 128
-"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""
+"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map
+makes of them.
+"""
 NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
 _FIRST = 1e-2
-"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks."""
+"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks.
+"""
 _HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""
+BY_NORMS = "balls of norms around one forward pass"
 
 
 class LocalCertifier(ProvingCertifier):
@@ -112,7 +118,7 @@ class LocalCertifier(ProvingCertifier):
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
-            self.title = "balls of norms around one forward pass"
+            self.title = BY_NORMS
             if self.effort == AUTO:
                 self.title += f" ({self._why})"
             return
@@ -120,6 +126,15 @@ class LocalCertifier(ProvingCertifier):
         self.title = f"an enclosure of each image's neighbourhood, {self._spoken_symbols}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
+
+    def title_of(self, rows: Sequence[Certificate]) -> str:
+        """Return the title, which names norms for those images whose records do."""
+        by_norms = sum(row.rung == NORMS for row in rows)
+        if self._zonotope is None or not by_norms:
+            return self.title
+        if by_norms == len(rows):
+            return f"{BY_NORMS}, which proved enough of every image"
+        return f"{self.title}; {BY_NORMS} for {by_norms} of {len(rows)} images"
 
     @property
     def _spoken_symbols(self) -> str:
@@ -342,7 +357,9 @@ class LocalCertifier(ProvingCertifier):
         return confirmations
 
     def _encloses_less(self, rung: str) -> bool:
-        """Tell whether memory allows less here than for a record of this rung, or `auto` another enclosure."""
+        """Tell whether memory allows less here than for a record of this rung, or `auto` another
+        enclosure.
+        """
         others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
         return rung != NORMS and (
             self._zonotope is None

@@ -1,4 +1,6 @@
-"""Constrain the layers of a network one by one (Algorithm 3), several in parallel, all at one eta."""
+"""Constrain the layers of a network one by one (Algorithm 3), several in parallel, all at one
+eta.
+"""
 
 import contextlib
 import time

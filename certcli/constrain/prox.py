@@ -1,5 +1,5 @@
-"""The two maps of Douglas-Rachford: the projection onto the layers of bounded error, {W : tr((W - W0) G
-(W - W0)^T) <= r}, and proximal maps of matrix norms, (n, m) -> (n, m), float64 advised.
+"""The two maps of Douglas-Rachford: the projection onto the layers of bounded error, {W : tr((W
+- W0) G (W - W0)^T) <= r}, and proximal maps of matrix norms, (n, m) -> (n, m), float64 advised.
 
 The projection is written in the displacement D = W - W0, so that a constraint is evaluated without
 cancellation: the textbook form tr(W G W^T) - 2 <W, H> + S loses all digits once the error is 1e-8

@@ -1,5 +1,5 @@
-"""The rule table of a domain: the module types, functions and tensor methods that have a theorem. Theorems
-hold for library code as it was imported, and for none that was patched since.
+"""The rule table of a domain: the module types, functions and tensor methods that have a
+theorem. Theorems hold for library code as it was imported, and for none that was patched since.
 
 A class is pinned when it gets a rule: its methods, the functions of the module that defines it, and
 their code, which can be exchanged as well. torch's functions, the methods of tensors and those of

@@ -1,6 +1,6 @@
-"""What a run does: a description of the model's state, everything but its code, that changes whenever the
-state does; every operation on the image and on what is made of it, in order; and whether the rows of
-a batch have an influence on each other.
+"""What a run does: a description of the model's state, everything but its code, that changes
+whenever the state does; every operation on the image and on what is made of it, in order; and
+whether the rows of a batch have an influence on each other.
 
 A count of votes, or a vote that a patch beside it could move, needs that of every batch. Comparing
 numbers shows it of one batch. It is proven of all by the operations: none of those that a run
@@ -97,8 +97,8 @@ _FROM_SHAPE = frozenset(
 
 
 class Operation(NamedTuple):
-    """One operation on the image or on what is made of it: the dtype of its first result, and its numbers
-    and shapes in words.
+    """One operation on the image or on what is made of it: the dtype of its first result, and
+    its numbers and shapes in words.
     """
 
     name: str

@@ -20,7 +20,8 @@ FEW = 50
 """With fewer images the interval of an agreement of 98 % is wider than ten points."""
 
 CHANGED_PER_ERROR = 1.0
-"""On real images, the share of changed first choices is at most this many times the logit error on synthetic photographs.
+"""On real images, the share of changed first choices is at most this many times the logit error on
+synthetic photographs.
 
 First choices among classes that an image does not show are near ties and change early, so on synthetic photographs the
 logits judge. This factor and LOGITS_PER_ERROR held for every network of colour images that was measured, up to
@@ -28,7 +29,9 @@ PREDICTABLE (docs/trials.md).
 """
 
 DOUBT = 0.1
-"""The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the draw of judges."""
+"""The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the
+draw of judges.
+"""
 
 TRIAL_SHARE = 3
 """A trial runs this fraction of the held-out images, 1 in 3: those with the smallest margins."""
@@ -259,16 +262,6 @@ def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
     """
     room = 1 - keep if keep < 1 else 0.5 / fidelity.images
     return min(limit, room / max(1 - fidelity.agreement_at_least, 1e-12))
-
-
-def worth_of_judges(images: int) -> float:
-    """Return the change that MANY_JUDGES images would allow, over that of `images`."""
-
-    def surplus(count: int) -> float:
-        rank = max(1, min(count // 5, MOST_RANKED))
-        return upper_confidence(rank - 1, count, DOUBT) * (count + 1) / rank
-
-    return max(1.0, surplus(images) / surplus(MANY_JUDGES))
 
 
 def check_keep(keep: float) -> None:

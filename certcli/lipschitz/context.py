@@ -1,5 +1,5 @@
-"""The table of the global domain's theorems, and the first argument of every rule: arithmetic, shapes of
-the call, and ways to build a value.
+"""The table of the global domain's theorems, and the first argument of every rule: arithmetic,
+shapes of the call, and ways to build a value.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""The proven bound of a whole network, pixels in [0, 1] -> logits: a walk gives each node of the graph its
-Lipschitz constant from the pixels.
+"""The proven bound of a whole network, pixels in [0, 1] -> logits: a walk gives each node of
+the graph its Lipschitz constant from the pixels.
 """
 
 import math

@@ -1,4 +1,6 @@
-"""A tensor's value: its constant and size for all images, and the operation that waits to be charged."""
+"""A tensor's value: its constant and size for all images, and the operation that waits to be
+charged.
+"""
 
 import math
 from collections.abc import Callable

@@ -1,5 +1,6 @@
 """The unconditional UNet of published diffusion models, with the tensor names of diffusers'
-`UNet2DModel`, and their noise schedules: step t -> alpha_bar_t, how much of the image's variance is left.
+`UNet2DModel`, and their noise schedules: step t -> alpha_bar_t, how much of the image's
+variance is left.
 
 Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network, linear);
 Dhariwal & Nichol 2021 (scale and shift by the time, residual blocks that resample); Rombach et al.
@@ -157,8 +158,8 @@ class ResnetBlock(nn.Module):
 
 
 class Resample(nn.Module):
-    """Half the size by a convolution of stride 2, whose padding of 0 is one pixel at the right and the
-    bottom only; or each pixel four times, then a convolution.
+    """Half the size by a convolution of stride 2, whose padding of 0 is one pixel at the right
+    and the bottom only; or each pixel four times, then a convolution.
     """
 
     def __init__(self, width: int, direction: str, padding: int) -> None:
@@ -184,8 +185,8 @@ def _level(
     direction: str,
     last: bool,
 ) -> tuple[nn.ModuleList, nn.ModuleList | None, nn.ModuleList]:
-    """Return the residual blocks of inputs of these widths, the attention behind each (None: there is
-    none), and what changes the resolution, "down" or "up".
+    """Return the residual blocks of inputs of these widths, the attention behind each (None:
+    there is none), and what changes the resolution, "down" or "up".
     """
     resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
     attentions = None

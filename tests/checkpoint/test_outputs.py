@@ -28,7 +28,7 @@ from certcli.checkpoint.outputs import (
     require_own_state,
     write_state,
 )
-from certcli.checkpoint.shards import INDEX, PART_OF, orphans, read_metadata
+from certcli.checkpoint.tensor_files import INDEX, PART_OF, orphans, read_metadata
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes
@@ -225,7 +225,6 @@ def test_no_output_of_any_command_is_an_input_of_it(
         else "other.safetensors"
     )
     needs = {
-        "attack": {"--compare": ["--gallery", "g.png"]},
         "certify": {"--denoiser": ["--method", "smoothing", "--sigma", "0.25"]},
         "finetune": {"--denoiser": ["--loss", "ce", "--noise", "0.25"]},
     }.get(name, {})

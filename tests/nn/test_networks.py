@@ -17,7 +17,7 @@ from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import bound_network, prove_network
 from certcli.models import build
 from certcli.models.build import OpenCheckpoint, create, initialise, load_double, with_network
-from certcli.models.mean import mean_of
+from certcli.models.in_memory import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.models.pixels import PixelModel
 from certcli.nn.layers import ClippedReLU

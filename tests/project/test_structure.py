@@ -175,7 +175,7 @@ def test_no_pickle() -> None:
 WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez", "imsave", "touch")
 """Methods and functions that write the file that they are told."""
 OF_ANOTHER_KIND = {
-    ("report/pixels.py", "save"): "into memory, for a page",
+    ("report/page.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
 }
 """Calls outside the one writer, and where they write."""
@@ -249,24 +249,24 @@ READ_ELSEWHERE = {
     "audit/document_builder.py": "/proc/cpuinfo",
     "images/datasets.py": "the package's own digits",
     "report/page.py": "the package's own template",
-    "report/published.py": "the package's own table",
+    "report/shares.py": "the package's own table",
     "system/files.py": "the writer: what it has written, and folders, to lock them",
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
-    "checkpoint/header.py": "the temporary file that it writes",
+    "checkpoint/tensor_files.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",
 }
 """Files of the system and of the package, which no stranger writes."""
 DECODED_ELSEWHERE = {
     "api/arguments.py": "values of Python",
-    "checkpoint/header.py": "entries of a header that the door has let in",
+    "checkpoint/tensor_files.py": "entries of a header that the door has let in",
     "checkpoint/schema.py": "the door",
     "cli/shared/inputs.py": "the text of an option",
     "cli/verify/run.py": "what this run states, as a file would hold it",
     "evaluation/record_lines.py": "the same",
     "report/document.py": "the same",
-    "report/published.py": "the package's own table",
+    "report/shares.py": "the package's own table",
     "system/processes.py": "messages of this run's other processes",
 }
 """JSON that no stranger writes. All other goes through `decode`, and has ranges."""
@@ -274,7 +274,7 @@ LOOKED_AT = {
     "audit/plan.py": "which folder must be told from timm's network of its name",
     "checkpoint/file.py": "what is no regular file is refused",
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
-    "checkpoint/shards.py": "which files of an index could be deleted",
+    "checkpoint/tensor_files.py": "which files of an index could be deleted",
     "certify/smoothing/denoiser.py": "what is no folder is read as a file",
     "cli/log/run.py": "what is no folder is read as a file",
     "cli/shared/inputs.py": "where an output goes by default",
@@ -298,7 +298,7 @@ LISTED: dict[str, tuple[Callable[[ast.Call], bool], Collection[str]]] = {
     # a broken link as labels.csv counted as no labels, and the network's own answers were judged
     "what is unreadable is not absent": (
         calls_named("exists", "lexists", "isfile", "isdir"),
-        ["report/canvas.py"],  # usetex
+        ["report/figures.py"],  # usetex
     ),
     "who asks what a name is": (calls_named("is_file", "is_dir"), LOOKED_AT),
 }

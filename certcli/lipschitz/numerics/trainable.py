@@ -1,5 +1,6 @@
-"""The trainable arithmetic of the rules: tensors with gradients, for losses, never shown; and estimates of
-what `convolution.conv_norm` proves, from below, warm-started between steps. Never a bound.
+"""The trainable arithmetic of the rules: tensors with gradients, for losses, never shown; and
+estimates of what `convolution.conv_norm` proves, from below, warm-started between steps. Never
+a bound.
 
 The estimate follows the bound that counts for the geometry, so that training sees the number that
 is proven at the end: windows that are disjoint: the reshaped kernel; a small operator: itself, by

@@ -1,4 +1,6 @@
-"""All rules, one theorem each: importing this package registers them in `lipschitz.context.rules`."""
+"""All rules, one theorem each: importing this package registers them in
+`lipschitz.context.rules`.
+"""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 

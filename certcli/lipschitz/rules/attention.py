@@ -1,5 +1,5 @@
-"""Dot-product attention on tokens of bounded norm, and mixing without a softmax: convolutions over tokens,
-orthogonal matrices, sorted pairs. Proofs: docs/bounds.md, sections 5, 10.3 and 11.
+"""Dot-product attention on tokens of bounded norm, and mixing without a softmax: convolutions
+over tokens, orthogonal matrices, sorted pairs. Proofs: docs/bounds.md, sections 5, 10.3 and 11.
 """
 
 import math

@@ -22,8 +22,9 @@ from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 
 SLACK = 1e-9
-"""Relative: the error of a softmax of numbers below 1e4 in float64, of Newton's last step, and of sums
-of up to 1e6 positive terms of these, is below 1e-10."""
+"""Relative: the error of a softmax of numbers below 1e4 in float64, of Newton's last step, and
+of sums of up to 1e6 positive terms of these, is below 1e-10.
+"""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Linear layers, pixel normalisation, gains and shifts (CenterNorm, LayerScale, BatchNorm), and the charge
-of a pending map. Proofs: docs/bounds.md, sections 1, 2.1 and 4.
+"""Linear layers, pixel normalisation, gains and shifts (CenterNorm, LayerScale, BatchNorm), and
+the charge of a pending map. Proofs: docs/bounds.md, sections 1, 2.1 and 4.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Moves of entries, from where each entry, each fibre and each feature goes. Proofs: docs/bounds.md,
-sections 1.3, 8.1 and 8.4.
+"""Moves of entries, from where each entry, each fibre and each feature goes. Proofs:
+docs/bounds.md, sections 1.3, 8.1 and 8.4.
 
 A pending linear map moves along: its features are on another axis afterwards, or on several (heads).
 """

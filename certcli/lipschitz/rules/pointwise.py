@@ -1,5 +1,5 @@
-"""Entry by entry: activations by their curves, squares, MaxMin, dropout, products of two tensors or with
-a constant. Proofs: docs/bounds.md, sections 1.4, 3, 7.2 and 8.7.
+"""Entry by entry: activations by their curves, squares, MaxMin, dropout, products of two
+tensors or with a constant. Proofs: docs/bounds.md, sections 1.4, 3, 7.2 and 8.7.
 
 Lip(a b) <= sup |a| Lip(b) + sup |b| Lip(a), which is finite where both are bounded on the box [0,
 1]^pixels.

@@ -151,8 +151,8 @@ def deviation_bound(
     *,
     correction: Any = None,
 ) -> Value:
-    """P is the projection off the mean. std x = |P x| / sqrt(m - c) has slope 1 / sqrt(m - c); var x = |P
-    x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
+    """P is the projection off the mean. std x = |P x| / sqrt(m - c) has slope 1 / sqrt(m - c);
+    var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
     """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)

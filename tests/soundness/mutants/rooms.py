@@ -45,7 +45,7 @@ ROOMS = {
     "rounding": Room(("rounding",), ("rounding", "certify/test_as_run.py")),
     "certify": Room(("certify",), ("certify", "api/test_bounds.py", "enclosure/test_branching.py")),
     "judge": Room(
-        ("attack/judge.py", "attack/certified_radii.py"),
+        ("attack/judge.py",),
         ("attack/test_judge.py", "attack/test_run.py", "cli/test_attack_certified.py"),
     ),
     "evaluation": Room(
