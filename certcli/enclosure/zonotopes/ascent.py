@@ -380,11 +380,10 @@ class Ascent:
             numbers = chosen[positive]
             choices = self.choices(signs[positive], numbers)
             descent = descend(self.out, self.rows[[margins[i] for i in positive.tolist()]], choices)
-            bounds[positive] = (
-                self._sure(descent, numbers[:, -1].exp()) if self.curved else least(descent)
-            )
+            if not self.curved:
+                bounds[positive] = least(descent)
+                return bounds
+            levels = enumerate(numbers[:, -1].exp().tolist())
+            sure = [proven(descent, level, row) for row, level in levels]
+            bounds[positive] = descent.total.new_tensor(sure)
         return bounds
-
-    def _sure(self, bound: BackwardBound, levels: Tensor) -> Tensor:
-        sure = [proven(bound, level, row) for row, level in enumerate(levels.tolist())]
-        return bound.total.new_tensor(sure)

@@ -65,18 +65,14 @@ def product(
     of T (`frobenius`: its square, from A and A'). beyond: bounds the last bracket, beside the bound
     entry by entry.
     """
-    rest = _entrywise(x, y, contract)
+    # nothing cancels
+    rest = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
     if beyond is not None:
         rest = torch.minimum(rest, beyond(x, y))
     if not x.space.squares:
         rest = rest + _both(x, y, contract, terms, frobenius)
     form = up_to_rest(x, y, contract, terms)
     return replace(form, slack=up(form.slack + rest), node=_paired(x, y, contract, terms, rest))
-
-
-def _entrywise(x: Form, y: Form, contract: Bilinear) -> Tensor:
-    """Return the bound of |a r' + r a' + r r'| in which nothing cancels."""
-    return contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
 
 
 def up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
