@@ -18,7 +18,7 @@ from PIL import Image
 from certcli.checkpoint import file, outputs
 from certcli.checkpoint.tensor_files import INDEX
 from certcli.cli.finetune import ending
-from certcli.finetune import state
+from certcli.cli.finetune import run as training
 from certcli.lipschitz.context import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
 from tests.helpers import commands, runs
@@ -261,7 +261,7 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
     talk = runs.interrupted(
-        tmp_path_factory.mktemp("streams"), [*words, str(parts)], state, "save_training_state"
+        tmp_path_factory.mktemp("streams"), [*words, str(parts)], training, "save_training_state"
     )
     assert "interrupted" in talk
     assert "Traceback" not in talk
