@@ -7,6 +7,7 @@ so by its name.
 
 import operator
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -119,10 +120,16 @@ class _Reader:
             return self.program.apply(target, *args, **kwargs)
         reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
         if reader is None:
-            return self.program.apply(target, *args, **kwargs)
+            return self.program.apply(_torch_function(name) or target, *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
+
+
+def _torch_function(name: str) -> Any:
+    """Return torch's function that is aten's operation of this name, with its arguments, or None."""
+    builtins = (getattr(place, name, None) for place in (torch, functional))
+    return next((each for each in builtins if isinstance(each, BuiltinFunctionType)), None)
 
 
 def _flat_arguments(value: Any) -> list[Any]:

@@ -162,6 +162,19 @@ def test_what_a_reader_does_not_ask_for_is_refused(tmp_path: Path) -> None:
             certvit.load(path, mean=0.5, std=0.5)
 
 
+def test_no_matrix_is_made_of_a_wide_row_that_is_centred(tmp_path: Path) -> None:
+    """x - mean(x) of 10^5 numbers stays as it is written: its matrix would have 10^10."""
+    path = tmp_path / "net.onnx"
+    nodes = [("ReduceMean", ["x"], ["m"], {"axes": [-1]}), ("Sub", ["x", "m"], ["c"])]
+    nodes += [
+        ("GlobalMaxPool", ["c"], ["g"]),
+        ("Flatten", ["g"], ["f"]),
+        ("MatMul", ["f", "one"], ["y"]),
+    ]
+    path.write_bytes(graph_of(nodes, sizes=(1, 1, 1, 10**5), one=np.ones((1, 3), np.float32)))
+    assert certvit.load(path, mean=0, std=1).record.classes == 3
+
+
 def test_a_file_that_mixes_its_batch_is_told_apart(tmp_path: Path) -> None:
     path = tmp_path / "net.onnx"
     mixed = ("ReduceMean", ["f"], ["m"], {"axes": [0], "keepdims": 1})
