@@ -11,7 +11,7 @@ from certcli.enclosure.balls.layers import fibres
 from certcli.enclosure.balls.table import BallContext, rules
 from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, up
 from certcli.engine.curves import Curve, register_curves
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin, Rounded
 
 
 @rules.module(MaxMin)
@@ -19,6 +19,13 @@ def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
     """Sorted pairs are no farther apart than the pairs."""
     x = settled(x)
     return Near.of(module(x.centre), x.fibre, x.whole)
+
+
+@rules.module(Rounded)
+def rounded(ctx: BallContext, module: Rounded, x: Any) -> Near:
+    """Half a step an entry, whichever way it is rounded."""
+    x = settled(x)
+    return x.noisy(torch.full_like(x.fibre, up(x.shape[-1] ** 0.5 / 2)))
 
 
 def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:

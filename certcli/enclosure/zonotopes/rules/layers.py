@@ -35,7 +35,7 @@ from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_d
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin, Rounded
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 RELU = Line(0.0, 0.0, ((0.0, 1.0),))
@@ -234,6 +234,12 @@ def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
     threshold = module.threshold.to(x.centre)
     over = relu(x.scale(-torch.ones_like(threshold)).shift(threshold))
     return relu(over.scale(-torch.ones_like(threshold)).shift(threshold))
+
+
+@rules.module(Rounded)
+def rounded(ctx: ZonotopeContext, module: Rounded, x: Form) -> Form:
+    """Half a step is a symbol of its own for each entry, whichever way an entry is rounded."""
+    return x.doubted(torch.full_like(x.centre, 0.5)).solid()
 
 
 @rules.module(MaxMin)
