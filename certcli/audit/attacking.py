@@ -75,7 +75,8 @@ class Attacking(Stage):
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
-        self.stage = stage.with_draws(settings.seed, classes, settings.precision)
+        drawn = stage.with_draws(settings.seed, classes, settings.precision)
+        self.stage = drawn.beside(model, model.input_size)
         self.model = model
         self.radii = radii
         self.settings = settings
