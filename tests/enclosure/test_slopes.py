@@ -47,11 +47,12 @@ WITHOUT = {
         ),
         "which entry is the largest is not enclosed",
     ),
+    "modules certcli.nn.activations.Rounded": "a staircase has slopes 0, and jumps",
 }  # fmt: skip
 """Rules of the zonotopes without a derivative, with the reason."""
 REFUSED = {
     **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
-    **dict.fromkeys(("max-pool",), "no rule for the derivative of"),
+    **dict.fromkeys(("max-pool", "rounded"), "no rule for the derivative of"),
     **dict.fromkeys(("spelled-images", "spelled-lines"), "no rule for the derivative of"),
     "broadcast": "a broadcast argument",
 }  # fmt: skip

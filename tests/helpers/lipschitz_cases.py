@@ -19,7 +19,7 @@ from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.models.pixels import PixelNormalize, PixelResize, ResizedPixels
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.activations import ClippedReLU, MaxMin, Rounded
 from certcli.nn.attention_weights import AttentionShape
 from certcli.nn.heads import L2Pool
 from certcli.nn.l2_attention import L2Attention
@@ -416,13 +416,18 @@ RULES: dict[str, Callable[[], nn.Module]] = {
 ROWS = RULES | SPELLINGS
 """All rows of the laws: a theorem of docs/bounds.md names each of `RULES`."""
 
+STEPS: dict[str, Callable[[], nn.Module]] = {
+    "rounded": lambda: of_tokens(nn.Linear(8, 8), Rounded(), nn.Linear(8, 3), scale=16.0),
+}
+"""Rows without a bound, which local methods enclose."""
+
 LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
 def build_row(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
-    net = ROWS[name]().double().eval()
+    net = (ROWS | STEPS)[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             if not parameter.any():

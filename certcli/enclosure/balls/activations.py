@@ -25,7 +25,7 @@ def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
 def rounded(ctx: BallContext, module: Rounded, x: Any) -> Near:
     """Half a step an entry, whichever way it is rounded."""
     x = settled(x)
-    return x.noisy(torch.full_like(x.fibre, up(x.shape[-1] ** 0.5 / 2)))
+    return x.noisy(up(torch.full_like(x.fibre, x.shape[-1] ** 0.5 / 2)))
 
 
 def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
