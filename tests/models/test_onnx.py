@@ -5,16 +5,21 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
 
 import certvit
+from certcli.checkpoint.record import InputSpec
 from certcli.models.in_memory import open_module
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
+from certcli.models.onnx.runtime import Runtime
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
+from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.onnx_graph import Node, graph_of
@@ -304,3 +309,72 @@ def test_what_is_recognised_has_the_factors_of_the_file(tmp_path: Path) -> None:
     with torch.no_grad():
         assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
     assert kinds["Attention"].scale == pytest.approx(0.4 * 0.7 / 0.9, rel=1e-7)
+
+
+def quantised_file(folder: Path, zero: Any, scale: float) -> Path:
+    """Write two linear maps, and between them steps that the values of some images go beyond."""
+    random = np.random.default_rng(5)
+    nodes: list[Node] = [
+        ("Flatten", ["x"], ["f"]),
+        ("MatMul", ["f", "w"], ["h"]),
+        ("QuantizeLinear", ["h", "s", "z"], ["q"]),
+        ("DequantizeLinear", ["q", "s", "z"], ["d"]),
+        ("Relu", ["d"], ["r"]),
+        ("MatMul", ["r", "v"], ["y"]),
+    ]
+    w, v = (random.normal(size=size).astype(np.float32) for size in ((32, 8), (8, 3)))
+    path = folder / "net.onnx"
+    data = graph_of(
+        nodes, sizes=("b", *IMAGE), opset=21, w=w, v=v, z=np.array(zero), s=np.float32(scale)
+    )
+    path.write_bytes(data)
+    return path
+
+
+STEPS = [(np.uint8(128), 0.02), (np.int8(-3), 0.03), (np.uint16(30000), 1e-4), (np.int16(9), 1e-4)]
+
+
+@pytest.mark.parametrize(("zero", "scale"), STEPS)
+def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
+    tmp_path: Path, zero: Any, scale: float
+) -> None:
+    """Margins of random points, of corners and beyond the last step; float32 rounds them by 1e-5."""
+    path = quantised_file(tmp_path, zero, scale)
+    net, size = network_of_onnx(path, read_model(path)[0])
+    runtime = Runtime(path, path.read_bytes())
+    model = PixelModel(InputSpec(size=size, mean=(0.0,) * 2, std=(1.0,) * 2), net).double().eval()
+    row = Enclosed(model)
+    image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1)).double()
+    finite = 0
+    for radius in (1e-6, 0.1, 2.0):
+        for walk in (*ZONOTOPES.values(), *BALLS.values()):
+            walked = walk(row, image, radius, 8)
+            logits = runtime.run(torch.cat([pixels for _, pixels in walked.places]))
+            margins = logits[:, [walked.label]] - logits
+            others = [place for place in range(3) if place != walked.label]
+            if walked.bounds is not None:
+                finite += 1
+                assert bool((margins[:, others] >= walked.bounds - 1e-5 * logits.abs().max()).all())
+    assert finite > 12
+
+
+def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = certvit.load(quantised_file(tmp_path, np.uint8(128), 0.02), mean=0.0, std=1.0)
+    assert "a staircase, which is not Lipschitz" in certvit.bound(opened).bound.why
+    images = torch.rand(4, *IMAGE, generator=torch.Generator().manual_seed(1))
+    pixels = images.clone().requires_grad_()
+    certvit.network(opened)(pixels).amax(1).sum().backward()
+    assert pixels.grad is not None
+    assert bool(pixels.grad.any())
+    labels = certvit.network(opened)(images).argmax(1)
+    curve = certvit.attack(opened, images, labels, norm="linf", radii=[0.3])
+    assert "square" in str(curve)
+    smoothing: dict[str, Any] = {"method": "smoothing", "sigma": 0.1, "samples": 100}
+    assert any(row.radius > 0 for row in certvit.certify(opened, images, labels, **smoothing))
+    other = (int(labels[0]) + 1) % 3
+    rows = torch.eye(3, dtype=torch.float64)
+    monkeypatch.setattr(Runtime, "run", lambda _, inputs: rows[[other] * len(inputs)])
+    (row,) = certvit.certify(opened, images[:1], labels[:1], **smoothing)
+    assert row.prediction == other
