@@ -80,7 +80,7 @@ ROWS: list[Row] = [
     ("DequantizeLinear", [PLACES.astype(np.int8), np.float32(0.3), np.int8(2)], {}),
     ("QuantizeLinear", [30 * ROW, np.float32(0.3), np.uint8(90)], {}),
     ("QuantizeLinear", [np.array([0.25, -0.25, 0.75], np.float32).repeat(2), np.float32(0.5), np.int8(1)], {}),
-    ("DequantizeLinear", [normal(6, 6).astype(np.int8), np.abs(ROW), np.zeros(6, np.int8)], {"axis": 0}),
+    ("DequantizeLinear", [(9 * ROW).astype(np.int8), np.abs(ROW), PLACES.astype(np.int8)], {"axis": 0}),
     ("Constant", [], {"value": ROW}),
     ("Constant", [], {"value_ints": [1, 2, 3, 4, 5, 6]}),
     ("MatMul", ["x", normal(6, 5)], {}),

@@ -22,7 +22,7 @@ def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
 
 
 @rules.module(Rounded)
-def rounded(ctx: BallContext, module: Rounded, x: Any) -> Near:
+def rounded_ball(ctx: BallContext, module: Rounded, x: Any) -> Near:
     """Half a step an entry, whichever way it is rounded."""
     x = settled(x)
     return x.noisy(up(torch.full_like(x.fibre, x.shape[-1] ** 0.5 / 2)))

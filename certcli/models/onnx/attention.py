@@ -110,9 +110,9 @@ def join_attention(program: Program) -> None:
         if len(rows) < 3 or len(shapes) > 1:
             continue
         if scores.squared is None:
-            module = _timm_attention(rows, scores.factor, *output[1:])
+            module = _timm_module(rows, scores.factor, *output[1:])
         else:
-            module = _l2_attention(rows, scores, _head_rows(program, scores.squared), *output[1:])
+            module = _l2_module(rows, scores, _head_rows(program, scores.squared), *output[1:])
         if module is not None:
             program.replace(output[0], module, rows[0].tokens)
 
@@ -175,7 +175,7 @@ def _map_of_heads(program: Program, node: fx.Node) -> tuple[fx.Node, Tensor, Ten
     return user, columns, None if layer.bias is None else layer.bias.detach()
 
 
-def _timm_attention(rows: list[Rows], factor: float, *output: Any) -> nn.Module | None:
+def _timm_module(rows: list[Rows], factor: float, *output: Any) -> nn.Module | None:
     """Return timm's module of these maps; None where it has no such module."""
     query, key, value = rows
     heads, width = query.weight.shape[:2]
@@ -193,7 +193,7 @@ def _timm_attention(rows: list[Rows], factor: float, *output: Any) -> nn.Module 
     return module
 
 
-def _l2_attention(
+def _l2_module(
     rows: list[Rows], scores: Scores, squared: Rows | None, weight: Tensor, bias: Tensor | None
 ) -> nn.Module | None:
     """Return L2 attention of these maps; None where the scores are other than its own."""

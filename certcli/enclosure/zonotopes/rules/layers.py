@@ -237,7 +237,7 @@ def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
 
 
 @rules.module(Rounded)
-def rounded(ctx: ZonotopeContext, module: Rounded, x: Form) -> Form:
+def rounded_form(ctx: ZonotopeContext, module: Rounded, x: Form) -> Form:
     """Half a step is a symbol of its own for each entry, whichever way an entry is rounded."""
     return x.doubted(torch.full_like(x.centre, 0.5)).solid()
 
