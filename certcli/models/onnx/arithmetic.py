@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from certcli.models.onnx.call import Call, reads_operators
 from certcli.models.onnx.program import on_meta
-from certcli.nn.activations import Rounded
+from certcli.nn.layers import Rounded
 from certcli.system.errors import Refused
 
 _KINDS = {

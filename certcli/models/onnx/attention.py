@@ -13,9 +13,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import certcli.system.compat  # noqa: F401 (before timm)
-
-# isort: split
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
@@ -29,8 +26,8 @@ from certcli.models.onnx.program import (
     moved_entries,
     shape_of,
 )
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention, L2UntiedValueAttention
 
 
 @dataclass(frozen=True)

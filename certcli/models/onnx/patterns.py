@@ -24,7 +24,7 @@ from certcli.models.onnx.program import (
     with_row,
     without_factor,
 )
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 
 
 def join(program: Program) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from certcli.models.onnx.file import required
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import Rounded
+from certcli.nn.layers import Rounded
 from certcli.system.errors import CheckpointError, one_line
 
 ROUNDING = 2.0**-12

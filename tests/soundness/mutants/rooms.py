@@ -24,7 +24,7 @@ class Room:
         )
 
 
-_LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value")
+_LIPSCHITZ = ("bound", "chain", "context", "network", "value")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spectral")
 _EVALUATION = (
@@ -36,9 +36,7 @@ _EVALUATION = (
     "radii",
     "record_lines",
     "records",
-    "resumed",
     "threat",
-    "verdicts",
 )
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),
@@ -54,10 +52,10 @@ ROOMS = {
         tuple(f"evaluation/{name}.py" for name in _EVALUATION),
         ("evaluation", "attack/test_judge.py", "soundness/test_fuzz.py"),
     ),
-    "verification": Room(("verification",), ("verification", "nn/test_mean_network.py")),
+    "verification": Room(("verification",), ("verification", "nn/test_networks.py")),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
         ("engine",),
-        ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention"))),
+        ("engine", *(f"lipschitz/test_{name}.py" for name in ("network", "refusals", "attention"))),
     ),
 }
