@@ -122,8 +122,8 @@ OTHERWISE = {
         "resize", "roll-flat",
     ),
     "no exporter writes it, or no reader reads it, in one of both": (
-        "conv-dilated", "conv1d", "rms-norm", "rms-norm-torch", "avg-pool-1d", "leaky", "avg-pool-ceil", "adaptive", "global-pool",
-        "cat-pool",
+        "conv-dilated", "conv1d", "rms-norm", "rms-norm-torch", "avg-pool-1d", "leaky", "avg-pool-ceil", "adaptive",
+        "global-pool", "cat-pool",
         "mirror", "conv-reflect", "attention-torch", "attention-torch-layer", "attention-causal", "spellings", "parts",
         "attention-moving-mask", "mix-orthogonal", "mix-matrices", "constant-branches", "choice-of-scores",
         "add-product", "conv-3d", "conv-3d-patches", "adaptive-max", "adaptive-3d", "adaptive-1d",
