@@ -53,8 +53,8 @@ class Stage:
         ]
         return replace(self, plan=tuple(plans))
 
-    def beside(self, net: nn.Module, size: Sequence[int]) -> "Stage":
-        """Square, too, where a network (c, h, w) rounds to steps: gradients through them are guesses."""
+    def with_square(self, net: nn.Module, size: Sequence[int]) -> "Stage":
+        """Square, too, where a network rounds to steps, whose gradients are guesses. size: (c, h, w)."""
         fits = self.norm == "linf" or size[1] == size[2] >= 5
         if not (fits and has_steps(net)) or "square" in [entry.attack for entry in self.plan]:
             return self

@@ -75,7 +75,7 @@ class Attacking(Stage):
     ) -> None:
         (stage,) = stages_of(names, None, "l2", radii, settings)
         drawn = stage.with_draws(settings.seed, classes, settings.precision)
-        self.stage = drawn.beside(model, model.input_size)
+        self.stage = drawn.with_square(model, model.input_size)
         self.model = model
         self.radii = radii
         self.settings = settings

@@ -130,7 +130,7 @@ class _Reader:
 
 
 def _torch_function(name: str) -> Any:
-    """Return torch's function that is aten's operation of this name, with its arguments, or None."""
+    """Return torch's function that is aten's operation, with its arguments, or None."""
     builtins = (getattr(place, name, None) for place in (torch, functional))
     return next((each for each in builtins if isinstance(each, BuiltinFunctionType)), None)
 

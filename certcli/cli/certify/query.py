@@ -108,58 +108,61 @@ def answer_query(options: CertifyOptions, sink: Sink) -> None:
     target, source = options.target, Path(options.source.ckpt)
     if source.suffix != ".onnx":
         raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
-    known = Decision()
+    decision = Decision()
     end = started + (options.local.seconds or SECONDS)
     try:
         with ended_after(end - time.perf_counter()):
-            _decide(known, source, options, end)
+            _decide(decision, source, options, end)
     except SecondsAreOver:
-        known.remark = f"its seconds were over in {known.doing}; a larger --seconds"
+        decision.remark = f"its seconds were over in {decision.doing}; a larger --seconds"
     spent = round(time.perf_counter() - started, 3)
-    about = {"arithmetic": known.arithmetic} if known.arithmetic else {}
-    sink.document({"verdict": known.verdict, "seconds": spent, "runtime": known.runtime, **about})
-    sink.text(known.verdict)
+    about = {"arithmetic": decision.arithmetic} if decision.arithmetic else {}
+    facts = {"verdict": decision.verdict, "seconds": spent, "runtime": decision.runtime}
+    sink.document({**facts, **about})
+    sink.text(decision.verdict)
     if about:
         sink.note(
-            f"proven for every input of the box, of the network that is read, in {known.arithmetic}"
+            f"proven for every input of the box, of the network that is read, "
+            f"in {decision.arithmetic}"
         )
     if target.result is not None:
-        save_text(target.result, f"{WORDS[known.verdict]}\n{known.result}")
-    if known.verdict == VIOLATED:
-        raise GateError(f"{source} reaches an unsafe output; {known.runtime} confirms it")
-    if known.verdict == UNKNOWN:
+        save_text(target.result, f"{WORDS[decision.verdict]}\n{decision.result}")
+    if decision.verdict == VIOLATED:
+        raise GateError(f"{source} reaches an unsafe output; {decision.runtime} confirms it")
+    if decision.verdict == UNKNOWN:
         raise UndecidedError(
             f"neither proof nor counterexample in {spent:.1f} s",
-            known.remark or "a larger --seconds",
+            decision.remark or "a larger --seconds",
         )
 
 
-def _decide(known: Decision, source: Path, options: CertifyOptions, end: float) -> None:
-    """Attack, then prove of what ONNX Runtime runs as it is read, and tell `known` at each step."""
+def _decide(decision: Decision, source: Path, options: CertifyOptions, end: float) -> None:
+    """Attack, then prove of what ONNX Runtime runs as it is read, and tell `decision` at each step."""
     assert options.target.vnnlib is not None
     query = vnnlib.read_query(options.target.vnnlib)
     model, data = read_model(source)
     net, size = network_of_onnx(source, model)
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
-    known.runtime = runtime.name
+    decision.runtime = runtime.name
     if query.is_empty:
-        known.verdict = HOLDS
+        decision.verdict = HOLDS
         return
-    known.doing = f"the attack of {ATTACKS} runs of {STEPS} steps"
+    decision.doing = f"the attack of {ATTACKS} runs of {STEPS} steps"
     opened = in_memory.open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
     example = _counterexample(opened, network, query, runtime, options.data.seed)
     if example is not None:
-        known.result = example_text(example, query, size)
-        known.verdict = VIOLATED
+        decision.result = example_text(example, query, size)
+        decision.verdict = VIOLATED
         return
-    known.doing = f"the comparison with {runtime.name}, after an attack without success"
+    decision.doing = f"the comparison with {runtime.name}, after an attack without success"
     if not _runs_as_read(net, network, runtime, query):
-        known.remark = f"{runtime.name}, computes other outputs than the network that is read"
+        decision.remark = f"{runtime.name}, computes other outputs than the network that is read"
         return
-    known.doing = f"the proof by --effort {options.local.effort}, after an attack without success"
-    known.arithmetic, known.remark = _proof_of_query(opened, options, end - time.perf_counter())
-    known.verdict = HOLDS if known.arithmetic else UNKNOWN
+    decision.doing = f"the proof by --effort {options.local.effort}, after an attack"
+    remaining = end - time.perf_counter()
+    decision.arithmetic, decision.remark = _proof_of_query(opened, options, remaining)
+    decision.verdict = HOLDS if decision.arithmetic else UNKNOWN
 
 
 def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: Runtime, query: Any) -> bool:
@@ -264,7 +267,7 @@ def _certified_query(
 
 
 def example_text(example: Example, query: vnnlib.Query, size: Sequence[int]) -> str:
-    """Return VNN-COMP's counterexample: of 1.0 one S-expression, of 2.0 a header and a number a line."""
+    """Return VNN-COMP's counterexample: an S-expression, or of 2.0 a header and a number a line."""
     if query.version.startswith("1"):
         pairs = [
             f"({name}_{place} {value!r})"

@@ -53,7 +53,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Scores:
-    """factor q k^T, minus square |k|^2: the product's node, and what is squared; None: nothing is."""
+    """factor q k^T, minus square |k|^2: the product's node, and the node of k; None: no square."""
 
     product: fx.Node
     factor: float

@@ -1,4 +1,4 @@
-"""What exporters take apart, put together again, one identity after another in the order of their use.
+"""What exporters take apart, put together again, one identity after another.
 
 What is not recognised stays as it is written. Where entries are only moved they are numbered, so
 that the exporter's spelling of the moves does not matter.
@@ -58,8 +58,8 @@ def join_linear(program: Program) -> None:
 
 
 def join_gates(program: Program) -> None:
-    """x (1 + erf(m x)) = (2 / s) gelu(s x) for s = m sqrt(2), as gelu(y) = y (1 + erf(y / sqrt 2)) / 2;
-    and x sigmoid(m x) = silu(m x) / m. Numbers before and behind are factors.
+    """x (1 + erf(m x)) = (2 / s) gelu(s x) for s = m sqrt(2), as gelu(y) = y (1 + erf(y / c)) / 2 for
+    c = sqrt 2, and x sigmoid(m x) = silu(m x) / m. Numbers before and behind are factors.
 
     Exporters write m = 1 / float32(sqrt 2), so that s is not 1: it stays, rounded to float64.
     """
@@ -89,7 +89,7 @@ def join_gates(program: Program) -> None:
 
 
 def _curve_of_gate(program: Program, gate: Any) -> tuple[nn.Module | None, Any, float, float]:
-    """Return (curve, y, g, m) where x gate(y) at y = x is (g / m) curve(m x); None: it is no gate."""
+    """Return (curve, y, g, m) where x gate(y) at y = x is (g / m) curve(m x); None: no gate."""
     summed = with_number(gate, operator.add)
     if summed is not None and summed[1] == 1 and getattr(summed[0], "target", None) is torch.erf:
         return nn.GELU(), summed[0].args[0], 2.0, math.sqrt(2)
@@ -186,7 +186,7 @@ def join_maxmin(program: Program) -> None:
 
 
 def join_roll(program: Program) -> None:
-    """The second part of a tensor, then its first part: the tensor rolled, whose norm is its own."""
+    """The second part of a tensor, then its first: the tensor rolled, whose norm is its own."""
     for node in list(program.graph.nodes):
         if node.target is not torch.cat or len(node.args[0]) != 2:
             continue
