@@ -342,7 +342,7 @@ def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
     path = quantised_file(tmp_path, zero, scale)
     net, size = network_of_onnx(path, read_model(path)[0])
     runtime = Runtime(path, path.read_bytes())
-    model = PixelModel(InputSpec(size=size, mean=(0.0,) * 2, std=(1.0,) * 2), net).double().eval()
+    model = PixelModel(InputSpec(size=IMAGE, mean=(0.0,) * 2, std=(1.0,) * 2), net).double().eval()
     row = Enclosed(model)
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1)).double()
     finite = 0
