@@ -255,6 +255,7 @@ def attack(
     (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
+    stage = stage.with_square(model, checkpoint.record.input.size)
     where = torch.device(device)
     batches = (
         (i, pixels.to(where), y)

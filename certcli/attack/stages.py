@@ -18,6 +18,7 @@ from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, packed, unpacked
 from certcli.images.labelled import Images, sent
+from certcli.models.onnx.runtime import has_steps
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team
 
@@ -51,6 +52,14 @@ class Stage:
             for entry in self.plan
         ]
         return replace(self, plan=tuple(plans))
+
+    def with_square(self, net: nn.Module, size: Sequence[int]) -> "Stage":
+        """Square, too, where a network rounds to steps, whose gradients are guesses. size: (c, h, w)."""
+        fits = self.norm == "linf" or size[1] == size[2] >= 5
+        if not (fits and has_steps(net)) or "square" in [entry.attack for entry in self.plan]:
+            return self
+        square = replace(self.plan[0], label="square", attack="square")
+        return replace(self, plan=(*self.plan, square))
 
 
 def stages_of(

@@ -70,7 +70,8 @@ class Attacking(schedule.Stage):
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages.stages_of(names, None, "l2", radii, settings)
-        self.stage = stage.with_draws(settings.seed, classes, settings.precision)
+        drawn = stage.with_draws(settings.seed, classes, settings.precision)
+        self.stage = drawn.with_square(model, model.input_size)
         self.model = model
         self.radii = radii
         self.settings = settings

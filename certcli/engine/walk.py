@@ -14,6 +14,9 @@ from certcli.engine.trace import Trace
 from certcli.system.errors import CertvitError
 from certcli.system.memory import out_of_memory
 
+STAIRCASES = ("Rounded", "round", "floor", "ceil", "trunc", "sign")
+"""Operations that are constant but for jumps."""
+
 
 @dataclass(frozen=True)
 class Constant:
@@ -133,7 +136,8 @@ def _visit(
     kind = node.meta.get("written", kind)
     if rule is None:
         what = kind if node.op == "call_module" else f"the operation '{kind}'"
-        raise NoRule(f"{where}: no theorem for {what}")
+        why = ", a staircase, which is not Lipschitz" if kind in STAIRCASES else ""
+        raise NoRule(f"{where}: no theorem for {what}{why}")
     try:
         value = domain.result(rule(domain.context(call), *args, **kwargs), call)
         fits = _shaped(domain, value, domain.expected(call))

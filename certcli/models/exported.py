@@ -7,6 +7,7 @@ so by its name.
 
 import operator
 from collections.abc import Callable, Sequence
+from types import BuiltinFunctionType
 from typing import Any, TypeGuard
 
 import torch
@@ -122,10 +123,17 @@ class _Reader:
             return Batch(size) if args[1] == 0 else size
         reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
         if reader is None or not inputs:
-            return self.program.apply(target, *args, **kwargs)
+            function = (_torch_function(name) if inputs else None) or target
+            return self.program.apply(function, *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
+
+
+def _torch_function(name: str) -> Any:
+    """Return torch's function that is aten's operation, with its arguments, or None."""
+    builtins = (getattr(place, name, None) for place in (torch, functional))
+    return next((each for each in builtins if isinstance(each, BuiltinFunctionType)), None)
 
 
 def _is_fresh(node: Any, user: fx.Node) -> bool:

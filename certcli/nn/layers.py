@@ -90,6 +90,34 @@ class SoftMaxMin(nn.Module):
         return torch.cat([mean + offset, mean - offset], dim=-1)
 
 
+class Rounded(nn.Module):
+    """x -> the nearest whole number, of two the even one; a gradient passes as through x itself.
+
+    A staircase: it has no Lipschitz constant, and lies within 1/2 of x.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _StraightThrough.apply(x)
+        return torch.round(x)
+
+
+class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.round(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
 class ClippedReLU(nn.Module):
     """x -> max(min(x, theta), 0) with one learnt threshold theta an entry: (b, *shape) -> (b,
     *shape).

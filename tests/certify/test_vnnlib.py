@@ -1,5 +1,6 @@
 """Queries of VNN-LIB: what a file says exactly, and holds, violated or unknown about an ONNX file."""
 
+import contextlib
 import gzip
 from fractions import Fraction
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import nn
 
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
+from certcli.cli.certify import query
 from certcli.models.onnx.call import READERS
 from certcli.system.errors import DataError, GateError, UndecidedError
 from tests.helpers.commands import attempt, document
@@ -218,3 +220,19 @@ def test_nothing_is_proven_of_a_file_that_runs_otherwise_than_it_is_read(
     failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
     assert isinstance(failure, UndecidedError)
     assert "other outputs than the network that is read" in failure.hint
+
+
+def test_a_query_ends_with_its_seconds_and_says_in_what(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endless(*_: Any) -> Any:
+        with contextlib.suppress(Exception), query.ended_after(0.01):
+            while True:
+                pass
+
+    monkeypatch.setattr(query, "_proof_of_query", endless)
+    spec = written(tmp_path, f"{FIRST}(assert (>= Y_1 0.41))")
+    net = exported(tmp_path)
+    failure: Any = attempt("certify", net, "--vnnlib", spec, "--seconds", 600).exception
+    assert isinstance(failure, UndecidedError)
+    assert "over in the proof by --effort" in failure.hint

@@ -58,12 +58,16 @@ WITHOUT = {
         ),
         "a choice by a mask has none yet",
     ),
+    "modules certcli.nn.layers.Rounded": "a staircase has slopes 0, and jumps",
 }  # fmt: skip
 """Rules of the zonotopes without a derivative, with the reason."""
 REFUSED = {
     **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
     **dict.fromkeys(
-        ("max-pool", "adaptive-max", "masked", "choice", "amax", "spelled-images", "spelled-lines", "spelled-rounded-chosen"),
+        (
+            "max-pool", "rounded", "adaptive-max", "masked", "choice", "amax", "spelled-images", "spelled-lines",
+            "spelled-rounded-chosen",
+        ),
         "no rule for the derivative of",
     ),
     "broadcast": "a broadcast argument",

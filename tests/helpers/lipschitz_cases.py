@@ -27,6 +27,7 @@ from certcli.nn.layers import (
     L2Pool,
     MaxMin,
     OrthogonalMixing,
+    Rounded,
     TokenMaxMin,
 )
 from certcli.nn.norms import CenterNorm, FloorNorm
@@ -421,13 +422,18 @@ RULES: dict[str, Callable[[], nn.Module]] = {
 ROWS = RULES | SPELLINGS
 """All rows of the laws: a theorem of docs/bounds.md names each of `RULES`."""
 
+STEPS: dict[str, Callable[[], nn.Module]] = {
+    "rounded": lambda: of_tokens(nn.Linear(8, 8), Rounded(), nn.Linear(8, 3), scale=16.0),
+}
+"""Rows without a bound, which local methods enclose."""
+
 LOOSE_START = 1.5
 """Weights are scaled up so that softmaxes and gates saturate somewhere in the box."""
 
 
 def build_row(name: str, seed: int = 0) -> nn.Module:
     torch.manual_seed(sum(map(ord, name)) + 10_000 * seed)
-    net = ROWS[name]().double().eval()
+    net = (ROWS | STEPS)[name]().double().eval()
     with torch.no_grad():
         for parameter in net.parameters():
             if not parameter.any():

@@ -1,66 +1,18 @@
 """Programs of torch.export: the network and the bound of the module that was exported."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
 import certvit
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import attempt
-from tests.helpers.grids import EVERY
+from tests.models.test_onnx import NETWORKS, SIZE, filled
 
-SIZE = (3, 16, 16)
-SMALL = {
-    "img_size": 16,
-    "patch_size": 8,
-    "embed_dim": 8,
-    "depth": 1,
-    "num_heads": 2,
-    "num_classes": 4,
-}
 PIXELS: dict[str, Any] = {"mean": 0.5, "std": 0.25}
-
-
-class Residual(nn.Module):
-    """Convolution, norm by statistics, a sum, pools and a relu in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.BatchNorm2d(4)
-        self.relu = nn.ReLU(inplace=True)
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = nn.functional.max_pool2d(self.relu(self.norm(self.first(x))), 2)
-        return self.head((y + 0.5 * y.roll(1, 2)).mean((2, 3)))
-
-
-def exported_vit(name: str = "vit_tiny_patch16_224", **more: Any) -> nn.Module:
-    return timm.create_model(name, **SMALL, **more)
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "vit": exported_vit,
-    "residual": Residual,
-    **(
-        {
-            "mean of tokens": lambda: exported_vit(global_pool="avg"),
-            "distilled": lambda: exported_vit("deit_tiny_distilled_patch16_224"),
-            "swin": lambda: timm.create_model(
-                "swin_tiny_patch4_window7_224", img_size=16, patch_size=2, window_size=4, embed_dim=8, depths=(2,),
-                num_heads=(2,), num_classes=4,
-            ),
-        }
-        if EVERY
-        else {}
-    ),
-}  # fmt: skip
 
 
 def exported_program(net: nn.Module, images: int = 2) -> Any:
@@ -71,8 +23,7 @@ def exported_program(net: nn.Module, images: int = 2) -> Any:
 @pytest.mark.parametrize("images", [1, 2], ids=["one image", "any number"])
 @pytest.mark.parametrize("name", NETWORKS)
 def test_a_program_has_the_bound_of_its_module(name: str, images: int) -> None:
-    torch.manual_seed(0)
-    net = NETWORKS[name]().eval()
+    net = filled(NETWORKS[name]())
     program = exported_program(net, images)
     native = certvit.load(net, **PIXELS, input_size=SIZE)
     pixels = torch.rand(2, *SIZE)

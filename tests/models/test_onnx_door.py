@@ -129,7 +129,7 @@ def certvit_of_another(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["RandomNormalLike", "NonZero", "ArgMax", "ScatterND", "QuantizeLinear"]
+    "op", ["RandomNormalLike", "NonZero", "ArgMax", "ScatterND", "DynamicQuantizeLinear"]
 )
 def test_an_operator_without_a_reader_is_refused_by_its_name_and_its_node_s(
     tmp_path: Path, op: str
@@ -156,10 +156,56 @@ def test_what_a_reader_does_not_ask_for_is_refused(tmp_path: Path) -> None:
         ("Relu", ["f"], ["r"], {"negative": 1}),
         ("Relu", ["f", "w"], ["r"]),
         ("Softmax", ["f"], ["r", "s"]),
+        ("QuantizeLinear", ["f", "scale", "zero"], ["r"], {"saturate": 0}),
     ):
-        path.write_bytes(graph_of([*FLAT, node, ("MatMul", ["r", "w"], ["y"])], w=WEIGHT))
+        nodes = [*FLAT, node, ("MatMul", ["r", "w"], ["y"])]
+        path.write_bytes(graph_of(nodes, w=WEIGHT, scale=np.float32(1), zero=np.uint8(3)))
         with pytest.raises(ArchitectureError, match=node[0]):
             certvit.load(path, mean=0.5, std=0.5)
+
+
+def four_bits(value: int) -> Any:
+    onnx = pytest.importorskip("onnx")
+    return onnx.helper.make_tensor("z", onnx.TensorProto.INT4, (), [value])
+
+
+@pytest.mark.parametrize(
+    ("between", "zero", "scale", "words"),
+    [
+        ([], np.uint8(3), 1.0, "quantised values, which DequantizeLinear alone reads"),
+        ([("DequantizeLinear", ["q", "s", "z"], ["r"])], four_bits(3), 1.0, "with 8 or 16 bits"),
+        ([("DequantizeLinear", ["q", "s", "z"], ["r"])], np.uint8(3), -1.0, "not above 0"),
+        ([("DequantizeLinear", ["q", "s", "z"], ["r"])], np.uint8(3), [1.0, 2.0], "zero points"),
+        (
+            [("DequantizeLinear", ["q", "s", "z"], ["r"])],
+            np.array([3, 4], np.uint8),
+            [1.0, 2.0],
+            "scales of channels",
+        ),
+    ],
+)
+def test_steps_that_are_not_read_are_refused(
+    tmp_path: Path, between: list[Any], zero: Any, scale: Any, words: str
+) -> None:
+    quantised = ("QuantizeLinear", ["f", "s", "z"], ["q" if between else "r"])
+    nodes = [*FLAT, quantised, *between, ("MatMul", ["r", "w"], ["y"])]
+    path = tmp_path / "net.onnx"
+    path.write_bytes(graph_of(nodes, opset=21, w=WEIGHT, s=np.array(scale, np.float32), z=zero))
+    with pytest.raises(CheckpointError, match=words):
+        certvit.load(path, mean=0.5, std=0.5)
+
+
+def test_no_matrix_is_made_of_a_wide_row_that_is_centred(tmp_path: Path) -> None:
+    """x - mean(x) of 10^5 numbers stays as it is written: its matrix would have 10^10."""
+    path = tmp_path / "net.onnx"
+    nodes = [("ReduceMean", ["x"], ["m"], {"axes": [-1]}), ("Sub", ["x", "m"], ["c"])]
+    nodes += [
+        ("GlobalMaxPool", ["c"], ["g"]),
+        ("Flatten", ["g"], ["f"]),
+        ("MatMul", ["f", "one"], ["y"]),
+    ]
+    path.write_bytes(graph_of(nodes, sizes=(1, 1, 1, 10**5), one=np.ones((1, 3), np.float32)))
+    assert certvit.load(path, mean=0, std=1).record.classes == 3
 
 
 def test_a_file_that_mixes_its_batch_is_told_apart(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import close, logits_agree, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.models import build
+from certcli.models.onnx.runtime import RunByRuntime, has_steps
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
@@ -307,12 +308,16 @@ def smoothed_classifier(
     precision: str,
     denoiser: PixelDenoiser | None = None,
 ) -> Classifier:
-    """Return the checkpoint's network as smoothing runs it."""
+    """Return the checkpoint's network as smoothing runs it: a quantised file's by ONNX Runtime."""
     model = build.load(checkpoint, device)
     if denoiser is not None:
         denoiser.require_size(model.input_size)
     require_rows_alone(model)
-    return Classifier(model, precision, None if denoiser is None else denoiser.to(device))
+    classifier = Classifier(model, precision, None if denoiser is None else denoiser.to(device))
+    runtime = getattr(checkpoint, "runtime", None)
+    if runtime is not None and has_steps(model):
+        classifier.net = RunByRuntime(classifier.net, runtime)
+    return classifier
 
 
 @torch.no_grad()

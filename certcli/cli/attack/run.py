@@ -313,7 +313,9 @@ def report_attacks(
     shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
-        stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision)
+        stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision).with_square(
+            checkpoint.net, checkpoint.record.input.size
+        )
         for stage in stages
     ]
     tasks = tasks_of(drawn, images, certificates)

@@ -1,9 +1,11 @@
 """certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the
 result."""
 
+import signal
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,51 +60,110 @@ def require_read(context: typer.Context) -> None:
             )
 
 
+class SecondsAreOver(BaseException):
+    """Raised in the midst of whatever runs: no handler of errors may take it for one."""
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """Raise SecondsAreOver in the body after these seconds, on systems that have alarms."""
+
+    def over(*_: Any) -> None:
+        raise SecondsAreOver
+
+    if not hasattr(signal, "setitimer"):
+        yield
+        return
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@dataclass
+class Decision:
+    """What is known of a query so far.
+
+    Attributes:
+        remark: why it is unknown. doing: in what its seconds are over, if they are.
+        arithmetic: of the proof. runtime: the name of the program that runs the file.
+        result: VNN-COMP's text of a counterexample.
+    """
+
+    verdict: str = UNKNOWN
+    remark: str = ""
+    doing: str = "reading the files"
+    arithmetic: str = ""
+    runtime: str = ""
+    result: str = ""
+
+
 def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
     from certcli.report.audit_page import save_text
 
     started = Sink.invocation.started or time.perf_counter()
     target, source = options.target, Path(options.source.ckpt)
-    assert target.vnnlib is not None
     if source.suffix != ".onnx":
         raise UsageError("--vnnlib is a query about an ONNX file", "certvit certify NET.onnx")
-    query = vnnlib.read_query(target.vnnlib)
+    decision = Decision()
+    end = started + (options.local.seconds or SECONDS)
+    try:
+        with ended_after(end - time.perf_counter()):
+            _decide(decision, source, options, end)
+    except SecondsAreOver:
+        decision.remark = f"its seconds were over in {decision.doing}; a larger --seconds"
+    spent = round(time.perf_counter() - started, 3)
+    about = {"arithmetic": decision.arithmetic} if decision.arithmetic else {}
+    facts = {"verdict": decision.verdict, "seconds": spent, "runtime": decision.runtime}
+    sink.document({**facts, **about})
+    sink.text(decision.verdict)
+    if about:
+        sink.note(
+            f"proven for every input of the box, of the network that is read, "
+            f"in {decision.arithmetic}"
+        )
+    if target.result is not None:
+        save_text(target.result, f"{WORDS[decision.verdict]}\n{decision.result}")
+    if decision.verdict == VIOLATED:
+        raise GateError(f"{source} reaches an unsafe output; {decision.runtime} confirms it")
+    if decision.verdict == UNKNOWN:
+        raise UndecidedError(
+            f"neither proof nor counterexample in {spent:.1f} s",
+            decision.remark or "a larger --seconds",
+        )
+
+
+def _decide(decision: Decision, source: Path, options: CertifyOptions, end: float) -> None:
+    """Attack, then prove of what ONNX Runtime runs as it is read, and tell `decision` at each step."""
+    assert options.target.vnnlib is not None
+    query = vnnlib.read_query(options.target.vnnlib)
     model, data = read_model(source)
     net, size = network_of_onnx(source, model)
     network = query_network(net, size, query)
     runtime = Runtime(source, data)
-    example: Example | None = None
-    verdict, remark, about = HOLDS, "", {}
-    if not query.is_empty:
-        opened = in_memory.open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
-        seconds = options.local.seconds or SECONDS
-        example = _counterexample(opened, network, query, runtime, options.data.seed)
-        verdict = VIOLATED if example else UNKNOWN
-        remaining = seconds - (time.perf_counter() - started)
-        if example is None and not _runs_as_read(net, network, runtime, query):
-            remark = f"{runtime.name}, computes other outputs than the network that is read"
-        elif example is None and remaining > 0:
-            arithmetic, remark = _proof_of_query(opened, options, remaining)
-            if arithmetic:
-                verdict = HOLDS
-                about = {"arithmetic": arithmetic}
-    spent = round(time.perf_counter() - started, 3)
-    sink.document({"verdict": verdict, "seconds": spent, "runtime": runtime.name, **about})
-    sink.text(verdict)
-    if about:
-        arithmetic = about["arithmetic"]
-        sink.note(
-            f"proven for every input of the box, of the network that is read, in {arithmetic}"
-        )
-    if target.result is not None:
-        save_text(target.result, result_text(verdict, example, query, size))
-    if verdict == VIOLATED:
-        raise GateError(f"{source} reaches an unsafe output; {runtime.name} confirms it")
-    if verdict == UNKNOWN:
-        raise UndecidedError(
-            f"neither proof nor counterexample in {spent:.1f} s", remark or "a larger --seconds"
-        )
+    decision.runtime = runtime.name
+    if query.is_empty:
+        decision.verdict = HOLDS
+        return
+    decision.doing = f"the attack of {ATTACKS} runs of {STEPS} steps"
+    opened = in_memory.open_module(network, 0.0, 1.0, tuple(network.low.shape[-3:]))  # type: ignore[arg-type]
+    example = _counterexample(opened, network, query, runtime, options.data.seed)
+    if example is not None:
+        decision.result = example_text(example, query, size)
+        decision.verdict = VIOLATED
+        return
+    decision.doing = f"the comparison with {runtime.name}, after an attack without success"
+    if not _runs_as_read(net, network, runtime, query):
+        decision.remark = f"{runtime.name}, computes other outputs than the network that is read"
+        return
+    decision.doing = f"the proof by --effort {options.local.effort}, after an attack"
+    remaining = end - time.perf_counter()
+    decision.arithmetic, decision.remark = _proof_of_query(opened, options, remaining)
+    decision.verdict = HOLDS if decision.arithmetic else UNKNOWN
 
 
 def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: Runtime, query: Any) -> bool:
@@ -206,23 +267,18 @@ def _certified_query(
     return certifier, certificate.holds_at(threat.Threat("linf", 0.5))
 
 
-def result_text(
-    verdict: str, example: Example | None, query: vnnlib.Query, size: Sequence[int]
-) -> str:
-    """Return VNN-COMP's result: of 1.0 one S-expression, of 2.0 a header and a number a line."""
-    word = WORDS[verdict]
-    if example is None:
-        return f"{word}\n"
+def example_text(example: Example, query: vnnlib.Query, size: Sequence[int]) -> str:
+    """Return VNN-COMP's counterexample: an S-expression, or of 2.0 a header and a number a line."""
     if query.version.startswith("1"):
         pairs = [
             f"({name}_{place} {value!r})"
             for name, values in zip("XY", example)
             for place, value in enumerate(values)
         ]
-        return word + "\n(" + "\n ".join(pairs) + ")\n"
+        return "(" + "\n ".join(pairs) + ")\n"
     shapes = (query.shape or (1, *size), (1, query.outputs))
     blocks = [
-        f"{name} float32 {list(shape)}\n" + "\n".join(map(repr, values))
+        f"{name} float32 {list(shape)}\n" + "\n".join(map(repr, values)) + "\n"
         for name, shape, values in zip("XY", shapes, example)
     ]
-    return "\n".join([word, *blocks]) + "\n"
+    return "".join(blocks)

@@ -44,7 +44,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.nn.layers import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
 from certcli.nn.norms import Spread
 
 VALUES = (Near, Normalised)
@@ -144,6 +144,13 @@ def ratio(x: Near, y: Near) -> Near:
     length = fibres(centre)
     fibre = up((x.fibre + length * y.fibre) * above, 8)
     return Near.of(centre, fibre).noisy(gamma(4) * length)
+
+
+@rules.module(Rounded)
+def rounded_ball(ctx: BallContext, module: Rounded, x: Any) -> Near:
+    """Half a step an entry, whichever way it is rounded."""
+    x = settled(x)
+    return x.noisy(up(torch.full_like(x.fibre, x.shape[-1] ** 0.5 / 2)))
 
 
 @rules.module(MaxMin)

@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import fx, nn
 
 from certcli.models.onnx.call import Call, reads_operators
 from certcli.models.onnx.program import on_meta
+from certcli.nn.layers import Rounded
 from certcli.system.errors import Refused
 
 _KINDS = {
@@ -21,6 +22,8 @@ _KINDS = {
     11: torch.float64,
 }
 """onnx's numbers of types."""
+_SATURATED = {2: (0.0, 255.0), 3: (-128.0, 127.0), 4: (0.0, 65535.0), 5: (-32768.0, 32767.0)}
+"""onnx's numbers of the types of quantised values -> the smallest and the largest."""
 _BINARY = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
 _COMPARED = {
     "Equal": torch.eq,
@@ -224,21 +227,50 @@ def read_range(call: Call) -> Any:
     return call.apply(torch.cumsum, zeros + by, 0, dtype=start.dtype) + (first - by)
 
 
+def _steps(call: Call) -> tuple[Any, Any]:
+    """Return scale and zero point: numbers, or of constants tensors along an axis."""
+    scale, zero = call.tensor(1), call.constant(2)
+    axis, size = call.attribute("axis", 1), scale.numel()
+    call.require(call.attribute("block_size", 0) == 0, "blocks")
+    call.require(bool((torch.isfinite(scale) & (scale > 0)).all()), "a scale that is not above 0")
+    zero = torch.zeros(size) if zero is None else zero.to(torch.float32)
+    call.require(zero.numel() == size, "other zero points than scales")
+    if size == 1:
+        return float(scale.item()), float(zero.item())
+    call.require(isinstance(call.value(0), torch.Tensor), "scales of channels")
+    call.require(scale.dim() == 1 and len(call.shape()) > 0, "scales of blocks")
+    sides = [1] * len(call.shape())
+    sides[axis] = size
+    return scale.reshape(sides), zero.reshape(sides)
+
+
+@reads_operators("QuantizeLinear")
+def read_quantised(call: Call) -> Any:
+    """saturate(round(x / scale) + zero), which DequantizeLinear alone may read of an image."""
+    scale, zero = _steps(call)
+    stored, value = call.constant(2), call.value(0)
+    kind = getattr(stored, "stored_as", 0) if stored is not None else 2
+    call.require(kind in _SATURATED, "a zero point that is not stored with 8 or 16 bits")
+    low, high = _SATURATED[kind]
+    steps = call.apply(operator.truediv, value, scale)
+    steps = call.apply(torch.clamp, steps, low - zero, high - zero)
+    depends = isinstance(value, fx.Node)
+    whole = call.apply(Rounded() if depends else torch.round, steps)
+    whole = call.apply(operator.add, whole, zero)
+    if not depends:
+        return call.apply("to", whole, torch.int32)
+    whole.meta["whole"] = True
+    return whole
+
+
 @reads_operators("DequantizeLinear")
 def read_dequantised(call: Call) -> Any:
     """(q - zero) scale, rounded to float32 as ONNX says: of stored numbers, so exact."""
-    values, scale, zero = call.tensor(0), call.tensor(1), call.constant(2)
-    axis = call.attribute("axis", 1)
-    call.require(call.attribute("block_size", 0) == 0, "blocks")
-    if scale.numel() > 1:
-        call.require(scale.dim() == 1 and values.dim() > 0, "scales of blocks")
-        sides = [1] * values.dim()
-        sides[axis] = scale.numel()
-        scale = scale.reshape(sides)
-        zero = None if zero is None else zero.reshape(sides)
-    whole = call.apply("to", values, torch.float32)
-    shifted = whole if zero is None else call.apply(torch.sub, whole, zero.to(torch.float32))
-    return call.apply(torch.mul, shifted, scale)
+    scale, zero = _steps(call)
+    value = call.value(0)
+    if isinstance(value, torch.Tensor):
+        value = call.apply("to", value, torch.float32)
+    return call.apply(operator.mul, call.apply(operator.sub, value, zero), scale)
 
 
 @reads_operators("Constant")

@@ -35,7 +35,13 @@ class Call:
     def input(self, place: int) -> Any:
         """Return an input; None where it is left out."""
         self.asked.add(place)
-        return self.inputs[place] if place < len(self.inputs) else None
+        value = self.inputs[place] if place < len(self.inputs) else None
+        whole = isinstance(value, fx.Node) and "whole" in value.meta
+        if whole and self.op != "DequantizeLinear":
+            raise Refused(
+                f"input {place} is of quantised values, which DequantizeLinear alone reads"
+            )
+        return value
 
     def value(self, place: int = 0) -> Any:
         """Return an input, which may not be left out."""

@@ -165,7 +165,9 @@ def tensor_of(proto: Any) -> Tensor:
         values = onnx.numpy_helper.to_array(proto)
         if values.dtype.kind not in "biuf" or values.dtype.itemsize < 1:
             values = values.astype("int8")  # of four bits, in a type of its own
-        return torch.from_numpy(values.copy())
+        tensor = torch.from_numpy(values.copy())
+        tensor.stored_as = proto.data_type  # type: ignore[attr-defined]
+        return tensor
     except (ValueError, TypeError, AttributeError, RuntimeError) as failure:
         raise Refused(one_line(failure)) from failure
 

@@ -6,7 +6,8 @@ too large is refused before it is made.
 """
 
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from certcli.system.errors import Refused
 LARGEST_TENSOR = 2**28
 """Values that depend on one image, in one tensor: 1 GiB of float32."""
 MOST_NODES = 100_000
+MOST_ENTRIES = 2**26
+_MOVES = ("reshape", "permute", "squeeze", "unsqueeze", "narrow", "index_select", operator.getitem)
 
 Target = str | nn.Module | Callable[..., Any]
 """A method of tensors by its name, a module, or a function."""
@@ -49,6 +52,9 @@ class Program:
             raise Refused(f"there are more than {MOST_NODES:,} operations")
         if isinstance(target, nn.Module):
             target.eval()
+        power = args[1] if target is torch.pow and isinstance(args[1], (int, float)) else 1
+        if power == 2 or (target is operator.mul and args[0] is args[1]):
+            target, args = torch.square, args[:1]
         shown = map_aggregate((args, kwargs), on_meta)
         result = _run_operation(target, *shown)
         depends = any(_leaves((args, kwargs)))
@@ -165,6 +171,15 @@ def with_number(node: Any, function: Any) -> tuple[Any, float] | None:
     return (second, first) if commutes and isinstance(first, float) else None
 
 
+def without_factor(node: Any) -> tuple[Any, float]:
+    """Return (x, c) where a node is c x."""
+    factor = 1.0
+    while scaled := with_number(node, operator.mul) or with_number(node, operator.truediv):
+        factor = factor * scaled[1] if node.target is operator.mul else factor / scaled[1]
+        node = scaled[0]
+    return node, factor
+
+
 def with_row(program: Program, node: fx.Node, function: Any, width: int) -> Any:
     """Return (the only user, c) where it is this function of the node and a constant of `width`."""
     if len(node.users) != 1:
@@ -177,3 +192,54 @@ def with_row(program: Program, node: fx.Node, function: Any, width: int) -> Any:
     if row is None or row.numel() != width or row.shape[-1:] != (width,):
         return None
     return None if row.dim() > len(shape_of(node)) else (user, row.reshape(-1))
+
+
+@dataclass(frozen=True)
+class Entries:
+    """What a node moves, times a factor: index holds the places of its entries in the source."""
+
+    source: Any
+    index: Tensor
+    factor: float
+
+
+def moved_entries(node: Any, source: fx.Node | None = None) -> Entries:
+    """Follow a node back through moves and products with numbers, to the source if there is one.
+
+    The source is None where there is no node, or one of too many entries to number.
+    """
+    moves: list[fx.Node] = []
+    factor = 1.0
+    while isinstance(node, fx.Node) and node is not source:
+        inner, scale = without_factor(node)
+        factor *= scale
+        if inner is not node:
+            node = inner
+        elif is_move(node):
+            moves.append(node)
+            node = node.args[0]
+        else:
+            break
+    if not isinstance(node, fx.Node) or node.meta["value"].numel() > MOST_ENTRIES:
+        return Entries(None, torch.zeros(0), factor)
+    index = torch.arange(node.meta["value"].numel()).reshape(shape_of(node))
+    for move in reversed(moves):
+        run = operator.getitem if move.target is operator.getitem else getattr(Tensor, move.target)  # type: ignore[arg-type]
+        index = run(index, *move.args[1:])
+    return Entries(node, index, factor)
+
+
+def is_move(node: fx.Node) -> bool:
+    """Tell whether a node moves entries of its first argument, as numbers in the graph say."""
+    return node.target in _MOVES and not any(isinstance(each, fx.Node) for each in node.args[1:])
+
+
+def is_in_order(entries: Entries, shape: Sequence[int]) -> bool:
+    """Tell whether these are all entries of a source, each in its place, in this shape."""
+    whole = torch.arange(entries.index.numel())
+    complete = entries.source is not None and entries.source.meta["value"].numel() == len(whole)
+    return (
+        complete
+        and torch.equal(entries.index, whole.reshape(entries.index.shape))
+        and entries.index.shape == shape
+    )

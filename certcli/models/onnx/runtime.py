@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certcli.models.onnx.file import required
 from certcli.models.pixels import PixelModel
+from certcli.nn.layers import Rounded
 from certcli.system.errors import CheckpointError, one_line
 
 ROUNDING = 2.0**-12
@@ -70,7 +71,29 @@ class Runtime:
             farthest = max(farthest, float(distance.amax()))
         if not differing:
             return []
+        holds = "smoothing alone is of" if has_steps(model) else "nothing here holds for"
         return [
             f"{self.name}: of {count} images {differing} have other logits than the network that is read from the file, by "
-            f"up to {farthest:.2g}, and {turned} another class: nothing here holds for what it runs"
+            f"up to {farthest:.2g}, and {turned} another class: {holds} what it runs"
         ]
+
+
+def has_steps(net: nn.Module) -> bool:
+    """Tell whether a network rounds activations to steps, as a quantised file does."""
+    return any(isinstance(part, Rounded) for part in net.modules())
+
+
+class RunByRuntime(nn.Module):
+    """What ONNX Runtime answers, with the gradients of the network that is read."""
+
+    def __init__(self, net: nn.Module, runtime: Runtime) -> None:
+        super().__init__()
+        self.net = net
+        self.runtime = runtime
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        answers = self.runtime.run(inputs.detach().cpu()).to(inputs)
+        if not torch.is_grad_enabled():
+            return answers
+        ours: Tensor = self.net(inputs)
+        return answers + (ours - ours.detach())

@@ -49,7 +49,7 @@ from certcli.engine.averages import (
 from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_derivative
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
-from certcli.nn.layers import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread
 
 
@@ -203,6 +203,12 @@ def clipped_relu(ctx: ZonotopeContext, module: ClippedReLU, x: Form) -> Form:
     threshold = module.threshold.to(x.centre)
     over = relu(x.scale(-torch.ones_like(threshold)).shift(threshold))
     return relu(over.scale(-torch.ones_like(threshold)).shift(threshold))
+
+
+@rules.module(Rounded)
+def rounded_form(ctx: ZonotopeContext, module: Rounded, x: Form) -> Form:
+    """Half a step is a symbol of its own for each entry, whichever way an entry is rounded."""
+    return x.doubted(torch.full_like(x.centre, 0.5)).solid()
 
 
 @rules.module(MaxMin)
