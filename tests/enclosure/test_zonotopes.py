@@ -23,7 +23,7 @@ from certcli.enclosure.zonotopes.functions import (
     TANH,
     Function,
 )
-from certcli.enclosure.zonotopes.margins import _descent, lower_bounds
+from certcli.enclosure.zonotopes.margins import descent, lower_bounds
 from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import squares
 from certcli.enclosure.zonotopes.quadratic import matrices, quadratic_radius
@@ -158,7 +158,7 @@ def test_any_eigenvectors_bound_a_square(off: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.linalg, "eigh", lambda m: eigh(m + off * torch.eye(BALL)))
     (x,) = forms(CASES[0], 1.0, True, 0, mixed=True)
     least = torch.linalg.eigvalsh(matrices(x.square, BALL))[:, 0].view(x.shape)
-    found = _descent(x.square, x)
+    found = descent(x)
     assert (found >= -least).all()
     assert (found <= 1e-12 - least.clamp_max(0) + 2 * off * BALL**0.5).all()
 
