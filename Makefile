@@ -51,7 +51,7 @@ test-commands: install
 test-elsewhere: install
 	PATH="$(abspath $(BIN)):$$PATH" bash tests/elsewhere.sh
 
-# every dependency at its lower bound of pyproject.toml; in torch 2.6 fully_shard (--shard-weights) fails on CPUs
+# every dependency at its lower bound of pyproject.toml
 OLDEST := import re, tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"]; \
 	print(*(re.sub(">=([^,]+).*", r"==\1", line) for line in p))
 test-min:
@@ -110,8 +110,7 @@ soundness: install
 mutants: install
 	$(BIN)/python -m tests.soundness.mutants --seconds 3600
 
-# the outputs that tests/models/test_converters.py holds converted networks to, asked of transformers itself, and the table of
-# docs/checkpoints.md
+# the outputs that tests/models/test_converters.py holds converted networks to, asked of transformers itself
 test-converters:
 	$(PYTHON) -m venv $(VENV)/transformers
 	$(VENV)/transformers/bin/pip install --quiet $(TORCH)

@@ -25,11 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from certcli.attack.catalogue import torchattacks_library
 from certcli.attack.judge import judge_points
-from certcli.attack.run import attack_images
+from certcli.attack.run import RobustAccuracy, attack_images, robust_accuracy
 from certcli.attack.settings import AttackSettings
-from certcli.attack.summary import RobustAccuracy, robust_accuracy
-from certcli.attack.torchattacks_spec import torchattacks_library
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch

@@ -20,10 +20,10 @@ import certcli.system.compat  # noqa: F401 (before timm: torchvision must be imp
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
-from certcli.lipschitz.measured.jacobian import module_inputs
+from benchmarks.tables.jacobians import module_inputs
 from certcli.models.build import load, own_name
 from certcli.models.open import open_checkpoint
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention_variants import L2Attention
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of
 

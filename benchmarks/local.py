@@ -25,7 +25,10 @@ images, _ = certvit.images("certvit/digits-vit", "digits", limit=100).tensors()
 images = images.double()
 def certifier(model, *options, **named):
     from certcli.certify.local import LocalCertifier
-    from certcli.certify.local_options import Local
+    try:
+        from certcli.certify.options import Local
+    except ImportError:  # an older tree
+        from certcli.certify.local_options import Local
     return LocalCertifier(model, (1, 8, 8), Local(*options, **named))
 def walks(model, pixels, radius, *options, **named):
     run = certifier(model, *options, **named)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import certvit
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.evaluation.intervals import share_interval
 from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings

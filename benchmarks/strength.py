@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-from certcli.attack.run import attack_images
+from certcli.attack.run import attack_images, robust_accuracy
 from certcli.attack.settings import MADRY, AttackSettings, Planned
-from certcli.attack.summary import robust_accuracy
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.images.labelled import Batch

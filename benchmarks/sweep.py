@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from certcli.lipschitz.bound import check_proof_laws
-from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel

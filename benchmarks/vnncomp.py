@@ -24,7 +24,7 @@ from rich.table import Table
 
 import certvit
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BRANCH, Local
+from certcli.certify.options import BRANCH, Local
 
 ARCHITECTURE = "certvit_vit_ibp_3_3_8"
 RADIUS = 1 / 255

@@ -19,7 +19,7 @@ from certcli.certify.smoothing.denoiser import Denoiser
 from certcli.images.datasets import load_dataset
 from certcli.models.build import load as build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 
 CROP = 64
 CROPS = 16

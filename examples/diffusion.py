@@ -23,7 +23,7 @@ from torch import Tensor
 from certcli.images.datasets import load_dataset
 from certcli.models.diffusion import WEIGHTS, Schedule
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.nn.unet import UNet, UNetShape
 
 WITHIN = 0.9

@@ -17,7 +17,7 @@ certvit init certvit_vit_digits --arch-arg img_size=16 --arch-arg patch_size=8 -
     --arch-arg mlp_ratio=1 -o init.safetensors --force
 certvit finetune init.safetensors --dataset images --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 \
     --augment warp --epochs 20 --adversarial pgd --attack-norm l2 --attack-epsilon 0.3 -e 0.25 --attack-steps 2 \
-    --attack-ramp 0.5 --enclosure-penalty 0.1 --penalty-places 1,0.03,3 -o four.safetensors --force
+    --attack-ramp 0.5 --enclosure-penalty 0.1,0.003,0.3 -o four.safetensors --force
 
 # 3. The test set, once, and the networks without attention.
 certvit certify four.safetensors --dataset images --method local -e 0.1 -e 0.141 --limit 300

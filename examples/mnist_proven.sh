@@ -17,7 +17,7 @@ certvit init certvit_vit_digits --arch-arg img_size=28 --arch-arg patch_size=14 
 # 2. Attacked images and the enclosure penalty, then certified training in small steps.
 certvit finetune init.safetensors "${images[@]}" --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.15 --batch-size 128 \
     --epochs 12 --adversarial pgd --attack-norm l2 --attack-epsilon 0.7 -e 0.25 --attack-steps 2 --attack-ramp 0.5 \
-    --enclosure-penalty 0.1 --penalty-places 1,0.3,1 -o tight.safetensors --force
+    --enclosure-penalty 0.1,0.03,0.1 -o tight.safetensors --force
 certvit finetune tight.safetensors "${images[@]}" --loss local -e 0.5 --ramp 0.6 --lr 8e-4 --clip-grad 1 --warmup 0.15 \
     --batch-size 256 --steps 1300 --worst-weight 0.2 --enclosed 12 --adversarial pgd --attack-norm l2 \
     --attack-epsilon 0.5 --attack-steps 2 --attack-ramp 0.5 -o proven.safetensors --force

@@ -17,7 +17,7 @@ certvit certify plain.safetensors --method local -e 0.1 --limit 3
 #    LayerNorm and GELU becomes small. Softmax counts 3 %, so that attention stays at work. Warped images keep it accurate.
 certvit finetune init.safetensors --dataset digits --loss ce --lr 3e-3 --clip-grad 1 --warmup 0.15 --batch-size 64 \
     --augment warp --epochs 200 --adversarial pgd --attack-norm l2 --attack-epsilon 0.3 -e 0.25 --attack-steps 2 \
-    --attack-ramp 0.5 --enclosure-penalty 0.3 --penalty-places 1,0.03,3 -o tight.safetensors --force
+    --attack-ramp 0.5 --enclosure-penalty 0.3,0.009,0.9 -o tight.safetensors --force
 
 # 3. Certified training: the worst logits of an enclosure of each image's neighbourhood, at a growing radius; then twice
 #    again, farther and with more weight.

@@ -16,8 +16,6 @@ IMAGES=${IMAGES:-/data/imagenet/val}
 RECORDS=${RECORDS:-smoothed.jsonl}
 PER_NODE=${PER_NODE:-8}
 
-# to train a network too large for one GPU, call torchrun the same way with `--no-python certvit finetune ... --shard-weights --resume`
-
 # the first machine of the job is where the processes meet
 MEET=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 

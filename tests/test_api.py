@@ -19,7 +19,7 @@ import certvit
 import certvit.testing
 from certcli import api, testing
 from certcli.api import networks
-from certcli.api.errors import in_python
+from certcli.api.arguments import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build

@@ -19,8 +19,8 @@ CAUCHY = Table(
     "The paper: CIFAR-10 at 224 x 224, 4 and 8 blocks of width 128, 300 epochs with SAM, PGD at l2 2. Ours: the "
     "small networks of SpecFormer's Table 1 with the mean over tokens, from random weights. Equal numbers of "
     "gradients: SAM takes two a step and gets half the epochs (but for one row). Digits: PGD at l2 0.5, step 0.05, "
-    "and at linf 24/255. Singular values: 40 images, as the violins of the paper's Figure 3 show them; `certvit "
-    "lipschitz --jacobian --plot` draws these.",
+    "and at linf 24/255. Singular values: 40 images, of which the paper's "
+    "Figure 3 shows violins.",
 )
 
 LARGE = Table(
@@ -49,8 +49,8 @@ def rows() -> Iterator[Row]:
         "pgd20": "attack/parts/1/attacks/pgd-20",
         "cw": "attack/parts/2/attacks/cw",
         "upper": "bound/log10_upper",
-        "sigma": "bound/jacobian/*/mean",
-        "hoelder": "bound/jacobian/*/hoelder_bound_mean",
+        "sigma": "blocks/jacobian/*/mean",
+        "hoelder": "blocks/jacobian/*/hoelder_bound_mean",
         "fgsm": "attack/parts/0/attacks/fgsm",
         "pgd7": "attack/parts/0/attacks/pgd-7",
         "pgd7l2": "attack/parts/1/attacks/pgd-7",

@@ -238,7 +238,7 @@ FINDINGS = (
         "the first and last layers in the encoder of ViTs are the most critical factors",
         "in part",
         "of ViT-Tiny the first block has 39.4, the last 4.3, the least of all, and block 7 has 39.0 (four synthetic "
-        "photographs, `certvit lipschitz vit_tiny_patch16_224 --jacobian --limit 4`); the paper's networks were not trained",
+        "photographs, `benchmarks/tables/jacobians.py`); the paper's networks were not trained",
     ),
     Finding(
         "cauchy",

@@ -45,7 +45,8 @@ class Small:
     def judged_as_by_cauchy(self) -> dict[str, str]:
         """The paper's preset, or where images bear other radii its PGDs at those."""
         bound = {
-            "bound": f"certvit lipschitz net.safetensors {self.images} --no-estimate --jacobian --limit 40"
+            "bound": "certvit lipschitz net.safetensors --no-estimate",
+            "blocks": f"python -m benchmarks.tables.jacobians net.safetensors {self.images} --limit 40",
         }
         if not self.radius:
             return {"attack": f"{self.attack} --preset cauchy", **bound}

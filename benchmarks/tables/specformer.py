@@ -135,13 +135,11 @@ def rows() -> Iterator[Row]:
 
 
 def _adversarial() -> Iterator[Row]:
-    attacked = (
-        "--adversarial pgd --attack-epsilon 24/255 --attack-steps 10 --attack-step-size 6/255"
-    )
+    attacked = "--adversarial pgd --attack-epsilon 24/255 --attack-steps 10"
     options = {
         "none": ("ViT", ""),
         "msvp": ("SpecFormer, lambda 1e-4", " --msvp 1e-4"),
-        "ard-prm": ("ViT with ARD and PRM", " --ard 1 --prm 1"),
+        "ard-prm": ("ViT with ARD and PRM", " --ard-prm 1"),
     }
     start = "specformer-1/digits/none"
     for name, (label, extra) in options.items():

@@ -1,17 +1,151 @@
-"""AdamW by epochs, with bfloat16 products where the machine has them."""
+"""Training on the calibration images: pixels, shards, AdamW by epochs, distillation end to end.
 
+The images are divided into shards, so that any number of processes gets the same bits: a process
+works on whole shards, and sums over shards (Gram matrices, gradients, squared errors) are added in
+the order of the shards in every process. Products are in bfloat16 where the machine has them.
+"""
+
+import certcli.system.compat  # noqa: F401 (before torchvision)
+
+# isort: split
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torchvision.transforms import v2
 
-from certcli.adapt.calibration_shards import Shards
+from certcli.adapt.settings import AdaptSettings
+from certcli.images.labelled import transform_each
 from certcli.models.build import multiplies_bf16
+from certcli.system.errors import UsageError
+from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
+
+_PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
+
+
+def compact(batches: Iterable[Tensor]) -> Tensor:
+    """Join batches of pixels in [0, 1]: uint8 where all are multiples of 1/255, else float32."""
+    whole: list[Tensor] = []
+    small = True
+    for batch in batches:
+        rounded = (batch * 255).round_().to(torch.uint8)
+        small = small and bool((as_pixels(rounded) == batch).all())
+        whole.append(rounded if small else batch)
+    return torch.cat([part if small else as_pixels(part) for part in whole])
+
+
+def as_pixels(images: Tensor) -> Tensor:
+    """Return float32 pixels in [0, 1]."""
+    return images.float().div_(255) if images.dtype == torch.uint8 else images
+
+
+def photograph_sized(images: Tensor) -> bool:
+    """Return whether images (n, c, h, w) are as large as photographs."""
+    return min(images.shape[-2:]) >= _PHOTOGRAPH
+
+
+def augment_for_distillation(images: Tensor, seed: int) -> Tensor:
+    """Crop photographs to 35 to 100 % of their area and mirror them; mirror small colour images.
+
+    Grey images stay: on 8 x 8 digits, shifts by up to one pixel made distillation worse.
+    """
+    if images.shape[1] != 3:
+        return images
+    steps: list[torch.nn.Module] = [v2.RandomHorizontalFlip()]
+    if photograph_sized(images):
+        steps.append(v2.RandomResizedCrop(images.shape[-2:], scale=(0.35, 1.0)))
+    return transform_each(images, v2.Compose(steps), seed)
+
+
+SHARDS = 8
+FEW = 2
+"""Shards of photographs and of small images: the most processes that compute the same bytes. More shards mean more
+passes with fewer images each: on small images (28 x 28 pixels, width 64) eight shards take twice as long as two."""
+
+Stream = dict[int, Tensor]
+"""Shard -> its images' activations (n, ...), for the shards of this process."""
+Pairs = Callable[[int], Iterator[tuple[Tensor, Tensor]]]
+"""Shard -> pairs (rows of the new network, target rows)."""
+
+
+class Shards:
+    """Image i of `count` belongs to shard i mod `number`; this process works on the shards `own`."""
+
+    def __init__(self, count: int, team: Team = ALONE, number: int = SHARDS) -> None:
+        if count < team.size:
+            raise UsageError(
+                f"{count} calibration images are too few for {team.size} processes",
+                "a larger --limit, or fewer processes",
+            )
+        self.count = count
+        self.team = team
+        self.number = min(max(number, team.size), count)
+        self.own = range(team.rank, self.number, team.size)
+
+    def images(self, shard: int) -> slice:
+        """Return the slice of all images that belongs to the shard."""
+        return slice(shard, self.count, self.number)
+
+    def size(self, shard: int, among: int | None = None) -> int:
+        """Return the number of the shard's images among the first `among` of all."""
+        among = self.count if among is None else min(among, self.count)
+        return max(0, -(-(among - shard) // self.number))
+
+    def batches(self, batch_size: int, generator: torch.Generator) -> Iterator[dict[int, Tensor]]:
+        """Yield one epoch of batches: shard -> row numbers, in an order drawn for each shard.
+
+        Every process draws for all shards, so that the order does not depend on their number.
+        """
+        order = [
+            torch.randperm(self.size(shard), generator=generator) for shard in range(self.number)
+        ]
+        for start in range(0, self.count, batch_size):
+            yield {
+                shard: rows[self.size(shard, start) : self.size(shard, start + batch_size)]
+                for shard, rows in enumerate(order)
+            }
+
+    def total(
+        self, per_shard: Callable[[int], Sequence[Tensor]], like: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Return the sums of `per_shard` over all shards, in every process, shaped as `like`."""
+        whole = torch.cat([torch.zeros_like(tensor).reshape(-1) for tensor in like])
+        for first in range(0, self.number, self.team.size):
+            shard = first + self.team.rank
+            mine = torch.zeros_like(whole)
+            if shard < self.number:
+                torch.cat(
+                    [term.detach().reshape(-1).to(whole) for term in per_shard(shard)], out=mine
+                )
+            for term in self.team.gather(mine):
+                whole += term
+        parts = whole.split([tensor.numel() for tensor in like])
+        return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+    def squares(self, pairs: Pairs) -> tuple[float, float]:
+        """Return |output - target|_F^2 and |target|_F^2 over the pairs of all shards."""
+
+        def per_shard(shard: int) -> list[Tensor]:
+            sums = torch.zeros(2, dtype=torch.float64)
+            for output, target in pairs(shard):
+                sums[0] += (output - target).double().square().sum().cpu()
+                sums[1] += target.double().square().sum().cpu()
+            return [sums]
+
+        difference, size = self.total(per_shard, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
+        return difference, size
+
+    def relative_error(self, pairs: Pairs) -> float:
+        """Return |output - target|_F / |target|_F over the pairs of all shards."""
+        difference, size = self.squares(pairs)
+        return float((difference / max(size, 1e-30)) ** 0.5)
+
 
 COMPARED = 256
 """Calibration images that compare two epochs."""
@@ -125,3 +259,52 @@ class Descent:
         totals = self.shards.total(per_shard, parameters)
         for parameter, gradient in zip(parameters, totals, strict=True):
             parameter.grad = gradient
+
+
+_BATCH = 32
+
+
+def distil(
+    teacher: Any,
+    student: Any,
+    settings: AdaptSettings,
+    images: Stream,
+    shards: Shards,
+    first: int,
+    rate: float,
+) -> Iterator[tuple[float, float]]:
+    """Train from epoch `first` on the teacher's logits z0: divergence plus |z - z0|^2 / |z0|^2.
+
+    Yields:
+        (rate of the next epoch, relative logit error) after each.
+    """
+
+    def logits(shard: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (new logits, old logits) of the shard's images among the first COMPARED ones."""
+        compared = images[shard][: shards.size(shard, COMPARED)]
+        for part in compared.split(settings.batch_size) if len(compared) else ():
+            yield student(as_pixels(part)), teacher(as_pixels(part))
+
+    with torch.no_grad():
+        _, total = shards.squares(logits)
+    size = max(total / min(COMPARED, shards.count), 1e-12)
+
+    def loss(shard: int, rows: Tensor, seed: int | None) -> Tensor:
+        pixels = as_pixels(images[shard][rows])
+        if seed is not None:
+            pixels = augment_for_distillation(pixels, seed)
+        with mixed_precision(pixels):
+            with torch.no_grad():
+                target = teacher(pixels).float()
+            output = student(pixels).float()
+        logs = functional.log_softmax(output, dim=1), functional.log_softmax(target, dim=1)
+        divergence = functional.kl_div(*logs, log_target=True, reduction="batchmean")
+        return divergence + (output - target).square().sum() / (len(rows) * size)
+
+    batch_size = min(settings.batch_size, _BATCH)
+    seed = settings.seed * 10_007 + 20_000
+    descent = Descent(student.net, shards, loss, settings.distill, batch_size, seed)
+    for next_rate in descent.run(rate, first):
+        with torch.no_grad():
+            error = shards.relative_error(logits)
+        yield next_rate, error

@@ -13,23 +13,40 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.adaptation import AdaptedPart
-from certcli.adapt.calibration_shards import Pairs, Shards, Stream
-from certcli.adapt.descend import COMPARED, Descent, mixed_precision
-from certcli.adapt.families import (
-    Family,
+from certcli.adapt.descend import (
+    COMPARED,
+    FEW,
+    SHARDS,
+    Descent,
+    Pairs,
+    Shards,
+    Stream,
+    as_pixels,
+    mixed_precision,
+    photograph_sized,
+)
+from certcli.adapt.plan import (
+    Adaptation,
+    AdaptedPart,
     Half,
     Section,
+    adapted_family,
     attention_input,
     part_at,
     run_end,
     run_half,
 )
-from certcli.adapt.pixels import as_pixels
-from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import compose_inputs, deviations, fit_layer
-from certcli.adapt.weight_transfer import Scales, branch_inputs, head_layers, output_map, start_norm
-from certcli.nn.heads import FlatHead
+from certcli.adapt.start import (
+    branch_inputs,
+    compose_inputs,
+    deviations,
+    fit_layer,
+    head_layers,
+    output_map,
+    perform_surgery,
+    start_norm,
+)
+from certcli.nn.layers import FlatHead
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.products import fast_products
 
@@ -44,30 +61,26 @@ _FEWEST = 128
 Map = Callable[[Tensor], Tensor]
 
 
-class Fitter:
-    """Fit the sections of both networks side by side, then the end."""
+class Fitter(Adaptation):
+    """Fit the sections of both networks side by side, then the end.
 
-    def __init__(
-        self,
-        teacher: Any,
-        student: Any,
-        family: Family,
-        scales: Scales,
-        settings: AdaptSettings,
-        images: Stream,
-        shards: Shards,
-    ) -> None:
-        self.teacher = teacher
-        self.student = student
-        self.family = family
-        self.scales = scales
-        self.settings = settings
-        self.images = images
-        self.shards = shards
+    Several processes share the images by shards and end with the same networks.
+    """
+
+    def _begin(self) -> None:
+        # many small passes are slow on a GPU, where equal bytes are not promised anyway
+        photographs = photograph_sized(self.images)
+        number = 1 if self.images.is_cuda else SHARDS if photographs else FEW
+        self.shards = Shards(len(self.images), self.team, number)
+        self.family = adapted_family(self.teacher.net)
+        self.student, self.scales = perform_surgery(self.record, self.settings, self.teacher)
+        self.pixels: Stream = {
+            shard: self.images[self.shards.images(shard)] for shard in self.shards.own
+        }
         self.old: Stream = {}
         self.new: Stream = {}
 
-    def run(self, done: int) -> Iterator[tuple[int, list[AdaptedPart]]]:
+    def fit(self, done: int) -> Iterator[tuple[int, list[AdaptedPart]]]:
         """Adapt what follows the first `done` sections; yield the new `done` and the records."""
         bodies = (self.family.body(model.net) for model in (self.teacher, self.student))
         sections = list(zip(*bodies, strict=True))
@@ -90,10 +103,10 @@ class Fitter:
         runs = partial(embed, self.teacher), partial(embed, self.student)
         for path in self.family.embed_norms if start_norms else ():
             norms = part_at(self.teacher.net, path), part_at(self.student.net, path)
-            self._start_norm(*norms, self._input_pairs(*norms, runs, self.images, self.images))
+            self._start_norm(*norms, self._input_pairs(*norms, runs, self.pixels, self.pixels))
         for run, stream in zip(runs, (self.old, self.new), strict=True):
             stream.update(
-                {shard: self._moved(run, images) for shard, images in self.images.items()}
+                {shard: self._moved(run, images) for shard, images in self.pixels.items()}
             )
 
     def _fit_section(self, index: int, old: Section, new: Section) -> list[AdaptedPart]:
@@ -107,8 +120,8 @@ class Fitter:
             return [
                 AdaptedPart(
                     new.path,
-                    _class_name(old.module),
-                    _class_name(new.module.norm),
+                    type(old.module).__name__,
+                    type(new.module.norm).__name__,
                     self._error(1.0),
                 )
             ]
@@ -121,7 +134,7 @@ class Fitter:
         self._move(None, new.run)
         return [
             AdaptedPart(
-                new.path, _class_name(old.module), _describe_block(new.module), self._error(scale)
+                new.path, type(old.module).__name__, _describe_block(new.module), self._error(scale)
             )
         ]
 
@@ -180,7 +193,7 @@ class Fitter:
         """Fit the final norms, then the head; both streams end as logits."""
         parts = []
         runs = partial(run_end, self.teacher.net), partial(run_end, self.student.net)
-        net = self.student.net
+        net: Any = self.student.net
         tokens = len(head_layers(net)) if getattr(net, "global_pool", "") == "token" else None
         for path in self.family.end_norms:
             norms = part_at(self.teacher.net, path), part_at(net, path)
@@ -188,8 +201,9 @@ class Fitter:
                 pairs = self._input_pairs(*norms, runs, self.old, self.new, tokens)
                 self._start_norm(*norms, pairs)
                 error = self.shards.relative_error(_outputs(*norms, pairs))
-                parts.append(AdaptedPart(path, "LayerNorm", _class_name(norms[1]), error))
-        head, after = net.head, _class_name(net.head)
+                parts.append(AdaptedPart(path, "LayerNorm", type(norms[1]).__name__, error))
+        head = net.head
+        after = type(head).__name__
         if isinstance(head, FlatHead):
             after = f"FlatHead{[layer.out_features for layer in head.hidden]}"
             self._start_flat_head(head, runs)
@@ -205,7 +219,7 @@ class Fitter:
         self._move(None, runs[1])
         return [
             *parts,
-            AdaptedPart("head", _class_name(self.teacher.net.head), after, self._error(1.0)),
+            AdaptedPart("head", type(self.teacher.net.head).__name__, after, self._error(1.0)),
         ]
 
     def _start_flat_head(self, head: Any, runs: tuple[Map, Map]) -> None:
@@ -354,11 +368,7 @@ def _outputs(old: nn.Module, new: nn.Module, pairs: Pairs) -> Pairs:
     return lambda shard: ((new(rows), old(reached)) for rows, reached in pairs(shard))
 
 
-def _class_name(part: nn.Module) -> str:
-    return type(part).__name__
-
-
 def _describe_block(block: Any) -> str:
     parts = [block.attn, block.norm1, block.mlp.act]
     parts += [block.residual1] if hasattr(block, "residual1") else []
-    return ", ".join(map(_class_name, parts))
+    return ", ".join(type(part).__name__ for part in parts)

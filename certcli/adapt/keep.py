@@ -12,7 +12,7 @@ the squared logit errors of single changes nearly add up.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.adaptation import Adaptation, AdaptedPart, RaisedFloor, Trade
-from certcli.adapt.pixels import as_pixels
-from certcli.adapt.settings import AdaptSettings
+from certcli.adapt.descend import as_pixels
+from certcli.adapt.plan import Adaptation, AdaptedPart
 from certcli.adapt.start import deviations
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
@@ -33,7 +32,6 @@ from certcli.lipschitz.network import trial_upper
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm
-from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 
 BLANK = (0.0, 0.5, 1.0)
@@ -55,6 +53,43 @@ FIRST_ERROR = 0.05
 """Relative logit error expected at the first rung."""
 
 
+@dataclass(frozen=True)
+class RaisedFloor:
+    """A floor tried in place of the present one of the norm at `path`.
+
+    Args:
+        digits: log10 of the factor by which the norm's Lipschitz constant falls.
+        error: |z - z0|_F / |z0|_F of the logits z with this change alone.
+    """
+
+    path: str
+    floor: float
+    digits: float
+    error: float = 0.0
+
+    @property
+    def change(self) -> str:
+        return f"floor {self.floor:.3g}"
+
+    def to_json(self, placed: Mapping[str, "RaisedFloor"]) -> dict[str, Any]:
+        return {
+            "path": self.path,
+            "change": self.change,
+            "digits": self.digits,
+            "logits_error": self.error,
+            "taken": placed.get(self.path) is self,
+        }
+
+
+@dataclass(frozen=True)
+class Trade:
+    """The floors tried, those placed, and the rungs measured on the choosing images."""
+
+    candidates: Sequence[RaisedFloor] = ()
+    placed: Mapping[str, RaisedFloor] = field(default_factory=dict)
+    rungs: Sequence[Rung] = ()
+
+
 class Keeper(Adaptation):
     """Change the network as far as it keeps its predictions.
 
@@ -62,21 +97,14 @@ class Keeper(Adaptation):
     before. Several processes share the images and the candidates, and all get every result.
     """
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: AdaptSettings,
-        images: Tensor,
-        device: torch.device,
-        team: Team = ALONE,
-    ) -> None:
-        super().__init__(checkpoint, settings, images, device, team)
+    def _begin(self) -> None:
         self.student = with_unit_floors(self.record, self.teacher)
         self.norms = {
             path: part
             for path, part in self.student.net.named_modules()
             if isinstance(part, FloorNorm)
         }
+        self.trade = Trade()
         self.reference: ReferenceLogits | None = None
         self.raises_floors = False
 

@@ -1,24 +1,234 @@
-"""Decide which module is replaced by which, before any computation: the record's surgery."""
+"""What adapt changes, decided before any computation: the families of networks that it takes apart,
+which module is replaced by which, and what both goals start from.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+A block of every family has norm1, attn, norm2 and mlp. Its stream is (b, n, d), or (b, h, w, d) in
+Swin; each half adds a branch of the normed stream.
+"""
 
-from torch import nn
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
-from certcli.adapt.families import (
-    Section,
-    adapted_family,
-    part_at,
-    require_known_blocks,
-    token_counts,
-)
+# isort: split
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from timm.layers.mlp import Mlp
+from timm.models.convit import Block as ConvitBlock
+from timm.models.convit import ConVit
+from timm.models.deit import VisionTransformerDistilled
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, window_partition
+from timm.models.vision_transformer import Block, VisionTransformer
+from torch import Tensor, nn
+from torch.nn import functional
+
 from certcli.adapt.settings import ACTIVATIONS, ATTENTIONS, NORMS, RESIDUALS, AdaptSettings
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import Replacement
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import floor_fits
 from certcli.system.errors import ArchitectureError
+from certcli.system.processes import ALONE, Team
+
+Half = Literal[1, 2]
+"""1: norm1 and attention; 2: norm2 and MLP."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section, stream -> stream: a block, a patch merging, or the class token joining."""
+
+    path: str
+    kind: Literal["block", "merge", "tokens"]
+    module: Any
+    run: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Family:
+    """The map of pixels to the stream, the sections, and the paths of the norms around them."""
+
+    embed: Callable[[Any, Tensor], Tensor]
+    body: Callable[[Any], list[Section]]
+    embed_norms: tuple[str, ...]
+    end_norms: tuple[str, ...]
+
+
+def _vit_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x))))
+    return embedded
+
+
+def _block_sections(net: Any) -> list[Section]:
+    return [
+        Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)
+    ]
+
+
+def run_end(net: Any, x: Tensor) -> Tensor:
+    """Return the logits of the stream that leaves the last section, in every family."""
+    logits: Tensor = net.forward_head(net.norm(x))
+    return logits
+
+
+def _swin_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.patch_embed(x)
+    return embedded
+
+
+def _swin_body(net: Any) -> list[Section]:
+    steps = []
+    for number, stage in enumerate(net.layers):
+        path = f"layers.{number}"
+        if not isinstance(stage.downsample, nn.Identity):
+            steps.append(Section(f"{path}.downsample", "merge", stage.downsample, stage.downsample))
+        steps += [
+            Section(f"{path}.blocks.{i}", "block", block, block)
+            for i, block in enumerate(stage.blocks)
+        ]
+    return steps
+
+
+def _convit_embed(net: Any, x: Tensor) -> Tensor:
+    embedded: Tensor = net.patch_embed(x)
+    return net.pos_drop(embedded + net.pos_embed if net.use_pos_embed else embedded)
+
+
+def _convit_body(net: Any) -> list[Section]:
+    """Return the body: the class token joins the patches after the positional blocks."""
+
+    def join(x: Tensor) -> Tensor:
+        return torch.cat((net.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+
+    steps = _block_sections(net)
+    if net.local_up_to_layer < len(net.blocks):
+        steps.insert(net.local_up_to_layer, Section("cls_token", "tokens", None, join))
+    return steps
+
+
+FAMILIES: dict[type[nn.Module], Family] = {
+    VisionTransformer: Family(_vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")),
+    VisionTransformerDistilled: Family(
+        _vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")
+    ),
+    SwinTransformer: Family(_swin_embed, _swin_body, ("patch_embed.norm",), ("norm",)),
+    ConVit: Family(_convit_embed, _convit_body, (), ("norm",)),
+}
+KEEP = "--goal keep puts floors under the LayerNorms of any network and changes nothing else"
+
+_BLOCKS = (Block, SwinTransformerBlock, ConvitBlock)
+
+
+def part_at(net: nn.Module, path: str) -> Any:
+    """Return the module at a path, None where there is none."""
+    try:
+        return net.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def adapted_family(net: nn.Module) -> Family:
+    """Return the family of a network, adapted or not. ArchitectureError names the unknown part."""
+    family = FAMILIES.get(type(net))
+    if family is None:
+        kind = type(net).__name__
+        names = ", ".join(each.__name__ for each in FAMILIES)
+        paths = attention_paths(net)
+        if not paths:
+            raise ArchitectureError(
+                f"this is a {kind}, which has no attention: there is none to replace", KEEP
+            )
+        what = type(net.get_submodule(paths[0])).__name__
+        raise ArchitectureError(
+            f"adapt replaces attention and residuals in {names}; it knows neither the blocks of "
+            f"{kind} nor a replacement for its {what} ({paths[0]})",
+            KEEP,
+        )
+    if getattr(net, "attn_pool", None) is not None:
+        raise ArchitectureError(
+            f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention"
+        )
+    return family
+
+
+def attention_paths(net: nn.Module) -> list[str]:
+    """Return the paths of the modules whose class name says attention, from first to last."""
+    words = ("attention", "attn", "gpsa", "mhsa", "xca")
+    return [
+        path
+        for path, part in net.named_modules()
+        if path and any(w in type(part).__name__.lower() for w in words)
+    ]
+
+
+def require_known_blocks(net: nn.Module, family: Family) -> None:
+    """Raise ArchitectureError with the path of the first block or MLP that differs from timm's."""
+    blocks = [step for step in family.body(net) if step.kind == "block"]
+    if not blocks:
+        raise ArchitectureError(
+            f"this {type(net).__name__} has no blocks, so there is no attention to replace"
+        )
+    for step in blocks:
+        if type(step.module) not in _BLOCKS:
+            raise ArchitectureError(
+                f"{step.path} is a {type(step.module).__name__}, which adapt does not know"
+            )
+        mlp = step.module.mlp
+        if type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
+            raise ArchitectureError(
+                f"{step.path}.mlp is a {type(mlp).__name__}, which adapt does not know"
+            )
+        if not isinstance(mlp.norm, nn.Identity):
+            raise ArchitectureError(f"{step.path}.mlp has a norm inside, which adapt does not know")
+
+
+def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
+    """Return the stream after norm, attention or MLP, LayerScale and residual of this half."""
+    rows = getattr(block, f"norm{half}")(x)
+    if half == 2:
+        added = block.mlp(rows)
+    else:
+        added = block._attn(rows) if isinstance(block, SwinTransformerBlock) else block.attn(rows)
+    added = getattr(block, f"ls{half}", nn.Identity())(added)
+    residual: Callable[[Tensor, Tensor], Tensor] = getattr(block, f"residual{half}", torch.add)
+    return residual(x, added)
+
+
+def attention_input(block: Any, x: Tensor) -> Tensor:
+    """Return the attention's input: (b, n, d), or Swin's padded shifted windows (b * w, n, d)."""
+    if not isinstance(block, SwinTransformerBlock):
+        return x
+    shift = block.shift_size
+    window = block.window_size
+    x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
+    height = x.shape[1]
+    width = x.shape[2]
+    x = functional.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+    return window_partition(x, window).flatten(1, 2)
+
+
+def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
+    """Return, by path, the number of tokens that each attention mixes on an image (c, h, w)."""
+    parameter = next(model.parameters())
+    pixels = torch.zeros(1, *size, device=parameter.device, dtype=parameter.dtype)
+    counts: dict[str, int] = {}
+
+    def note(path: str, _: Any, inputs: tuple[Tensor, ...]) -> None:
+        counts[path] = int(inputs[0].shape[-2])
+
+    with ExitStack() as hooks, torch.no_grad():
+        for step in adapted_family(model.net).body(model.net):
+            if step.kind == "block":
+                hooks.enter_context(
+                    step.module.attn.register_forward_pre_hook(partial(note, step.path))
+                )
+        model(pixels)
+    return counts
 
 
 def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, ...]:
@@ -119,3 +329,71 @@ def _try_out(net: nn.Module, replacements: Sequence[Replacement]) -> None:
             raise ArchitectureError(
                 f"{item.path or 'the network'}: {refusal.message}", refusal.hint
             ) from refusal
+
+
+@dataclass(frozen=True)
+class AdaptedPart:
+    """An adapted part: its path, its description before and after, its relative output error."""
+
+    path: str
+    before: str
+    after: str
+    error: float
+
+
+class Adaptation:
+    """The original network (teacher) and, of a subclass, the new one (student).
+
+    Args:
+        images: calibration pixels (n, c, h, w), float in [0, 1] or uint8.
+    """
+
+    student: PixelModel
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        settings: AdaptSettings,
+        images: Tensor,
+        device: torch.device,
+        team: Team = ALONE,
+    ) -> None:
+        self.checkpoint = checkpoint
+        self.settings = settings
+        self.team = team
+        # datasets are sorted by class, and closed forms and comparisons use the first images only
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(settings.seed))
+        self.images = images[order].to(device)
+        self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
+        # the student has no digits beyond float32
+        self.teacher = build.load(checkpoint, device, torch.float32)
+        self.identity = adaptation_identity(checkpoint.digest, settings, images)
+        self.records: list[AdaptedPart] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the student."""
+        raise NotImplementedError
+
+    def derive(self, surgery: tuple[Replacement, ...], **parameters: Any) -> Checkpoint:
+        """Return the checkpoint of the student, with these parameters of lineage beside the settings."""
+        parameters = {
+            **self.settings.parameters(),
+            "calibration_images": len(self.images),
+            **parameters,
+        }
+        tensors = build.tensors_of(self.student)
+        return self.checkpoint.derive(
+            tensors, "adapt", parameters, self.settings.seed, surgery=surgery
+        )
+
+
+def adaptation_identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
+    """Return a digest of the starting checkpoint, settings and images, which resumed runs share."""
+    about = [
+        parent_digest,
+        settings.parameters(),
+        settings.seed,
+        tensors_digest({"images": images}),
+    ]
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

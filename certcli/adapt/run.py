@@ -1,61 +1,66 @@
-"""Adapt a network: surgery, closed forms, blocks, distillation. A run can be resumed."""
+"""`--goal certify` and named parts: surgery, closed forms, blocks, distillation. A run can be resumed;
+its state is safetensors, written atomically, no pickle.
+"""
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from certcli.adapt.adaptation import Adaptation, AdaptedPart
-from certcli.adapt.calibration_shards import FEW, SHARDS, Shards
-from certcli.adapt.distil import distil
-from certcli.adapt.families import Half, adapted_family, token_counts
+from certcli.adapt.descend import distil
 from certcli.adapt.fit import Fitter
-from certcli.adapt.pixels import photograph_sized
-from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import fold_center_norm
-from certcli.adapt.state import AdaptState
-from certcli.adapt.weight_transfer import Scales, branch_inputs, carry_over, reads_linearly
+from certcli.adapt.plan import AdaptedPart, Half, adapted_family
+from certcli.adapt.start import branch_inputs, fold_center_norm, reads_linearly
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.header import in_file_order
+from certcli.checkpoint.outputs import read_state, write_state
+from certcli.checkpoint.schema import AdaptFields
 from certcli.models import build
-from certcli.models.pixels import PixelModel
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, one_line
-from certcli.system.processes import ALONE, Team
-from certcli.system.torch_modes import seed_all
+
+KEY = "certvit-adapt-state"
+
+
+@dataclass(frozen=True)
+class AdaptState:
+    """Adapted sections and epochs of distillation (`done`), the rate of the next epoch, records
+    reported so far, and the new network's tensors.
+    """
+
+    identity: str
+    done: int
+    rate: float
+    records: list[dict[str, Any]]
+    net: Mapping[str, Tensor]
+
+
+def save_adaptation_state(path: Path, state: AdaptState) -> None:
+    about = {name: getattr(state, name) for name in ("identity", "done", "rate", "records")}
+    write_state(path, KEY, about, state.net, (state.net[name] for name in in_file_order(state.net)))
+
+
+def load_adaptation_state(path: Path, expected: str) -> AdaptState:
+    """Return the state at `path`, as `read_state` reads it."""
+    about, tensors = read_state(path, KEY, AdaptFields, "an adaptation", expected)
+    net = {name: value.clone() for name, value in tensors.items()}
+    return AdaptState(about.identity, about.done, about.rate, about.records, net)
+
 
 NETWORK = "(network)"
 """The path of the record of distillation."""
 
 
-class Adapter(Adaptation):
-    """Fit a new network to the original one.
+class Adapter(Fitter):
+    """Fit a new network to the original one; see `state` and `restore`."""
 
-    Several processes share the images by shards (`calibration_shards.py`) and end with the same
-    networks.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        settings: AdaptSettings,
-        images: Tensor,
-        device: torch.device,
-        team: Team = ALONE,
-    ) -> None:
-        super().__init__(checkpoint, settings, images, device, team)
-        # many small passes are slow on a GPU, where equal bytes are not promised anyway
-        number = 1 if device.type == "cuda" else SHARDS if photograph_sized(images) else FEW
-        shards = Shards(len(images), team, number)
-        self.student, scales = perform_surgery(self.record, settings, self.teacher)
-        family = adapted_family(self.teacher.net)
-        self.sections = len(family.body(self.student.net)) + 1  # and the end
-        parts = {shard: self.images[shards.images(shard)] for shard in shards.own}
-        self.fitter = Fitter(self.teacher, self.student, family, scales, settings, parts, shards)
+    def _begin(self) -> None:
+        super()._begin()
+        self.sections = len(self.family.body(self.student.net)) + 1  # and the end
         self.done = 0
-        self.rate = settings.lr
+        self.rate = self.settings.lr
 
     @property
     def steps(self) -> int:
@@ -68,20 +73,19 @@ class Adapter(Adaptation):
             return
         self._copy_from_leader()
         if self.done < self.sections:
-            for done, records in self.fitter.run(self.done):
+            for done, records in self.fit(self.done):
                 self._copy_from_leader()
                 self.done = done
                 self.records += records
                 yield from records
-        self.fitter.old, self.fitter.new = {}, {}
+        self.old, self.new = {}, {}
         if self.settings.distill > 0:
             yield from self._distil()
 
     def _distil(self) -> Iterator[AdaptedPart]:
-        images, shards = self.fitter.images, self.fitter.shards
         epochs = self.done - self.sections
         for rate, error in distil(
-            self.teacher, self.student, self.settings, images, shards, epochs, self.rate
+            self.teacher, self.student, self.settings, self.pixels, self.shards, epochs, self.rate
         ):
             self.rate = rate
             self.done += 1
@@ -124,21 +128,6 @@ class Adapter(Adaptation):
                 for item in self.record.surgery
             )
         )
-
-
-def perform_surgery(
-    record: Record, settings: AdaptSettings, teacher: PixelModel
-) -> tuple[Any, Scales]:
-    """Return the network after surgery and the scales of its stream, from the old weights."""
-    device = next(teacher.parameters()).device
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        seed_all(settings.seed)  # for weights without a start
-        net = build.build(record, initialise=True).requires_grad_(False)
-        student = PixelModel(record.input, net).eval().to(device)
-        family = adapted_family(teacher.net)
-        tokens = token_counts(teacher, record.input.size)
-        scales = carry_over(teacher.net, net, family, tokens)
-    return student, scales
 
 
 def _fold_norms(net: Any) -> list[str]:

@@ -46,10 +46,9 @@ from certcli.api.results import (
     ProvenBound,
 )
 from certcli.attack.examples import collect
-from certcli.attack.run import attack_images
+from certcli.attack.run import attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import robust_curve
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
@@ -58,16 +57,15 @@ from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of_method, prepare_method
-from certcli.certify.patch.options import Patches
-from certcli.certify.predictor import MOST_LIKELY, Prediction, Predictor
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Patches, Smoothing
+from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
 from certcli.evaluation import choices, perturbation
 from certcli.evaluation.radii import Norm
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
-from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import UsageError
 

@@ -1,6 +1,7 @@
-"""Arguments of the Python functions, read by parameter name: values, or UsageError."""
+"""Arguments of the Python functions, read by parameter name: values, or UsageError. Errors in Python's words."""
 
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -12,14 +13,72 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.api.errors import require_option_names
 from certcli.certify.certificate import Certificate
 from certcli.checkpoint import arch_args, file
 from certcli.evaluation.radii import parse_radius
 from certcli.evaluation.threat import Patch, Threat
+from certcli.system import errors, registry
 from certcli.system.errors import UsageError
 from certcli.system.options import choices
 from certcli.system.registry import one_of
+
+_WORDS = re.compile(
+    r"(?P<features>certvit lipschitz --features)"
+    r"|(?P<quoted>(?<![\w=])'[^']*'(?!\w))"
+    r"|(?P<command>certvit [a-z]+\b[^,;()]*)"
+    r"|--arch-arg (?P<key>\w+)=(?P<item>[^\s,;()]+)"
+    r"|(?<![\w-])--(?P<option>[a-z][a-z0-9-]*)(?:[ =](?P<value>'[^']*'(?!\w)|\"[^\"]*\"|[A-Z0-9.][^\s,;()]*))?"
+    r"|(?<![\w-])-(?P<letter>[aeo])\b"
+)
+_FLAGS = frozenset(("as_stated", "features", "force"))
+_NAMES = {
+    "arch_arg": "arch_args",
+    "epsilon": "radii",
+    "attack": "attacks",
+    "patch": "patches",
+    "min_certified": "at_least",
+    "time_budget": "seconds",
+    "budget": "seconds",
+    "gates": "fail_on",
+}
+_LISTS = frozenset(("attacks", "patches", "fail_on"))
+_LETTERS = {"a": "attacks", "e": "radii", "o": "path"}
+
+
+def in_python(text: str) -> str:
+    """Return a message with keyword arguments for options; commands to type stay."""
+
+    def argument(match: re.Match[str]) -> str:
+        if match["features"]:
+            return "load(..., features=True)"
+        if match["command"] or match["quoted"]:
+            return match[0]
+        if match["key"]:
+            return f"arch_args={{'{match['key']}': {match['item']}}}"
+        if match["letter"]:
+            return _LETTERS[match["letter"]]
+        name = match["option"].replace("-", "_")
+        name = _NAMES.get(name, name)
+        if match["value"] and name in _LISTS:
+            text = match["value"].strip("'\"")
+            return f'{name}=["{text}"]'
+        if match["value"]:
+            return f"{name}={match['value']}"
+        return f"{name}=True" if name in _FLAGS else name
+
+    return _WORDS.sub(argument, text)
+
+
+def require_option_names(passed: Iterable[str], allowed: Iterable[str], where: str) -> None:
+    """Raise UsageError for a keyword argument that `where` lacks; it says the nearest name."""
+    names = sorted(allowed)
+    for name in sorted(set(passed) - set(names)):
+        ours = _NAMES.get(name)
+        hint = f"did you mean '{ours}'?" if ours in names else registry.one_of(name, names)
+        raise errors.UsageError(
+            f"{where} has no option '{name}'", hint if names else "it takes none"
+        )
+
 
 _RADII = frozenset(("radii", "sigma", "enough", "step_size"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
@@ -188,11 +247,6 @@ def certificates(value: Any) -> list[Certificate]:
     return list(several)
 
 
-def as_given(name: str, value: Any) -> Any:
-    """Return what another place judges: images, labels, certificates."""
-    return value
-
-
 def read_denoiser(name: str, value: Any) -> Any:
     """Return a path as a Path, and an object that may be a denoiser as it is."""
     if isinstance(value, (str, os.PathLike)):
@@ -232,15 +286,11 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "limit": whole_number(1),
     "seed": whole_number(0),
     "data_dir": path,
-    "images": as_given,
-    "labels": as_given,
     "iterations": whole_number(1),
     "batch_size": whole_number(1),
     "denoiser": read_denoiser,
-    "certificates": as_given,
     "prove": answer,
     "top": whole_number(1),
-    "radii": as_given,
     "around": read_radius,
     "attacks": read_words,
     "return_examples": answer,
@@ -251,10 +301,9 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "at_least": Reader(
         Annotated[float, Meta(ge=0, le=1)], "is no share", "0.4 means 40 %", form="{} {} {}"
     ),
-    "at_most": as_given,
 }
-"""Parameter of a public function -> how its value is read. None stands for the default where that is None; a
-parameter whose type names its values is read by `choice`."""
+"""Parameter of a public function -> how its value is read; others (images, labels, certificates) are judged where they are
+used. None stands for the default where that is None; a parameter whose type names its values is read by `choice`."""
 
 
 def fields_of(kind: Any, offered: Any) -> dict[str, str]:

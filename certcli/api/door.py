@@ -2,12 +2,10 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, read_choice
-from certcli.api.errors import in_python, require_option_names
+from certcli.api.arguments import READERS, in_python, read_choice, require_option_names
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices
@@ -15,12 +13,6 @@ from certcli.system.watched import require_unchanged
 
 P = ParamSpec("P")
 R = TypeVar("R")
-RENAMED = {
-    **dict.fromkeys(("data", "pixels"), "images"),
-    **dict.fromkeys(("eps", "radius", "sizes", "at"), "radii"),
-    "network": "source",
-}
-"""Names of version 0.1 and those that replace them; 0.3 drops this table."""
 
 
 class Signature:
@@ -45,15 +37,6 @@ class Signature:
             UsageError: a name is unknown or lacking, or a value is not what its name stands for.
         """
         allowed = {*self.names, *self.options}
-        for old in kwargs.keys() - allowed:
-            new = RENAMED.get(old)
-            if new in allowed and new not in kwargs:
-                warnings.warn(
-                    f"{self.name}({old}=...) is now {self.name}({new}=...)",
-                    DeprecationWarning,
-                    stacklevel=3,
-                )
-                kwargs = {new if name == old else name: value for name, value in kwargs.items()}
         require_option_names(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
@@ -69,8 +52,9 @@ class Signature:
     def _value(self, name: str, value: Any) -> Any:
         if value is None and self.parameters[name].default is None:
             return None
-        names = choices(self.hints[name])
-        return read_choice(name, value, names) if names else READERS[name](name, value)
+        if names := choices(self.hints[name]):
+            return read_choice(name, value, names)
+        return READERS[name](name, value) if name in READERS else value
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:

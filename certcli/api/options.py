@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
-from certcli.certify import local_options, proof_options
-from certcli.certify.patch.options import Bands, Hiding, Masking
+from certcli.certify.options import Arithmetic, Bands, Effort, Hiding, Masking
 from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.radii import Norm
 
@@ -17,22 +16,17 @@ Radii = Radius | Sequence[Radius]
 Words = str | Sequence[str]
 
 
-class ProofOptions(TypedDict, total=False):
-    """Of methods lipschitz, box, local-lip and bcp: `certify.proof_options.Proof`."""
+class LocalOptions(TypedDict, total=False):
+    """Of method local: `certify.options.Local`; of lipschitz, box, local-lip and bcp `arithmetic` alone."""
 
-    arithmetic: proof_options.Arithmetic | None
-
-
-class LocalOptions(ProofOptions, total=False):
-    """Of method local: `certify.local_options.Local`."""
-
-    effort: local_options.Effort
+    arithmetic: Arithmetic | None
+    effort: Effort
     norm: Norm
     seconds: float | None
 
 
 class SmoothingOptions(TypedDict, total=False):
-    """Of method smoothing: `certify.smoothing.options.Smoothing`."""
+    """Of method smoothing: `certify.options.Smoothing`."""
 
     sigma: Radius
     n0: int
@@ -45,7 +39,7 @@ class SmoothingOptions(TypedDict, total=False):
 
 
 class PatchOptions(TypedDict, total=False):
-    """Of method patch, and of defence patch: `certify.patch.options.Patches`."""
+    """Of method patch, and of defence patch: `certify.options.Patches`."""
 
     patches: Words
     procedure: Masking

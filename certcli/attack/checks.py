@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.gradient import log_odds
+from certcli.attack.families.ascent import log_odds
 from certcli.attack.judge import judge_points, nearest_within, rounded_to_8bit
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned

@@ -10,7 +10,7 @@ from certcli.attack.judge import rounded_to_8bit
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Stage
-from certcli.evaluation.perturbation import Norm, Region, image_norms
+from certcli.evaluation.perturbation import Region, image_norms
 
 
 def collect(
@@ -68,25 +68,17 @@ ROWS = 4
 
 @dataclass(frozen=True)
 class Exhibit:
-    """One image before one network. image, adversarial (c, h, w).
+    """One image before one network.
 
-    `crafted_here`: the perturbation was found on this network; else it is that of the first
-    network, which this one withstands. as_8bit: whether it is adversarial as an 8-bit file, too.
-    norm: of the perturbation, in the norm and within the radius that `kind` and `epsilon` name.
+    Attributes:
+        record: with its images.
+        crafted_here: the perturbation was found on this network; else it is that of the first
+            network, which this one withstands.
     """
 
-    index: int
     network: str
-    image: Tensor
-    adversarial: Tensor
-    label: int
-    prediction: int
-    adversarial_prediction: int
-    norm: float
-    kind: Norm
-    epsilon: float
+    record: AttackRecord
     crafted_here: bool = True
-    as_8bit: bool = False
 
 
 def choose_exhibits(
@@ -95,25 +87,9 @@ def choose_exhibits(
     """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
     chosen: dict[int, Exhibit] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
-        if len(chosen) == count:
-            break
-        if record.fell and record.index not in chosen and record.image is not None:
-            assert record.adversarial is not None
-            assert record.norm is not None
-            chosen[record.index] = Exhibit(
-                index=record.index,
-                network=network,
-                image=record.image,
-                adversarial=record.adversarial,
-                label=record.label,
-                prediction=record.prediction,
-                adversarial_prediction=record.adversarial_prediction,
-                norm=record.norm,
-                kind=record.kind,
-                epsilon=record.epsilon,
-                as_8bit=record.as_8bit is True,
-            )
-    return list(chosen.values())
+        if record.fell and record.image is not None:
+            chosen.setdefault(record.index, Exhibit(network, record))
+    return list(chosen.values())[:count]
 
 
 def beside_network(
@@ -125,7 +101,10 @@ def beside_network(
     """
     like = next(other.parameters())
     pictures: list[Exhibit] = []
-    for shown in exhibits:
+    for exhibit in exhibits:
+        shown = exhibit.record
+        assert shown.image is not None
+        assert shown.adversarial is not None
         pixels, point = (
             part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial)
         )
@@ -133,17 +112,18 @@ def beside_network(
         region = Region(shown.kind, shown.epsilon)
         settings = AttackSettings(seed=seed)
         (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
-        own_exhibits = choose_exhibits([record], network)
-        if own_exhibits:
-            pictures += own_exhibits
+        if record.fell:
+            pictures.append(Exhibit(network, record))
             continue
         with torch.no_grad():
-            before = int(other(pixels).argmax())
             after = int(other(point).argmax())
             filed = int(other(rounded_to_8bit(point)).argmax())
-        norm = float(image_norms(point.double() - pixels.double(), shown.kind))
-        other_net = replace(
-            shown, network=network, prediction=before, adversarial_prediction=after, norm=norm
+        withstood = replace(
+            shown,
+            prediction=record.prediction,
+            adversarial_prediction=after,
+            norm=float(image_norms(point.double() - pixels.double(), shown.kind)),
+            as_8bit=filed != shown.label,
         )
-        pictures.append(replace(other_net, crafted_here=False, as_8bit=filed != shown.label))
+        pictures.append(Exhibit(network, withstood, crafted_here=False))
     return pictures

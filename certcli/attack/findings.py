@@ -9,13 +9,12 @@ from torch import nn
 
 from certcli.attack import checks
 from certcli.attack.certified_radii import CertifiedImage
-from certcli.attack.run import AttackRecord
+from certcli.attack.run import AttackRecord, RobustAccuracy, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
-from certcli.attack.summary import RobustAccuracy, robust_accuracy, robust_curve
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.radii import radius_key
-from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
+from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 
 CHECKED = (4, 32)
 """Images that the checks look at, at least and at most."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import PATCH_ATTACK
-from certcli.attack.families.margin import lost_margin, margin_pgd
+from certcli.attack.families.ascent import lost_margin, margin_pgd
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch

@@ -8,18 +8,17 @@ import torch
 from torch import Tensor
 
 from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.run import AttackRecord, attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.attack.summary import robust_curve
 from certcli.audit.findings import ROBUST, AuditFindings, Key
 from certcli.audit.judging import dataset_of, first_in_turn
 from certcli.audit.schedule import Stage
+from certcli.evaluation.intervals import Sample
 from certcli.evaluation.perturbation import growing
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Patch
-from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share

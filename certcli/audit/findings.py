@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from certcli.evaluation.choices import Precision
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample
 from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
     AttackShares,

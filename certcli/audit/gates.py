@@ -7,7 +7,7 @@ SHARE is `certified` (the best method, whatever it promises), `proven` (proofs o
 (what attacks left); `patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A
 number may be a quotient, 36/255.
 
-The interval of a share decides (`certcli.evaluation.verdicts`). A gate whose quantity was not
+The interval of a share decides (`certcli.evaluation.intervals`). A gate whose quantity was not
 measured fails, and says why; where time was short it is not decided. Gates are written as failures
 and reported as requirements.
 """
@@ -18,19 +18,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from certcli.audit.findings import CLEAN, PATCHED, ROBUST, AuditFindings, Key
-from certcli.evaluation.intervals import FEW, interval_text
-from certcli.evaluation.radii import proven_percent, radius_key
-from certcli.evaluation.threat import Threat
-from certcli.evaluation.verdicts import (
+from certcli.evaluation.intervals import (
     FAILED,
+    FEW,
     PASSED,
     UNDECIDED,
     Demand,
     Look,
     Sample,
+    interval_text,
     judge_all,
     judge_sample,
 )
+from certcli.evaluation.radii import proven_percent, radius_key
+from certcli.evaluation.threat import Threat
 from certcli.report.document import GateReport, GateResult, Share
 from certcli.system.errors import UsageError
 from certcli.system.registry import one_of

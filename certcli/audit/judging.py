@@ -14,10 +14,10 @@ from certcli.audit.findings import CLEAN, PATCHED, AuditFindings, Key
 from certcli.audit.schedule import Stage
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
+from certcli.evaluation.intervals import Sample
 from certcli.evaluation.record_lines import describe_images
 from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Threat
-from certcli.evaluation.verdicts import Sample
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share

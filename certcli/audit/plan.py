@@ -9,8 +9,7 @@ from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
 from certcli.evaluation.choices import Pixels, Precision
-from certcli.evaluation.radii import radius_key
-from certcli.evaluation.records import require_radii
+from certcli.evaluation.radii import radius_key, require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 

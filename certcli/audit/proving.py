@@ -9,7 +9,7 @@ from certcli.audit.schedule import Stage
 from certcli.evaluation.radii import power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.measured.estimate import measure
+from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import NetworkBound, prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel

@@ -17,16 +17,15 @@ from certcli.audit.proving import Measuring, Proving
 from certcli.audit.schedule import CAREFUL, Stage
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.image_doubts import (
     better_statistics,
     chance_doubt,
-    order_doubt,
     permutation_doubt,
 )
-from certcli.evaluation.verdicts import FEWEST
+from certcli.evaluation.intervals import FEWEST
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -200,12 +199,9 @@ def _classify_first(
         # about chance, no stage follows that would need the time
         share = 0.1 if chance is None else 0.5
         with contextlib.suppress(OutOfTime), EndsAfter(share * clock.left):
-            if (order := order_doubt(model, images, right[:READ_OTHERWISE])) is not None:
-                findings.doubts.append(order)
-            else:
-                for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
-                    findings.doubts = [better]
-                    findings.statistics = options
+            for better, options in better_statistics(model, images, right[:READ_OTHERWISE]):
+                findings.doubts = [better]
+                findings.statistics = options
     failing = next(filter(None, [*findings.doubts, chance]), None)
     findings.failing = clock.team.agree(lambda: failing)
     return clean

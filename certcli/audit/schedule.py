@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.findings import AuditFindings, Key
-from certcli.evaluation.intervals import share_interval
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample, share_interval
 from certcli.images.labelled import Images
 from certcli.system.errors import (
     ArchitectureError,

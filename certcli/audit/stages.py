@@ -14,17 +14,16 @@ from certcli.audit.plan import AuditPlan
 from certcli.audit.proving import Proving
 from certcli.audit.schedule import FIRST, Stage
 from certcli.certify.certificate import Certifier
-from certcli.certify.hopeless import is_useful, why_hopeless
 from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.method_choice import is_useful, why_hopeless
+from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import defended
-from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.functions import Classifier, require_rows_alone
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.smoothing.noise import Classifier, require_rows_alone
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.intervals import FEWEST
 from certcli.evaluation.threat import Threat
-from certcli.evaluation.verdicts import FEWEST
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
@@ -162,7 +161,7 @@ class Stages:
 
         def make() -> Certifier:
             from certcli.certify.local import LocalCertifier
-            from certcli.certify.local_options import Local
+            from certcli.certify.options import Local
 
             double = build.converted(self.model, torch.float64)
             return LocalCertifier(double, self.model.input_size, Local(at=at))

@@ -5,7 +5,7 @@ import shlex
 
 from certcli.audit.findings import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
-from certcli.certify.hopeless import HOPELESS
+from certcli.certify.method_choice import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
 from certcli.evaluation.radii import (
     attacked_radius,

@@ -10,8 +10,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.backward import Node
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.margins import Further
-from certcli.enclosure.zonotopes.search import certified_radius
-from certcli.enclosure.zonotopes.trees import Tree
+from certcli.enclosure.zonotopes.search import Tree, certified_radius
 
 _STRIDE = 4
 """Points of the grid by which a radius that needs no branching is first exceeded."""

@@ -68,6 +68,16 @@ class Certificate:
         """Return what this certificate states, with the result of checking it."""
         return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
 
+    def proven_again(self, prediction: int | None, proven: bool) -> Claim:
+        """Judge the claim by the class that the network gives now, and whether its radius is proven."""
+        if self.prediction != prediction:
+            why = f"class {self.prediction} is stated, the network says {prediction}"
+            return self.checked("refuted", why)
+        radius = f"radius {proven_radius(self.radius)} is"
+        if proven:
+            return self.checked("verified", f"{radius} proven again")
+        return self.checked("refuted", f"{radius} stated, and not proven by this method")
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields; rung, seconds, splits if the method has them; infinity is "inf"."""
         row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
@@ -277,17 +287,14 @@ class PinnedWeights:
 
 
 def _compare_radius(claim: Certificate, recomputed: Certificate) -> Claim:
+    found = proven_radius(recomputed.radius)
     if claim.prediction != recomputed.prediction:
-        return claim.checked(
-            "refuted",
-            f"class {claim.prediction} is stated, the network says {recomputed.prediction}",
-        )
+        return claim.proven_again(recomputed.prediction, False)
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return claim.checked(
-            "refuted",
-            f"radius {proven_radius(claim.radius)} is stated, {proven_radius(recomputed.radius)} is found",
+            "refuted", f"radius {proven_radius(claim.radius)} is stated, {found} is found"
         )
-    return claim.checked("verified", f"radius {proven_radius(recomputed.radius)} is found again")
+    return claim.checked("verified", f"radius {found} is found again")
 
 
 @dataclass(frozen=True)

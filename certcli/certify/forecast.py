@@ -1,10 +1,43 @@
-"""What local certificates will take, told before it is paid."""
+"""What certificates will take, told before it is paid: of smoothing two timed batches, which count nowhere."""
 
+import math
 import time
 from collections.abc import Callable
 
-from certcli.certify.smoothing.cost import duration
 from certcli.evaluation.intervals import number_of
+
+SHORT = 2.0
+"""Seconds that the second batch may take: a whole one of a large network takes an hour."""
+
+
+def seconds_a_draw(
+    run: Callable[[int], object], batch_size: int, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Return the seconds of one draw in batches of the run's size, or of the largest that is short.
+
+    Args:
+        run: makes and classifies this number of draws, and waits for the device.
+    """
+
+    def timed(rows: int) -> float:
+        started = clock()
+        run(rows)
+        return clock() - started
+
+    single = timed(1)
+    if single > SHORT:  # the network, or what a device does once
+        single = timed(1)
+    rows = min(batch_size, max(1, int(SHORT / max(single, 1e-6))))
+    return timed(rows) / rows if single <= SHORT else single
+
+
+def duration(seconds: float) -> str:
+    """Return a time as a person says it: 3.2 ms, 45 s, 10 min, 25 h."""
+    units = ((1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min"), (math.inf, 3600.0, "h"))
+    unit, name = next((unit, name) for limit, unit, name in units if seconds < limit)
+    count = seconds / unit
+    return f"{count:.1f} {name}" if count < 9.95 else f"{count:.0f} {name}"
+
 
 RADIUS = 1e-3
 """At which a walk is timed where no radius is asked for: its time hardly depends on it."""

@@ -18,8 +18,8 @@ from certcli.certify.certificate import (
     require_logits,
     whole_batch,
 )
-from certcli.certify.executed_network import ProvingCertifier
-from certcli.certify.local_options import (
+from certcli.certify.lipschitz import ProvingCertifier
+from certcli.certify.options import (
     AUTO,
     BACKWARD,
     BRANCH,
@@ -30,25 +30,25 @@ from certcli.certify.local_options import (
     Local,
 )
 from certcli.checkpoint.file import Checkpoint
+from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as ball_rules
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
-from certcli.enclosure.zonotopes.memory import (
+from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import (
+    LocalNetwork,
     affordable,
     available,
     fits_by_fibres,
     keep_pages,
 )
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import Norm, proven_radius
+from certcli.evaluation.radii import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
@@ -152,7 +152,10 @@ class LocalCertifier(ProvingCertifier):
         self.cuts = self.effort == BRANCH and self.norm == "l2" and not network.opens
         chooses = self.cuts or self.effort == AUTO
         if chooses:
-            self.walked = ZONOTOPE if self._has_squares(network) else BACKWARD
+            # e e^T has columns that pay, but for ReLU, which does better by the way back
+            few = math.prod(self._size) <= SQUARES
+            few |= network.numbers <= SQUARES and not network.opens
+            self.walked = ZONOTOPE if self.norm == "l2" and few else BACKWARD
         symbols = self._fitting(network)
         if chooses and not symbols:  # without symbols it takes minutes for little
             self.walked = TOKENS
@@ -176,11 +179,6 @@ class LocalCertifier(ProvingCertifier):
             return self.most_symbols if fits_by_fibres(network, memory) else None
         self.most_symbols = self._symbols_asked or SYMBOLS[self.walked]
         return affordable(network, self.squares, self.most_symbols, memory)
-
-    def _has_squares(self, network: LocalNetwork) -> bool:
-        """Tell whether e e^T has columns that pay: ReLU does better by the way back."""
-        few = math.prod(self._size) <= SQUARES
-        return self.norm == "l2" and (few or (network.numbers <= SQUARES and not network.opens))
 
     def _balls(self) -> NormsNetwork:
         if self._norms is None:
@@ -334,35 +332,26 @@ class LocalCertifier(ProvingCertifier):
         confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
-            if int(top) != claim.prediction:
-                confirmation = claim.checked(
-                    "refuted", f"class {claim.prediction} is stated, the network says {int(top)}"
-                )
-            elif claim.radius == 0 or self._holds(image[None], top, claim):
-                confirmation = claim.checked(
-                    "verified", f"radius {proven_radius(claim.radius)} is proven again"
-                )
-            elif claim.rung != NORMS and (
-                self._zonotope is None
-                or self.symbols < self.most_symbols
-                or self._chose_another_way(claim.rung)
-            ):
-                confirmation = claim.checked(
+            proven = int(top) == claim.prediction and (
+                claim.radius == 0 or self._holds(image[None], top, claim)
+            )
+            confirmations.append(
+                claim.checked(
                     "unverified", "memory does not last here for the enclosure that it states"
                 )
-            else:
-                confirmation = claim.checked(
-                    "refuted",
-                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method",
-                )
-            confirmations.append(confirmation)
+                if int(top) == claim.prediction and not proven and self._encloses_less(claim.rung)
+                else claim.proven_again(int(top), proven)
+            )
         return confirmations
 
-    def _chose_another_way(self, rung: str) -> bool:
-        """Tell whether `auto` takes another enclosure here than a record's, for more or less memory."""
-        enclosure = rung.partition(",")[0]
+    def _encloses_less(self, rung: str) -> bool:
+        """Tell whether memory allows less here than for a record of this rung, or `auto` another enclosure."""
         others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
-        return self.effort == AUTO and enclosure in others
+        return rung != NORMS and (
+            self._zonotope is None
+            or self.symbols < self.most_symbols
+            or (self.effort == AUTO and rung.partition(",")[0] in others)
+        )
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
@@ -370,8 +359,7 @@ class LocalCertifier(ProvingCertifier):
         further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
 
         def by_walk() -> bool:
-            walks = self._zonotope is not None
-            return walks and self.proven(image, int(label), radius, further)
+            return self.encloses and self.proven(image, int(label), radius, further)
 
         def by_norms() -> bool:
             return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius

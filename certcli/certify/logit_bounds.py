@@ -18,8 +18,7 @@ from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, lipschitz_certifier
 from certcli.certify.local import METHOD as LOCAL
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.certify.proof_options import REAL
+from certcli.certify.options import REAL, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.engine.replay import logits_agree
@@ -50,10 +49,6 @@ class Neighbourhood:
 
     def __post_init__(self) -> None:
         require_choices(self)
-
-    def l2_radius(self, pixels: int) -> float:
-        """Return the radius of an l2 ball of `pixels` values around the set, rounded up."""
-        return self.radius * (1.0 if self.norm == "l2" else math.sqrt(pixels) * _UP)
 
 
 @dataclass(frozen=True)
@@ -115,9 +110,9 @@ def logit_bounds(
     chosen = logits.argmax(1) if classes is None else classes.to(device)
     bounds = _unbounded(logits, chosen)
     if near.method != LOCAL:
-        bounds = bounds.tightened(_by_global_bound(model, images, chosen, near))
+        bounds = bounds.tightened(_by_global_bound(model, images, logits, chosen, near))
     if near.method != GLOBAL:
-        bounds = bounds.tightened(_by_zonotopes(model, images, chosen, near))
+        bounds = bounds.tightened(_by_zonotopes(model, images, logits, chosen, near))
     return bounds
 
 
@@ -143,16 +138,16 @@ def _unbounded(logits: Tensor, classes: Tensor, why: str = "") -> LogitBounds:
 
 
 def _by_global_bound(
-    model: torch.nn.Module, images: Tensor, classes: Tensor, near: Neighbourhood
+    model: torch.nn.Module, images: Tensor, logits: Tensor, classes: Tensor, near: Neighbourhood
 ) -> LogitBounds:
     """Return z_i(x) +- (e + L r) and m_ij(x) +- (e_ij + K_ij r), e the rounding of each at x."""
-    logits = torch.cat([model(image[None]) for image in images])
     try:
         certifier: LipschitzCertifier = lipschitz_certifier(model, logits.shape[1], REAL)  # type: ignore[arg-type]
         logits, rounding, errors = certifier.rounding.evaluated(images, classes)
     except NoBoundError as failure:
         return _unbounded(logits, classes, f"{GLOBAL}: {failure.message}")
-    radius = near.l2_radius(images[0].numel())
+    # of an l2 ball around the set, rounded up
+    radius = near.radius * (1.0 if near.norm == "l2" else math.sqrt(images[0].numel()) * _UP)
     pairs = certifier.bound.pairs
     assert pairs is not None
     moves = _slope_reach(float(certifier.bound.upper), radius, errors, logits)
@@ -180,10 +175,9 @@ def _slope_reach(slope: Tensor | float, radius: float, errors: Tensor, values: T
 
 
 def _by_zonotopes(
-    model: torch.nn.Module, images: Tensor, classes: Tensor, near: Neighbourhood
+    model: torch.nn.Module, images: Tensor, logits: Tensor, classes: Tensor, near: Neighbourhood
 ) -> LogitBounds:
     """Return the bounds of the enclosure of each image's neighbourhood."""
-    logits = torch.cat([model(image[None]) for image in images])
     size = tuple(images.shape[1:])
     try:
         local = LocalCertifier(model, size, Local(norm=near.norm, arithmetic=REAL))  # type: ignore[arg-type]

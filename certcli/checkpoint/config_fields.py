@@ -134,8 +134,13 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
         *([] if problem is None else [problem + LOGITS_ALONE]),
         *_unknown_record_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
         *([] if flat else _unknown_record_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
-        *_architecture_contradictions(config, about),
     ]
+    # timm takes the outer one
+    inner = about.get("architecture")
+    if isinstance(inner, str) and inner.split(".")[0] != config.architecture.split(".")[0]:
+        config.doubts.append(
+            f"config.json names two architectures, {config.architecture} and {one_line(inner)[:80]}: the first is taken"
+        )
     if labels is not None:
         _take_labels(config, labels)
     return config
@@ -164,17 +169,6 @@ def other_problem(fields: Mapping[str, Any]) -> str | None:
         f"its problem_type is {one_line(str(problem))[:80]}: such a network does not decide by its largest logit, and every "
         "accuracy, attack and certificate here is of this decision"
     )
-
-
-def _architecture_contradictions(config: ConfigFields, about: Mapping[str, Any]) -> list[str]:
-    """Return a sentence a field that is stated twice, differently; timm takes the outer one."""
-    inner = about.get("architecture")
-    doubts = []
-    if isinstance(inner, str) and inner.split(".")[0] != config.architecture.split(".")[0]:
-        doubts.append(
-            f"config.json names two architectures, {config.architecture} and {one_line(inner)[:80]}: the first is taken"
-        )
-    return doubts
 
 
 def _labels(fields: Mapping[str, Any]) -> Any:

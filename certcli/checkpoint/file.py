@@ -19,7 +19,6 @@ from certcli.checkpoint.header import (
     require_no_pointer,
     write_one_by_one,
 )
-from certcli.checkpoint.outputs import orphans
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
 from certcli.system.errors import CheckpointError, one_line, raise_if
@@ -63,11 +62,12 @@ class Checkpoint:
     @staticmethod
     def read(path: Path) -> "Checkpoint":
         """Read certvit's checkpoint. CheckpointError: unreadable, foreign, or with NaN."""
-        if path.suffix == ".onnx" and path.is_file():
-            raise CheckpointError(
-                f"{path} is an ONNX file, which carries no record of certvit",
-                "certvit audit and certify say what holds for it, with --json for a program",
-            )
+        raise_if(
+            path.suffix == ".onnx" and path.is_file(),
+            CheckpointError,
+            f"{path} is an ONNX file, which carries no record of certvit",
+            "certvit audit and certify say what holds for it, with --json for a program",
+        )
         tensors, metadata = read_tensors(path)
         raise_if(
             KEY not in metadata,
@@ -228,7 +228,7 @@ def write_shards(
         parts = list(shards.parts_of(tensors, shard_bytes))
         if force:
             sweep(index.parent, shards.part_names(index))
-        old = [*shards.belonging(index), *(orphans(index) if force else ())]
+        old = [*shards.belonging(index), *(shards.orphans(index) if force else ())]
         paths = shards.free_names(index, len(parts))
         place: dict[str, str] = {}
         try:

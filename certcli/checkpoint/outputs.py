@@ -3,29 +3,35 @@
 Two paths are one file when device and inode agree, links followed, or, for files that do not exist,
 when they resolve to one name. Replacing a file needs --force; an input is never replaced. A state
 file belongs to the command that wrote it: another file of its name is neither replaced nor deleted.
+States are safetensors with a digest over everything in them: one that is damaged or edited would
+resume into another network without a word.
 """
 
 import contextlib
-import re
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol, TypeVar
 
-from certcli.checkpoint.header import read_header
+from torch import Tensor
+
+from certcli.checkpoint.file import read_tensors, tensors_digest
+from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.schema import Json, decode_json
 from certcli.checkpoint.shards import (
-    ENDING,
     INDEX,
-    PART_OF,
     belonging,
     is_index,
-    metadata_of,
-    part_names,
+    orphans,
+    read_metadata,
     shards_of_index,
 )
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.system.errors import CheckpointError, Refused, UsageError, raise_if
-from certcli.system.files import is_stream, open_alone, require_absent, sweep
-from certcli.system.reading import is_absent, open_regular
+from certcli.system.files import is_stream, open_alone, require_absent
+from certcli.system.reading import is_absent
 
 WRITTEN = frozenset((".safetensors", ".jsonl", ".json", ".html"))
 """Endings of files that certvit writes and no dataset holds: such a file may be replaced in a
@@ -163,33 +169,6 @@ def _require_home(index: OptionPath) -> None:
     )
 
 
-def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file or index, no tensors; {} for other files."""
-    try:
-        if is_index(path):
-            return metadata_of(path)
-        with open_regular(path) as handle:
-            return read_header(handle)[1]
-    except (OSError, Refused, CheckpointError):
-        return {}
-
-
-def orphans(index: Path) -> list[Path]:
-    """Return the files that killed runs left for this index; none while another run writes it."""
-    ours = re.compile(part_names(index))
-    files = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
-    files = [path for path in files if read_metadata(path).get(PART_OF) == index.name]
-    if not files or not sweep(index.parent, re.escape(index.name)):
-        return []
-    try:
-        referenced = [
-            part for other in index.parent.glob(f"*{ENDING}") for part in shards_of_index(other)
-        ]
-    except CheckpointError:
-        return []  # an unreadable index may name them
-    return [path for path in files if path not in referenced]
-
-
 def last_command(path: Path) -> str | None:
     """Return the command that wrote a checkpoint, by its record; None for any other file."""
     step = last_step(path)
@@ -257,3 +236,80 @@ def remove(path: Path) -> None:
     files = belonging(path) if is_index(path) else []
     for file in (path, *files):
         file.unlink(missing_ok=True)
+
+
+_UNKNOWN = "?" * 64
+"""Stands for the digest while the tensors are written."""
+
+
+class StateFields(Protocol):
+    identity: str
+    digest: str
+
+
+Fields = TypeVar("Fields", bound=StateFields)
+
+
+def write_state(
+    path: Path,
+    key: str,
+    about: Mapping[str, Any],
+    likes: Mapping[str, Tensor],
+    tensors: Iterable[Tensor],
+) -> None:
+    """Write a state: `about` under `key` of the metadata, with the digest of both.
+
+    Args:
+        likes, tensors: As `write_one_by_one` takes them.
+    """
+    digests: dict[str, str] = {}
+
+    def digested() -> Iterator[Tensor]:
+        for name, tensor in zip(in_file_order(likes), tensors, strict=True):
+            digests[name] = tensors_digest({name: tensor})
+            yield tensor
+
+    text = _canonical({**about, "digest": _UNKNOWN})
+    ending = (_UNKNOWN, lambda: _state_digest(digests, about))
+    write_one_by_one(path, likes, digested(), {key: text}, ending)
+
+
+def read_state(
+    path: Path, key: str, fields: type[Fields], what: str, identity: str
+) -> tuple[Fields, dict[str, Tensor]]:
+    """Return what stands beside the tensors of a state, and these.
+
+    Args:
+        what: The kind of run, for errors.
+        identity: Of the run that resumes.
+
+    Raises:
+        CheckpointError: it is unreadable, of another run, damaged or edited.
+    """
+    tensors, metadata = read_tensors(path)
+    try:
+        about = decode_json(metadata.get(key, ""), fields)
+    except Refused as refusal:
+        raise CheckpointError(
+            f"{path} is not the state of {what} ({refusal})", "drop --resume"
+        ) from refusal
+    require_state_of(path, identity, about.identity)
+    digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
+    raise_if(
+        about.digest != _state_digest(digests, decode_json(metadata[key], Json)),
+        CheckpointError,
+        f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
+        "drop --resume",
+    )
+    return about, tensors
+
+
+def _canonical(about: Mapping[str, Any]) -> str:
+    return json.dumps(about, sort_keys=True, separators=(",", ":"))
+
+
+def _state_digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
+    """Return the sha256 of all tensors and of everything that stands beside them, but for
+    itself."""
+    rest = {name: value for name, value in about.items() if name != "digest"}
+    return hashlib.sha256(_canonical({"about": rest, "tensors": digests}).encode()).hexdigest()

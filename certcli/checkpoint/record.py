@@ -38,7 +38,7 @@ KEY = "certvit"
 SCHEMA = 1
 SEEN = "seen"
 """The parameter of a step with the digests of the images it used
-(`certcli.evaluation.training_images`)."""
+(`certcli.evaluation.image_doubts`)."""
 MEAN = "mean"
 """The step that makes one network of several, whose lineages come before it, one after the
 other."""

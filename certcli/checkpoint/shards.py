@@ -4,14 +4,14 @@ import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from certcli.checkpoint.header import read_header
 from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode_json
 from certcli.system.errors import CheckpointError, Refused, one_line
-from certcli.system.reading import is_absent, read_bounded
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from certcli.system.files import sweep
+from certcli.system.reading import is_absent, open_regular, read_bounded
 
 INDEX = "model.safetensors.index.json"
 ENDING = ".safetensors.index.json"
@@ -59,7 +59,7 @@ def _index_fields(index: Path) -> IndexFields:
         ) from failure
 
 
-def parts_of(tensors: "Mapping[str, Tensor]", limit: int) -> "Iterator[dict[str, Tensor]]":
+def parts_of(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
     """Yield tensors by name in parts of at most `most` bytes; a larger one stands alone."""
     part: dict[str, Tensor] = {}
     size = 0
@@ -113,3 +113,30 @@ def _elsewhere(path: Path, index: Path) -> bool:
             if not other.samefile(index) and path in shards_of_index(other):
                 return True
     return False
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file or index, no tensors; {} for other files."""
+    try:
+        if is_index(path):
+            return metadata_of(path)
+        with open_regular(path) as handle:
+            return read_header(handle)[1]
+    except (OSError, Refused, CheckpointError):
+        return {}
+
+
+def orphans(index: Path) -> list[Path]:
+    """Return the files that killed runs left for this index; none while another run writes it."""
+    ours = re.compile(part_names(index))
+    files = [path for path in index.parent.glob("*.safetensors") if ours.fullmatch(path.name)]
+    files = [path for path in files if read_metadata(path).get(PART_OF) == index.name]
+    if not files or not sweep(index.parent, re.escape(index.name)):
+        return []
+    try:
+        referenced = [
+            part for other in index.parent.glob(f"*{ENDING}") for part in shards_of_index(other)
+        ]
+    except CheckpointError:
+        return []  # an unreadable index may name them
+    return [path for path in files if path not in referenced]

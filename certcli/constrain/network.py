@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.mapped import Spool
 from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import Batches
 from certcli.constrain.parallel import (
@@ -30,6 +29,7 @@ from certcli.constrain.statistics import (
 )
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.real import Real
+from certcli.models.weights import Spool
 from certcli.system.memory import free_bytes, give_back
 from certcli.system.processes import ALONE, Team
 
@@ -150,7 +150,7 @@ def constrain_to(
 ) -> Iterator[LayerResult]:
     """Constrain each layer at the settings' eta; see `write`.
 
-    Large weights are mapped from files (`certcli.checkpoint.mapped`).
+    Large weights are mapped from files (`certcli.models.weights`).
 
     Args:
         bases: eigenbases known from another eta; new ones are added up to BASES_BYTES.

@@ -35,7 +35,7 @@ from certcli.engine.curves import (
     unknown_derivative,
 )
 from certcli.engine.table import NoRule
-from certcli.nn.activations import ClippedReLU
+from certcli.nn.layers import ClippedReLU
 from certcli.system.errors import raise_if
 
 

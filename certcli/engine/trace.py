@@ -19,7 +19,7 @@ from certcli.engine.table import RuleTable
 from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, failure_reason
 from certcli.engine.written_out import write_out_graph
 from certcli.models.build import own_name
-from certcli.models.foreign_tensors import foreign_tensor
+from certcli.models.weights import foreign_tensor
 from certcli.system.errors import raise_if
 from certcli.system.torch_modes import RestoredModes
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from certcli.models.build import own_name
-from certcli.models.foreign_tensors import is_torch_tensor
+from certcli.models.weights import is_torch_tensor
 
 _STATIC_ATTRIBUTES = frozenset(
     ("shape", "ndim", "dtype", "device", "is_cuda", "is_mps", "is_xla", "is_cpu", "layout", "requires_grad", "is_quantized",

@@ -1,10 +1,19 @@
-"""Why images may say little: few, grey, of another size, or with another network's labels."""
+"""Why images may say little: few, grey, of another size, with another network's labels, or seen before.
 
+Which images a network was made with, its lineage says. A step that trains or calibrates keeps the
+digests of its images' pixels, as the network takes them: all of few, a seeded sample of many, six
+bytes each (two images of a million share one with a chance of 4e-9). Of a sample the share found is
+an estimate. What a file says of itself may be left out by who wrote it: images that are not found
+here need not be new.
+"""
+
+import base64
 from collections.abc import Iterator, Sequence
-from types import MethodType
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
@@ -18,16 +27,17 @@ from timm.data.constants import (
     OPENAI_CLIP_MEAN,
     OPENAI_CLIP_STD,
 )
-from timm.models.vision_transformer import Block
 
+from certcli.checkpoint import file, schema
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import SEEN, Record
 from certcli.evaluation import evidence, intervals
 from certcli.images.labelled import Images, sent
-from certcli.system.errors import one_line
+from certcli.system.errors import Refused, one_line
 
 _LOOKED_AT = 8
 _UNSURE = 2 / 3
-"""A share of right answers from which on nobody asks where the norms of a network stand."""
+"""A share of right answers from which on nobody asks for another reading of the network."""
 _LEVEL = 1e-3
 """Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
 _STATISTICS = {
@@ -141,36 +151,6 @@ def permutation_doubt(images: Images, predictions: Sequence[int], classes: int) 
     )
 
 
-def order_doubt(model: nn.Module, images: Images, right: list[bool]) -> str | None:
-    """Whether the same tensors, with each norm after what it stands before, are right on
-    significantly more of the images.
-
-    None for networks without timm's pre-norm blocks, and for those that are right on most images: a
-    network of the other order would not be. Of the images on which only one reading is right, n in
-    all, k favour the other: P[Binomial(n, 1/2) >= k] <= 1e-3 (a sign test).
-
-    Args:
-        right: of the first len(right) images, which the network as it is read gets right.
-    """
-    blocks = [module for module in model.modules() if type(module) is Block]
-    if not blocks or sum(right) >= _UNSURE * len(right):
-        return None
-    try:  # the network itself for a while: a copy of one larger than memory would be too much
-        for block in blocks:
-            block.forward = MethodType(_post_norm, block)  # type: ignore[method-assign]
-        as_post = right_of(model, images.select(range(len(right))))
-    finally:
-        for block in blocks:
-            vars(block).pop("forward", None)
-    if not _significantly_better(right, as_post, _LEVEL):
-        return None
-    return (
-        f"read as a post-norm network (each norm after attention or MLP, not before) it is right on {sum(as_post)} of "
-        f"{len(as_post)} images, as it is read on {sum(right)}: all figures here are of the wrong network if it is one, and "
-        "certvit reads no such network"
-    )
-
-
 def better_statistics(
     model: nn.Module, images: Images, right: list[bool]
 ) -> Iterator[tuple[str, list[str]]]:
@@ -223,8 +203,170 @@ def _significantly_better(right: list[bool], other: list[bool], level: float) ->
     return better > 0 and float(betainc(better, worse + 1, 0.5)) <= level
 
 
-def _post_norm(block: Any, x: Tensor, *_: Any, **__: Any) -> Tensor:
-    """The block of Vaswani et al. 2017 from the parts of timm's."""
-    x = block.norm1(x + block.drop_path1(block.ls1(block.attn(x))))
-    output: Tensor = block.norm2(x + block.drop_path2(block.ls2(block.mlp(x))))
-    return output
+LISTED = 4096
+"""Images of a step whose digests are kept: 32 KB of text."""
+BYTES = 6
+_SEED = 20260102
+TRAINED = "training"
+CALIBRATED = "calibration"
+KINDS = {"finetune": TRAINED, "adapt": CALIBRATED, "constrain": CALIBRATED}
+"""What each command does with its images."""
+
+
+class _SeenFields(schema.StrictStruct):
+    dataset: schema.Dataset
+    split: schema.Text
+    images: Annotated[int, Meta(ge=1, le=2**53)]
+    digests: Annotated[str, Meta(max_length=schema.LONGEST_TEXT)]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step of a lineage keeps. listed: digests of all, or sampled, of `images`; or none.
+
+    Attributes:
+        resized: the network takes images of another size now, so a digest that differs says nothing.
+    """
+
+    command: str
+    dataset: str
+    split: str
+    images: int
+    listed: tuple[str, ...] = ()
+    resized: bool = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Tell whether an image that is not listed was not used."""
+        return self.sampled == 1 and not self.resized
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.command]
+
+    @property
+    def sampled(self) -> float:
+        """SeenShare of the step's images that are listed."""
+        return min(1.0, len(self.listed) / self.images)
+
+
+@dataclass(frozen=True)
+class SeenShare:
+    """How many of `of` images a network has seen. exactly: or estimated from a sample."""
+
+    kind: str
+    images: int
+    of: int
+    exactly: bool
+
+    def __str__(self) -> str:
+        about = "" if self.exactly else "about "
+        verb = "is a" if self.images == 1 else "are"
+        return f"{about}{self.images:,} of these {self.of:,} images {verb} {self.kind} image{'s' * (self.images != 1)}"
+
+
+def kept_of(images: Images) -> dict[str, Any]:
+    """What a step keeps of its images, as its parameter `SEEN`."""
+    listed = images.limit(LISTED, _SEED)
+    digests = sorted(bytes.fromhex(digest[: 2 * BYTES]) for digest in listed.pixel_digests.values())
+    text = base64.urlsafe_b64encode(b"".join(digests)).decode()  # a record holds no "/", so no path
+    return {"dataset": images.name, "split": images.split, "images": len(images), "digests": text}
+
+
+def remember_images(checkpoint: file.Checkpoint, images: Images) -> file.Checkpoint:
+    *before, last = checkpoint.record.lineage
+    step = replace(last, parameters={**last.parameters, SEEN: kept_of(images)})
+    return replace(checkpoint, record=replace(checkpoint.record, lineage=(*before, step)))
+
+
+def listed_in(text: str) -> tuple[str, ...]:
+    """The digests of a step, one an image; ValueError when the text is none of them."""
+    raw = base64.b64decode(text, altchars=b"-_", validate=True)
+    return tuple(raw[start : start + BYTES].hex() for start in range(0, len(raw), BYTES))
+
+
+def seen_by(record: Record) -> list[Seen]:
+    """What the steps of a lineage keep, as far as it can be read; an old step lists no images."""
+    sources = []
+    for step in record.lineage:
+        if step.command not in KINDS:
+            continue
+        try:
+            fields = schema.convert_json(step.parameters.get(SEEN), _SeenFields)
+            listed = listed_in(fields.digests)
+        except (Refused, ValueError):
+            name, count = step.parameters.get("dataset"), step.parameters.get("images")
+            if (
+                step.command == "finetune"
+                and isinstance(name, str)
+                and type(count) is int
+                and 0 < count < 2**53
+            ):
+                sources.append(Seen(step.command, name, "train", count))
+            continue
+        sources.append(
+            Seen(
+                step.command,
+                fields.dataset,
+                fields.split,
+                fields.images,
+                listed,
+                record.input.resized is not None,
+            )
+        )
+    return sources
+
+
+def seen_shares(sources: Sequence[Seen], images: Images) -> list[SeenShare]:
+    """Of training and of calibration images, the share among these; kinds without one are left out."""
+    shares_of = []
+    for kind in (TRAINED, CALIBRATED):
+        steps = [step for step in sources if step.kind == kind and step.listed]
+        if not steps:
+            continue
+        stands_for: dict[str, float] = {}
+        for step in sorted(steps, key=lambda step: step.sampled):
+            stands_for |= dict.fromkeys(step.listed, 1 / step.sampled)
+        weights = [
+            stands_for.get(digest[: 2 * BYTES], 0.0) for digest in images.pixel_digests.values()
+        ]
+        count = min(len(images), round(sum(weights)))
+        if count:
+            exactly = all(step.sampled == 1 for step in steps)
+            shares_of.append(SeenShare(kind, count, len(images), exactly))
+    return shares_of
+
+
+def unlisted(sources: Sequence[Seen], images: Images) -> Seen | None:
+    """A step that trained on this dataset, by name, and does not list all its images."""
+    possible = (
+        step
+        for step in sources
+        if step.kind == TRAINED and step.dataset == images.name and not step.is_complete
+    )
+    return next(possible, None) if images.split in ("train", "all") else None
+
+
+def trained_on(sources: Sequence[Seen], images: Images) -> bool:
+    """Whether these images' training part, by name, was trained on: exact where all are listed."""
+    return any(
+        not step.is_complete or bool(seen_shares([step], images.limit(64, _SEED)))
+        for step in sources
+        if (step.kind, step.dataset, step.split) == (TRAINED, images.name, "train")
+    )
+
+
+def doubts(record: Record, images: Images) -> tuple[dict[str, Any], list[str]]:
+    """Shares of seen images for a document, and sentences about them."""
+    sources = seen_by(record)
+    shares_of = seen_shares(sources, images)
+    sentences = [f"{share}: their figures are not those of new images" for share in shares_of]
+    old = unlisted(sources, images)
+    if old is not None and not any(share.kind == TRAINED for share in shares_of):
+        sentences.append(
+            f"the network was trained on {old.images:,} images of {old.dataset}; its file does not say which: some of these "
+            "may be among them"
+        )
+    return {
+        share.kind: {"images": share.images, "exact": share.exactly} for share in shares_of
+    }, sentences

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.radii import Norm, require_norm, require_radii
 from certcli.evaluation.threat import Patch
 from certcli.system.errors import UsageError
 
@@ -147,6 +147,4 @@ class Region:
 
 def growing(norm: Norm, radii: Sequence[float]) -> list[Region]:
     """One region a radius, ascending, each once. UsageError when there is none."""
-    if not radii:
-        raise UsageError("no radius was given")
-    return [Region(norm, radius) for radius in sorted(set(radii))]
+    return [Region(norm, radius) for radius in require_radii(radii)]

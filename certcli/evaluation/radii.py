@@ -1,6 +1,7 @@
 """Radii and norms as text: keys that read back exactly, and figures rounded to what holds."""
 
 import math
+from collections.abc import Iterable
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
 from typing import Literal, get_args
@@ -36,6 +37,19 @@ def parse_radius(text: str) -> float:
     if not 0 <= radius < math.inf:
         raise ValueError(f"{text} is not a finite number >= 0, as radii are")
     return radius
+
+
+def require_radii(radii: Iterable[float]) -> tuple[float, ...]:
+    """Ascending, each once. UsageError: none, negative, infinite, or no number."""
+    chosen = tuple(sorted(set(radii)))
+    wrong = next((radius for radius in chosen if not (radius >= 0 and math.isfinite(radius))), None)
+    if wrong is not None or not chosen:
+        raise UsageError(
+            "no radius was given"
+            if wrong is None
+            else f"radius {wrong:g} is not a finite number >= 0"
+        )
+    return chosen
 
 
 def radius_key(radius: float) -> str:

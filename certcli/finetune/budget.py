@@ -1,12 +1,18 @@
-"""Turn a time budget (`--time-budget 10m`) into steps: by a few, then by each epoch's pace."""
+"""Turn a time budget (`--time-budget 10m`) into steps, by a few and then by each epoch's pace; and say
+how long a run takes."""
 
-import re
+import copy
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
-from certcli.system.errors import UsageError
+import torch
+from torch import Tensor
+
+from certcli.finetune.loop import Trainer
+from certcli.images.labelled import Images
 
 MARGIN = 0.95
 """Share of the budget that the plan fills: steps vary, and reading the clock is not free."""
@@ -19,8 +25,6 @@ MEASURED_STEPS = (5, 40)
 MEASURED_SHARE = 0.02
 TOLERANCE = 0.1
 """A plan stands while the steps that are left differ from those that fit by at most this share."""
-
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
@@ -40,15 +44,6 @@ class TrainingPlan:
 
     steps: int
     validation_limit: int | None
-
-
-def parse_duration(text: str) -> float:
-    """Return the seconds of "90", "90s", "10m" or "1.5h". UsageError for any other text."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
-    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise UsageError(f"'{text}' is not a length of time", "--time-budget 90s, 10m or 1h")
-    return seconds
 
 
 def measure_steps(step: Callable[[], object], budget: float) -> float:
@@ -125,16 +120,76 @@ def shortened_total(step: int, total: int, pace: float, time_left: float, batche
     return fitting if fitting - step < rest else total
 
 
-def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -> float:
-    """Return the share of the schedule before a step: linear in the steps, and continuous where the
-    plan changed.
+SAID_STEPS = 2
+SAID_IMAGES = 32
+"""Steps and validation images that are measured before a run says how long it takes."""
+PLANNED_IMAGES = 256
+"""Validation images that are measured before a time budget becomes a number of steps."""
+LONG = 100
+"""Seconds; a duration of as many is given in minutes."""
+
+
+@contextmanager
+def _rehearsal(trainer: Trainer, train: Images) -> Iterator[tuple[Tensor, ...]]:
+    """Yield batches of positions to train on; the trainer is as before at the end."""
+    before = copy.deepcopy(trainer.state())
+    batches = torch.randperm(len(train), generator=trainer.generator).split(
+        trainer.settings.batch_size
+    )
+    trainer.model.train()
+    yield batches
+    trainer.model.eval()
+    trainer.restore(before)
+
+
+def _seconds_per_image(trainer: Trainer, sample: Images) -> float:
+    trainer.model.eval()
+    started = time.perf_counter()
+    trainer.evaluate(sample)
+    return (time.perf_counter() - started) / len(sample)
+
+
+def plan_for_budget(
+    trainer: Trainer, train: Images, validation: Images, budget: float, around: Costs
+) -> Costs:
+    """Turn a time budget into the trainer's `steps` and, where time is short and none is given,
+    its `validation_limit`.
 
     Args:
-        changes: for each earlier plan, the step at which it ended and the total that it had.
+        budget: seconds left.
+        around: seconds of saving, bound and certificate.
+
+    Returns:
+        These, with the seconds of a step and of validating an image.
     """
-    start = 0
-    done = 0.0
-    for changed, former in changes:
-        done += (1 - done) * (changed - start) / (former - start)
-        start = changed
-    return done + (1 - done) * (step - start) / (total - start)
+    started = time.perf_counter()
+    with _rehearsal(trainer, train) as batches:
+        step = measure_steps(
+            lambda: trainer.learn(train, batches[trainer.step % len(batches)], 0.0), budget
+        )
+        sample = validation.limit(PLANNED_IMAGES)
+        _seconds_per_image(trainer, sample)  # the first one is slower
+        image = _seconds_per_image(trainer, sample)
+    costs = replace(around, step=step, image=image)
+    available = budget - (time.perf_counter() - started)
+    plan = affordable_steps(available, costs, trainer.batches(train), len(validation))
+    limit = trainer.settings.validation_limit or plan.validation_limit
+    trainer.settings = replace(trainer.settings, steps=plan.steps, validation_limit=limit)
+    return costs
+
+
+def expected_duration(trainer: Trainer, train: Images, validation: Images) -> str:
+    """Return the sentence that says how long a run takes, from a few steps and validations."""
+    with _rehearsal(trainer, train) as batches:
+        for positions in batches[:SAID_STEPS]:
+            started = time.perf_counter()  # the first step is slower: the last one's clock counts
+            trainer.learn(train, positions, 0.0)
+        step = time.perf_counter() - started
+        image = _seconds_per_image(trainer, validation.limit(SAID_IMAGES))
+    steps = trainer.total_steps(train)
+    epochs = -(-steps // trainer.batches(train))
+    settings = trainer.settings
+    judges = len(validation.limit(settings.validation_limit, settings.seed))
+    seconds = steps * step + epochs * judges * image
+    about = f"{seconds / 60:.0f} min" if seconds >= LONG else f"{max(1, round(seconds))} s"
+    return f"this takes about {about}: {steps} steps of {step:.2g} s, {epochs} epochs"

@@ -6,32 +6,25 @@ proves the bound at the end.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.mapped import Spool
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
-from certcli.finetune import shards
-from certcli.finetune.budget import share_done
-from certcli.finetune.ema import Average
-from certcli.finetune.enclosure_penalty import RAMP
-from certcli.finetune.evaluate import Quality
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.chain import ChainBound
-from certcli.finetune.objective import Objective
-from certcli.finetune.optimisers import Rates, make_optimisers
+from certcli.finetune.objective import Objective, Teacher
+from certcli.finetune.penalties import RAMP
+from certcli.finetune.rates import share_done
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.shards import Stored
 from certcli.finetune.state import TrainingState
-from certcli.finetune.step import Descent, Diverged
+from certcli.finetune.step import Average, Descent, Diverged, Rates, make_optimisers, of_shape
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
-from certcli.finetune.teacher import Teacher
-from certcli.finetune.validation import Validation, enclosure_of
+from certcli.finetune.validation import Quality, Validation, enclosure_of
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import pair_constants
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
@@ -92,7 +85,6 @@ class Trainer:
     """Train a model: `run` yields an `Epoch` after each, `state` and `restore` serve `--resume`.
 
     Args:
-        sharded: the processes share the model's weights (`share_out`), and all make the same calls.
         denoiser: noisy pixels pass it before the network; it is not trained.
 
     Raises:
@@ -107,7 +99,6 @@ class Trainer:
         run_identity: str,
         teacher: Teacher | None = None,
         team: Team = ALONE,
-        sharded: bool = False,
         denoiser: nn.Module | None = None,
     ) -> None:
         self.model = model
@@ -139,7 +130,6 @@ class Trainer:
                     f"the loss '{settings.loss}' needs a bound and there is none: {reason}",
                     "adapt the network first (`certvit adapt`), or train with --loss ce",
                 ) from reason
-        self.sharded = sharded
         self.optimisers = make_optimisers(model.parameters(), self.orthogonal, settings)
         self.rates = Rates(self.optimisers, settings)
         drop = settings.loss == "local-lip"
@@ -148,18 +138,16 @@ class Trainer:
             if settings.loss in NEEDS_CHAIN
             else None
         )
-        self.enclosure = None if sharded else enclosure_of(model, settings)
+        self.enclosure = enclosure_of(model, settings)
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
         self.objective = Objective(
             model, settings, draws, teacher, self.chain, denoiser, self.enclosure
         )
-        self.descent = Descent(
-            model, settings, self.objective, self.optimisers, self.pairs, team, sharded
-        )
+        self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
         self.validation = Validation(
-            model, settings, self.objective, self.chain, self.enclosure, team, sharded
+            model, settings, self.objective, self.chain, self.enclosure, team
         )
         self.best_net = self._net_state()
 
@@ -208,8 +196,7 @@ class Trainer:
             count = 0
             before = self.step
             self.model.train()
-            tensors = self.model.net.state_dict().values()
-            self.team.copy_from_leader([value for value in tensors if not shards.is_sharded(value)])
+            self.team.copy_from_leader(list(self.model.net.state_dict().values()))
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size)[: total - self.step]
             for number, positions in enumerate(steps):
@@ -253,20 +240,13 @@ class Trainer:
     def _is_rising(self, total: int) -> bool:
         """Whether the weight of the enclosure penalty is still on its way up."""
         share = share_done(self.step, total, self.changes)
-        return self.settings.enclosure_penalty > 0 and share <= RAMP
+        return self.settings.enclosure_penalty is not None and share <= RAMP
 
     def _require_finite_weights(self) -> None:
-        """Raise Diverged, in all processes, with the name of the first weight that is not finite."""
-        tensors = self.model.net.state_dict().items()
-        bad = [
-            name
-            for name, value in tensors
-            if value.is_floating_point() and not bool(torch.isfinite(shards.rows_here(value)).all())
-        ]
-        if self.sharded:
-            bad = [name for names in self.team.everyone(bad) for name in names]
-        if bad:
-            raise Diverged(f"the weights '{bad[0]}' became NaN or infinite by step {self.step}")
+        """Raise Diverged with the name of the first weight that is not finite."""
+        for name, value in self.model.net.state_dict().items():
+            if value.is_floating_point() and not torch.isfinite(value).all():
+                raise Diverged(f"the weights '{name}' became NaN or infinite by step {self.step}")
 
     def learn(self, train: Images, positions: Tensor, share: float) -> float:
         """Make one optimiser step at a share of the schedule, and return its loss."""
@@ -278,7 +258,7 @@ class Trainer:
         self.step += 1
         return loss
 
-    def evaluate(self, images: Images, encloses: bool = True) -> tuple[Quality, dict[str, Stored]]:
+    def evaluate(self, images: Images, encloses: bool = True) -> tuple[Quality, dict[str, Tensor]]:
         """Return the quality of the weights that would be written (the average, where there is
         one), and these weights.
 
@@ -300,31 +280,27 @@ class Trainer:
     def _quality(self, images: Images, encloses: bool) -> Quality:
         return self.validation.quality(images, self.pairs(), encloses)
 
-    def last_net(self) -> dict[str, Stored]:
+    def last_net(self) -> dict[str, Tensor]:
         """Return the present weights, or their average where there is one."""
         if self.average is None:
             return self._net_state()
         with self.average.applied(self.model.net, self.orthogonal):
             return self._net_state()
 
-    def whole(self, net: Mapping[str, Stored]) -> dict[str, Tensor]:
-        """Return a checkpoint's tensors; sharded ones gathered in the leader, mapped (`Spool`)."""
-        return shards.gather_whole(net, self.team, Spool().keep)
-
     def change_plan(self, train: Images, steps: int) -> None:
         """Make `steps` those of the whole run; the schedule goes on from where it is."""
         self.changes.append((self.step, self.total_steps(train)))
         self.settings = replace(self.settings, steps=steps)
 
-    def _net_state(self) -> dict[str, Stored]:
+    def _net_state(self) -> dict[str, Tensor]:
         return {
-            name: shards.stored_copy(value) for name, value in self.model.net.state_dict().items()
+            name: value.detach().cpu().clone()
+            for name, value in self.model.net.state_dict().items()
         }
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
         parts: dict[str, dict[str, Any]] = {**self.descent.state()}
-        optimisers = [shards.stored_state(each.state_dict()) for each in self.optimisers]
         if self.average is not None:
             parts["average"] = self.average.state()
         return TrainingState(
@@ -338,7 +314,7 @@ class Trainer:
             changes=list(self.changes),
             net=self._net_state(),
             best_net=self.best_net,
-            optimisers=optimisers,
+            optimisers=[each.state_dict() for each in self.optimisers],
             vectors={name: value.detach().cpu() for name, value in self.arithmetic.vectors.items()},
             generator=self.generator.get_state(),
             parts=parts,
@@ -352,22 +328,19 @@ class Trainer:
                 self.settings, steps=state.steps, validation_limit=state.validation_limit
             )
             self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
-            best = {
-                name: shards.stored_like(value, state.best_net[name], self.team)
-                for name, value in current.items()
-            }
+            best = {name: of_shape(value, state.best_net[name]) for name, value in current.items()}
             self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
             for name, value in current.items():
-                shards.copy_stored(value, state.net[name], self.team)
+                value.copy_(of_shape(value, state.net[name]))
             for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-                shards.load_optimiser(optimiser, stored, self.team)
+                optimiser.load_state_dict(stored)
             self.arithmetic.vectors = {
                 name: value.to(self.device) for name, value in state.vectors.items()
             }
             self.generator.set_state(state.generator)
             self.descent.load(state.parts)
             if self.average is not None:
-                self.average.load(state.parts["average"], self.team)
+                self.average.load(state.parts["average"])
         except (KeyError, RuntimeError, TypeError, ValueError) as failure:
             raise CheckpointError(
                 f"the state does not fit this run ({one_line(failure)})", "drop --resume"

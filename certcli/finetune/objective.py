@@ -1,6 +1,6 @@
 """Turn training images into the loss: augmentation, attack, forward pass, loss, distillation."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -9,22 +9,67 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 
-from certcli.finetune.adversarial import Adversary
-from certcli.finetune.augment import augment_batch
-from certcli.finetune.enclosure_penalty import RAMP, EnclosurePenalty
-from certcli.finetune.hiding import Hiding
+from certcli.checkpoint.record import Record
+from certcli.finetune.augment import Adversary, Hiding, augment_batch
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.losses.local import LocalEnclosure
+from certcli.finetune.penalties import RAMP, EnclosurePenalty
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.teacher import Teacher
+from certcli.images.datasets import imagenet_indices, resizer
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
+from certcli.system.errors import ArchitectureError
 
 TAUGHT = 0.5
 """Weight of the teacher in the loss."""
 HEAT = 2.0
 """Temperature of both softmaxes of the teacher's term."""
+
+
+class Teacher:
+    """The teacher's logits of the student's classes: (b, c, h, w) -> (b, k), in float32.
+
+    A teacher of other image sizes sees the images resized, bilinear. One of ImageNet's 1,000
+    classes teaches those that the dataset's folders name by their synsets.
+
+    Args:
+        classes: names of the dataset's classes.
+
+    Raises:
+        ArchitectureError: the teacher does not know the classes, or has no use for images of these
+        channels.
+    """
+
+    def __init__(
+        self, model: PixelModel, record: Record, student: Record, classes: Sequence[str]
+    ) -> None:
+        self.model = model
+        self.outputs = None
+        notes = []
+        self.fit, resized = resizer(tuple(student.input.size), record.input)
+        if student.input.size[0] not in (1, record.input.size[0]) and record.input.size[0] != 1:
+            raise ArchitectureError(
+                f"the teacher takes {record.input.size[0]} channels, the network {student.input.size[0]}",
+                "choose a teacher for the same images",
+            )
+        if resized:
+            notes.append(resized)
+        if record.classes != student.classes:
+            indices = imagenet_indices(classes) if record.classes == 1000 else None
+            if indices is None or len(indices) != student.classes:
+                raise ArchitectureError(
+                    f"the teacher knows {record.classes} classes, the network {student.classes}",
+                    "choose a teacher for the same classes; one of ImageNet teaches folders named by synsets",
+                )
+            self.outputs = indices.to(next(model.parameters()).device)
+            notes.append(f"{len(indices)} of its 1,000 classes count")
+        self.note = "; ".join(notes)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor) -> Tensor:
+        logits = self.model(self.fit(images)).float()
+        return logits if self.outputs is None else logits[:, self.outputs]
 
 
 @dataclass(frozen=True)
@@ -35,7 +80,7 @@ class Batch:
         taught: the teacher's logits.
         adversarial: attacked images, which replace the clean ones.
         views: the visible part of each image (b, rows, columns); None: all of it.
-        directions: of the enclosure penalty, one an image, and its weight at this step.
+        directions: of the enclosure penalty, one an image, and the share of its weight at this step.
         sketch: the directions that stand for the pixels in an enclosure (m, c, h, w).
     """
 
@@ -45,7 +90,7 @@ class Batch:
     adversarial: Tensor | None = None
     views: Tensor | None = None
     directions: Tensor | None = None
-    penalty_weight: float = 0.0
+    penalty_share: float = 0.0
     sketch: Tensor | None = None
 
 
@@ -82,9 +127,9 @@ class Objective:
         )
         self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
         self.penalty = (
-            EnclosurePenalty(model, settings.penalty_places or (1.0, 1.0, 1.0))
-            if settings.enclosure_penalty > 0
-            else None
+            None
+            if settings.enclosure_penalty is None
+            else EnclosurePenalty(model, settings.enclosure_penalty)
         )
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
@@ -112,8 +157,7 @@ class Objective:
             batch = replace(batch, views=self._views(self.hiding, batch))
         if self.penalty is not None:
             directions = self.penalty.directions(images, self.generator)
-            weight = settings.enclosure_penalty * min(1.0, share / RAMP)
-            batch = replace(batch, directions=directions, penalty_weight=weight)
+            batch = replace(batch, directions=directions, penalty_share=min(1.0, share / RAMP))
         if self.enclosure is not None:
             batch = replace(batch, sketch=self.enclosure.directions(self.generator))
         if self.adversary is None:
@@ -197,7 +241,7 @@ class Objective:
             distillation = _divergence(logits / HEAT, batch.taught / HEAT) / len(logits)
             loss = (1 - TAUGHT) * loss + TAUGHT * HEAT**2 * distillation
         if self.penalty is not None and batch.directions is not None:
-            loss = loss + batch.penalty_weight * self.penalty(batch.images, batch.directions)
+            loss = loss + batch.penalty_share * self.penalty(batch.images, batch.directions)
         return loss
 
     def _through_chain(

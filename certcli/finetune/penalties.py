@@ -1,13 +1,39 @@
-"""Maximum singular value penalisation of attention: large query, key and value maps cost."""
+"""Penalties on what makes networks hard to prove.
 
-from collections.abc import Iterator
+*Maximum singular value penalisation*: large query, key and value maps of attention cost.
+
+*Enclosure penalty*, which makes ordinary attention provable: what an enclosure of the network loses,
+it loses by this. A local certificate (`certify --method local`) carries the linear part of every
+tensor exactly. It
+loses where the network is not linear, in proportion to squares of alpha, the row norms of the
+Jacobian A of a tensor with respect to the pixels (docs/local.md, sections 1.1 and 3 to 7). The
+penalty is, summed over places and averaged over images and entries,
+
+    LayerNorm   |A_y|_F^2 / |y|^2    the centred token y may move, relative to its length (where a
+                                     floor is above it, to the floor)
+    softmax     alpha^2 of the scores less their mean over the keys
+    activation  alpha^2 of the inputs of GELU and its kind
+
+One random direction e an image estimates it: |A_i|_2^2 = n E (A_i . e)^2 for e uniform on the
+sphere of R^n, and A e = (z(x + h e) - z(x)) / h. It is no bound and proves nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import certcli.system.compat  # noqa: F401 (before timm)
+
+# isort: split
 import torch
-from torch import Tensor, nn
+from timm.layers.attention import Attention
+from timm.models.swin_transformer import WindowAttention
+from torch import Generator, Tensor, nn
 
 from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
+from certcli.models.pixels import PixelModel
+from certcli.nn.norms import FloorNorm, Spread, spread_of
 from certcli.system.errors import ArchitectureError
 
 KINDS = ("q", "k", "v")
@@ -109,3 +135,134 @@ def attention_maps(net: nn.Module) -> Iterator[AttentionMap]:
                 yield AttentionMap(layer.weight, kind, place, len(kinds), heads)
         if "query" in names and "value" not in names and isinstance(out, nn.Linear):
             yield AttentionMap(out.weight, "v", 0, 1, heads, transposed=True)
+
+
+NO_SPREAD = Spread(0.0)
+PLACES = ("norm", "softmax", "activation")
+STEP = 0.02
+"""h, in pixel units: an eighth of the least radius at which the recipes certify."""
+RAMP = 0.5
+"""Share of the training in which the weight rises to its value."""
+_LENGTH = 1e-6
+"""Least squared length of a token: a constant token has none."""
+CURVED = (nn.GELU, nn.SiLU, nn.Mish, nn.ReLU, nn.Tanh, nn.Sigmoid)
+
+
+@dataclass(frozen=True)
+class NonlinearInput:
+    """The input of one nonlinear place for both halves of a batch: (2 b, ..., d).
+
+    Attributes:
+        spread: what a norm divides by.
+    """
+
+    place: str
+    values: Tensor
+    spread: Spread
+
+
+class EnclosurePenalty:
+    """sum over places of weight * mean alpha^2 -> (), with gradient.
+
+    Args:
+        weights: of the places, in the order of `PLACES`.
+
+    Raises:
+        ArchitectureError: the network has no such place.
+    """
+
+    def __init__(self, model: PixelModel, weights: tuple[float, float, float]) -> None:
+        self.model = model
+        self.weights = dict(zip(PLACES, weights, strict=True))
+        if not any(True for _ in _nonlinear_places(model)):
+            raise ArchitectureError(
+                "there is no LayerNorm, softmax or activation whose curvature could be penalised",
+                "drop --enclosure-penalty",
+            )
+
+    def directions(self, images: Tensor, generator: Generator) -> Tensor:
+        """Draw one direction of length 1 for each image: (b, c, h, w)."""
+        noise = torch.randn(images.shape, generator=generator).to(images)
+        return noise / noise.flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+
+    def __call__(self, images: Tensor, directions: Tensor) -> Tensor:
+        """Return the penalty, in eval mode: dropout would draw another network for each half."""
+        was_training = self.model.training
+        self.model.eval()
+        with _recorded(self.model) as readings:
+            self.model(torch.cat([images, images + STEP * directions]))
+        self.model.train(was_training)
+        pixels = images[0].numel()
+        total = torch.zeros((), device=images.device)
+        for reading in readings:
+            total = total + self.weights[reading.place] * _squared_slopes(reading, pixels).mean()
+        return total
+
+
+def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
+    """Return n (A e)^2 of each entry; of a norm's input relative to the token's length."""
+    values = reading.values
+    if reading.place != "activation":
+        values = values - values.mean(-1, keepdim=True)
+    before, after = values.chunk(2)
+    squares = (after - before).square() * (pixels / STEP**2)
+    if reading.place != "norm":
+        return squares
+    width = before.shape[-1]
+    length = before.square().sum(-1) + reading.spread.eps * width
+    return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
+
+
+def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for module in model.modules():
+        if isinstance(module, (nn.LayerNorm, FloorNorm)):
+            yield "norm", module
+        elif isinstance(module, CURVED):
+            yield "activation", module
+        elif isinstance(module, (Attention, WindowAttention)):
+            yield "softmax", module
+
+
+@contextmanager
+def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
+    """Record the input of every nonlinear place of the forward passes inside the block."""
+    readings: list[NonlinearInput] = []
+    hooks = []
+    for place, module in _nonlinear_places(model):
+        if place == "softmax":
+            qkv: Any = module.qkv
+            hooks.append(qkv.register_forward_hook(_score_reader(module, readings)))
+        else:
+            hooks.append(module.register_forward_pre_hook(_input_reader(place, readings)))
+    try:
+        yield readings
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _input_reader(place: str, readings: list[NonlinearInput]) -> Callable[[Any, Any], None]:
+    def read(module: Any, arguments: Any) -> None:
+        spread = spread_of(module) if place == "norm" else NO_SPREAD
+        readings.append(NonlinearInput(place, arguments[0], spread))
+
+    return read
+
+
+def _score_reader(
+    attention: Any, readings: list[NonlinearInput]
+) -> Callable[[Any, Any, Tensor], None]:
+    """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n, n)."""
+
+    def read(module: Any, arguments: Any, output: Tensor) -> None:
+        batch, tokens, width = output.shape
+        heads = attention.num_heads
+        split = output.view(batch, tokens, 3, heads, width // (3 * heads))
+        query, key, _ = split.permute(2, 0, 3, 1, 4)
+        if isinstance(attention, Attention):
+            query = attention.q_norm(query)
+            key = attention.k_norm(key)
+        scores = attention.scale * query @ key.transpose(-1, -2)
+        readings.append(NonlinearInput("softmax", scores, NO_SPREAD))
+
+    return read

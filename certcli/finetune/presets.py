@@ -142,7 +142,7 @@ PRESETS: Mapping[str, TrainingPreset] = {
     "specformer-adversarial": TrainingPreset(
         "--loss ce --msvp 1e-4 --optimiser sgd --lr 0.1 --weight-decay 1e-4 --schedule steps "
         "--warmup 0 --clip-grad 1 --epochs 40 --batch-size 64 --augment crop,flip "
-        "--adversarial pgd --attack-epsilon 8/255 --attack-steps 10 --attack-step-size 2/255",
+        "--adversarial pgd --attack-epsilon 8/255 --attack-steps 10",
         _SPECFORMER,
     ),
 }

@@ -1,8 +1,9 @@
-"""The learning rate over a run, by the name of its schedule. Importing this file imports no torch."""
+"""The course of a run: its length as typed, the share that is done, and the learning rate by the name
+of its schedule. Importing this file imports no torch."""
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from re import Match
@@ -132,3 +133,30 @@ def rate_curve(text: str, lr: float, warmup: float) -> Curve:
 
 def _warm_up(share: float, warmup: float) -> float:
     return min(1.0, share / warmup + 1e-3)
+
+
+_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+def parse_duration(text: str) -> float:
+    """Return the seconds of "90", "90s", "10m" or "1.5h". UsageError for any other text."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
+    seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise UsageError(f"'{text}' is not a length of time", "--time-budget 90s, 10m or 1h")
+    return seconds
+
+
+def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -> float:
+    """Return the share of the schedule before a step: linear in the steps, and continuous where the
+    plan changed.
+
+    Args:
+        changes: for each earlier plan, the step at which it ended and the total that it had.
+    """
+    start = 0
+    done = 0.0
+    for changed, former in changes:
+        done += (1 - done) * (changed - start) / (former - start)
+        start = changed
+    return done + (1 - done) * (step - start) / (total - start)

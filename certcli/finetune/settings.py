@@ -1,27 +1,81 @@
-"""The settings of a training run, which are also its options. Importing this file imports no torch."""
+"""The settings of a training run, which are also its options, and which of them are allowed, alone and
+together. Importing this file imports no torch."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
 from certcli.evaluation.radii import parse_radius
-from certcli.finetune.agreement import (
-    FILLED_IN,
-    SWITCHES,
-    require_agreement,
-    require_ranges,
-)
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known_augmentations
-from certcli.finetune.budget import parse_duration
-from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE, NEEDS_PAIRS
-from certcli.finetune.rates import rate_curve
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
+from certcli.finetune.rates import parse_duration, rate_curve
 from certcli.system.errors import UsageError
-from certcli.system.options import option
+from certcli.system.options import option, require_choices
 
 EPOCHS = 40
 """Of a fresh network."""
 LINF_EPSILON = 8 / 255
 """Radius of training attacks in linf where none is named."""
+
+RANGES: dict[str, tuple[float, float]] = {
+    "epsilon": (0.0, 1e6),
+    "lr": (1e-12, 100.0),
+    "stiefel_lr": (1e-12, 10.0),
+    "weight_decay": (0.0, 100.0),
+    "warmup": (0.0, 1.0),
+    "ramp": (0.0, 1.0),
+    "noise": (0.0, 10.0),
+    "clip_grad": (1e-12, 1e12),
+    "worst_weight": (0.0, 1.0),
+    "sam": (0.0, 100.0),
+    "ema": (0.0, 0.999999),
+    "attack_epsilon": (0.0, 1e6),
+    "attack_ramp": (0.0, 1.0),
+    "ard_prm": (0.0, 1.0),
+}
+COUNTS = (
+    "epochs",
+    "steps",
+    "batch_size",
+    "attack_steps",
+    "validation_limit",
+    "enclosed",
+)
+
+SWITCHES: dict[str, tuple[str, ...]] = {
+    "steps": (),
+    "schedule": (),
+    "clip_grad": (),
+    "augment": (),
+    "msvp": (),
+    "enclosure_penalty": (),
+    "worst_weight": (),
+    "enclosed": (),
+    "sam": (),
+    "ema": (),
+    "denoiser": (),
+    "teacher": (),
+    "precision": (),
+    "adversarial": ("attack_norm", "attack_epsilon", "attack_steps", "attack_ramp", "ard_prm"),
+    "validation_limit": (),
+    "time_budget": (),
+}
+"""Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
+
+FILLED_IN = ("attack_epsilon",)
+"""Dependants with a default of another option."""
+
+OF_A_CHOICE: dict[str, tuple[str, tuple[str, ...]]] = {
+    "attack_steps": ("adversarial", ("pgd",)),
+    "stiefel_lr": ("optimiser", ("stiefel",)),
+    "weight_decay": ("optimiser", ("adamw", "sgd")),
+    "worst_weight": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
+    "enclosed": ("loss", tuple(sorted(NEEDS_ENCLOSURE))),
+    "ramp": ("loss", tuple(sorted(NEEDS_PAIRS | NEEDS_CHAIN | NEEDS_ENCLOSURE))),
+}
+"""Options that mean something with these values of another option only."""
 
 _length = partial(option, panel="Length of the run")
 _optimiser = partial(option, panel="Optimiser")
@@ -32,27 +86,15 @@ _attack = partial(option, panel="Attacks on training images")
 
 
 def _three_weights(text: str) -> tuple[float, float, float]:
-    """Return the weights of query, key and value from one number or three."""
+    """Return the weights of three parts of a penalty from one number or three."""
     try:
         weights = [float(part) for part in text.split(",")]
-        query, key, value = weights * 3 if len(weights) == 1 else weights
+        first, second, third = weights * 3 if len(weights) == 1 else weights
     except ValueError as failure:
         raise UsageError(
-            f"--msvp '{text}' is neither one number nor three",
-            "--msvp 1e-4 or --msvp 1e-4,1e-4,2e-4",
+            f"'{text}' is neither one number nor three", "1e-4 or 1e-4,1e-4,2e-4"
         ) from failure
-    return query, key, value
-
-
-def _factors_of_places(text: str) -> tuple[float, float, float]:
-    """Return the factors of norms, softmax and activations."""
-    try:
-        norm, softmax, activation = (float(part) for part in text.split(","))
-    except ValueError as failure:
-        raise UsageError(
-            f"--penalty-places '{text}' is not three numbers", "--penalty-places 1,0.03,3"
-        ) from failure
-    return norm, softmax, activation
+    return first, second, third
 
 
 @dataclass(frozen=True)
@@ -142,17 +184,12 @@ class FinetuneSettings:
         metavar="L|Lq,Lk,Lv",
         read=_three_weights,
     )
-    enclosure_penalty: float = _enclosure(
-        0.0,
-        "Weight of a penalty after which certify --method local proves more, e.g. 0.3.",
-        metavar="W",
-    )
-    penalty_places: tuple[float, float, float] | None = _enclosure(
+    enclosure_penalty: tuple[float, float, float] | None = _enclosure(
         None,
-        "Factors of --enclosure-penalty for norms, softmax, activations. Default: 1,1,1; "
-        "1,0.03,3 keeps attention in use.",
-        metavar="N,S,A",
-        read=_factors_of_places,
+        "Weight of a penalty after which certify --method local proves more, e.g. 0.3; or of "
+        "its parts for norms, softmax, activations: 0.3,0.009,0.9 keeps attention in use.",
+        metavar="W|N,S,A",
+        read=_three_weights,
     )
     worst_weight: float = _enclosure(
         0.4,
@@ -171,22 +208,14 @@ class FinetuneSettings:
         read=parse_radius,
     )
     attack_steps: int = _attack(10, "Steps of pgd.")
-    attack_step_size: float | None = _attack(
-        None,
-        "Step size. Default: 2.5 radii / steps, fgsm 1.25 radii.",
-        metavar="A",
-        read=parse_radius,
-    )
     attack_ramp: float = _attack(
         0.0, "Share of the steps in which the attack's radius rises to its value; 0: at once."
     )
-    ard: float = _attack(
+    ard_prm: float = _attack(
         0.0,
-        "Drop the attack's gradient through each attention with probability P, at first.",
+        "Drop the attack's gradient through each attention, and its change on each patch, with "
+        "probability P, at first.",
         metavar="P",
-    )
-    prm: float = _attack(
-        0.0, "Drop the attack's change on a share P of the patches, at first.", metavar="P"
     )
 
     validation_limit: int | None = option(
@@ -232,7 +261,7 @@ class FinetuneSettings:
     @property
     def is_for_local(self) -> bool:
         """Tell whether the run is to make local certificates larger."""
-        return self.loss in NEEDS_ENCLOSURE or self.enclosure_penalty > 0
+        return self.loss in NEEDS_ENCLOSURE or self.enclosure_penalty is not None
 
     @property
     def hiding(self) -> tuple[str, ...]:
@@ -258,3 +287,76 @@ class FinetuneSettings:
             for field in fields(self)
             if field.name not in hidden
         }
+
+
+def option_of(name: str) -> str:
+    """Return the option of a setting."""
+    return f"--{name.replace('_', '-')}"
+
+
+def require_ranges(settings: FinetuneSettings) -> None:
+    """Raise UsageError for a value that is unknown or outside its range."""
+    require_choices(settings)
+    for name, (low, high) in RANGES.items():
+        value = getattr(settings, name)
+        if value is not None and not low <= value <= high:
+            raise UsageError(f"{option_of(name)} {value} is outside [{low:g}, {high:g}]")
+    for name in COUNTS:
+        value = getattr(settings, name)
+        if value is not None and value < 1:
+            raise UsageError(f"{option_of(name)} must be at least 1, not {value}")
+    for name in ("msvp", "enclosure_penalty"):
+        weights = getattr(settings, name)
+        if not all(0 <= weight < math.inf for weight in weights or ()):
+            raise UsageError(
+                f"{option_of(name)} {weights} holds a number that is not finite and >= 0"
+            )
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Settings that contradict each other: where `holds` says so, the message and the hint.
+
+    The message may name `{hiding}`, the first augmentation that hides parts, and `{loss}`.
+    """
+
+    holds: Callable[[FinetuneSettings], bool]
+    message: str
+    hint: str = ""
+
+
+CONFLICTS = (
+    Conflict(
+        lambda run: bool(run.hiding) and run.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE,
+        "--loss {loss} bounds whole images: not with {hiding}",
+        "--loss ce",
+    ),
+    Conflict(
+        lambda run: run.adversarial != "none" and run.noise > 0,
+        "--noise and --adversarial exclude each other",
+        "one of the two",
+    ),
+)
+
+
+def require_agreement(settings: FinetuneSettings) -> None:
+    """Raise UsageError for options that contradict each other, or that have no meaning."""
+    for conflict in CONFLICTS:
+        if conflict.holds(settings):
+            hiding = next(iter(settings.hiding), "")
+            message = conflict.message.format(loss=settings.loss, hiding=hiding)
+            raise UsageError(message, conflict.hint)
+    for switch, dependants in SWITCHES.items():
+        for name in dependants:
+            if settings.is_default(switch) and not settings.is_default(name):
+                raise UsageError(
+                    f"{option_of(name)} has no meaning without {option_of(switch)}",
+                    "both, or neither",
+                )
+    for name, (chooser, values) in OF_A_CHOICE.items():
+        chosen = getattr(settings, chooser)
+        if chosen not in values and not settings.is_default(name):
+            raise UsageError(
+                f"{option_of(name)} has no meaning with --{chooser} {chosen}",
+                f"leave it out, or --{chooser} {values[0]}",
+            )

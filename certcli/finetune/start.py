@@ -22,6 +22,9 @@ EPOCHS = 3
 EPOCHS_OF_SMALL = 10
 FRESH_WEIGHTS = "fresh weights"
 BATCH = 32
+"""Images that a large trained network takes at once."""
+MANY = 25_600
+"""Training images from which an epoch has 50 steps of 512."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,13 @@ def defaults_of_start(
     return {name: value for name, value in usual.items() if name in settings.unsaid}
 
 
-def default_batch_size(start: Start, settings: FinetuneSettings, parameters: int) -> int | None:
-    """Return the images of a batch that a large trained network has; None: as a fresh one."""
-    large = start.trained and parameters >= LARGE and settings.optimiser != "stiefel"
-    return BATCH if large else None
+def default_batch_size(
+    start: Start, settings: FinetuneSettings, parameters: int, images: int
+) -> int:
+    """Return the size of a batch: a step of orthogonal matrices outweighs passes of 128 images."""
+    if settings.optimiser == "stiefel":
+        return 512 if images >= MANY else 128
+    return BATCH if start.trained and parameters >= LARGE else 128
 
 
 def sentence_of_start(start: Start, settings: FinetuneSettings) -> str:

@@ -1,13 +1,9 @@
 """The state of a training run on disk, from which it resumes bit for bit: safetensors, written
-atomically, no pickle.
-
-Sharded weights are stored as whole tensors, so that any number of processes can resume.
-"""
+atomically, no pickle."""
 
 import hashlib
 import json
-from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +13,11 @@ from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.header import in_file_order
+from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import TrainingFields
-from certcli.checkpoint.states import read_state, write_state
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.shards import LocalRows, Stored
 from certcli.images.labelled import Images
-from certcli.system.errors import CheckpointError, OutputError
-from certcli.system.processes import ALONE, Team
+from certcli.system.errors import CheckpointError
 
 KEY = "certvit-state"
 PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit", "changes")
@@ -69,17 +63,16 @@ class TrainingState:
     steps: int | None
     validation_limit: int | None
     changes: list[tuple[int, int]]
-    net: Mapping[str, Stored]
-    best_net: Mapping[str, Stored]
+    net: Mapping[str, Tensor]
+    best_net: Mapping[str, Tensor]
     optimisers: list[dict[str, Any]]
     vectors: dict[str, Tensor]
     generator: Tensor
     parts: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
-def save_training_state(path: Path, state: TrainingState, team: Team = ALONE) -> None:
-    """Write the state in the leader; sharded weights are gathered one whole tensor at a time."""
-    tensors: dict[str, Stored] = {"generator": state.generator}
+def save_training_state(path: Path, state: TrainingState) -> None:
+    tensors: dict[str, Tensor] = {"generator": state.generator}
     tensors |= {f"net.{name}": value for name, value in state.net.items()}
     tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
     tensors |= {f"vector.{name}": value for name, value in state.vectors.items()}
@@ -91,41 +84,18 @@ def save_training_state(path: Path, state: TrainingState, team: Team = ALONE) ->
         for index, values in optimiser["state"].items():
             entries[str(index)] = {}
             for name, value in values.items():
-                if isinstance(value, Tensor | LocalRows):
+                if isinstance(value, Tensor):
                     tensors[f"optimiser.{number}.{index}.{name}"] = value
                 else:
                     entries[str(index)][name] = value
         structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
     about = {name: getattr(state, name) for name in PLAIN}
     about |= {"optimisers": structure, "parts": sorted(state.parts)}
-    likes = {
-        name: value.like if isinstance(value, LocalRows) else value
-        for name, value in tensors.items()
-    }
-
-    def joined() -> Iterator[Tensor]:
-        for name in in_file_order(likes):
-            value = tensors[name]
-            tensor = team.join(value.rows, value.shape) if isinstance(value, LocalRows) else value
-            yield torch.empty(0) if tensor is None else tensor
-
-    coming = joined()
-    try:
-        if team.leads:
-            write_state(path, KEY, about, likes, coming)
-        deque(coming, maxlen=0)
-    except OutputError:
-        deque(coming, maxlen=0)  # so that the other processes do not wait
-        raise
+    write_state(path, KEY, about, tensors, (tensors[name] for name in in_file_order(tensors)))
 
 
-def load_training_state(path: Path, identity: str, copy: bool = True) -> TrainingState:
-    """Return the state at `path`, as `read_state` reads it.
-
-    Args:
-        copy: False: its tensors are mapped from the file, for processes that need only rows of
-            them.
-    """
+def load_training_state(path: Path, identity: str) -> TrainingState:
+    """Return the state at `path`, as `read_state` reads it."""
     about, tensors = read_state(path, KEY, TrainingFields, "a training run", identity)
     later = [*(step for step, _ in about.changes[1:]), about.step]
     if any(
@@ -148,10 +118,11 @@ def load_training_state(path: Path, identity: str, copy: bool = True) -> Trainin
         optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
 
     def part(prefix: str) -> dict[str, Tensor]:
-        values = {
-            name[len(prefix) :]: value for name, value in tensors.items() if name.startswith(prefix)
+        return {
+            name[len(prefix) :]: value.clone()
+            for name, value in tensors.items()
+            if name.startswith(prefix)
         }
-        return {name: value.clone() for name, value in values.items()} if copy else values
 
     return TrainingState(
         **{name: getattr(about, name) for name in PLAIN},

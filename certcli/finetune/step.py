@@ -1,22 +1,150 @@
-"""An optimiser step: the gradient of a batch, sharpened, clipped, applied."""
+"""An optimiser step: the gradient of a batch, sharpened, clipped, applied at the rate of the schedule;
+and a moving average of the weights."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
 from certcli.finetune.penalties import SpectralPenalty
-from certcli.finetune.sam import climbed
+from certcli.finetune.rates import rate_curve
 from certcli.finetune.settings import FinetuneSettings
+from certcli.finetune.stiefel import StiefelMuon, retract
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 from certcli.system.torch_modes import seed_all
+
+SCALAR_RATE = 10.0
+"""Learning rate of residual weights, relative to --lr."""
+
+
+def make_optimisers(
+    parameters: Iterable[Tensor], orthogonal: list[nn.Parameter], settings: FinetuneSettings
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW or SGD; with `stiefel`, StiefelMuon for orthogonal matrices, Adam for others."""
+    excluded = set(map(id, orthogonal))
+    free = [p for p in parameters if p.requires_grad and id(p) not in excluded]
+    if settings.optimiser == "sgd":
+        return [
+            torch.optim.SGD(free, lr=settings.lr, momentum=0.9, weight_decay=settings.weight_decay)
+        ]
+    if settings.optimiser == "adamw":
+        return [torch.optim.AdamW(free, lr=settings.lr, weight_decay=settings.weight_decay)]
+    # The free part (biases, residual weights, head) carries the network's scale: decay would fight
+    # the margin. Residual weights enter the bound as products over all blocks: they must move as
+    # fast as the margin does.
+    groups = [
+        {"params": [p for p in free if p.dim() > 0], "lr": settings.lr},
+        {"params": [p for p in free if p.dim() == 0], "lr": SCALAR_RATE * settings.lr},
+    ]
+    adam = torch.optim.Adam([group for group in groups if group["params"]])
+    return [adam, StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
+
+
+class Rates:
+    """The learning rates of all groups, as `rates` has them: a linear warm-up, then the schedule.
+
+    A cosine must finish, because certified accuracy comes in its last third. Momentum stays.
+    """
+
+    def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
+        self.optimisers = optimisers
+        self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
+        self.curve = rate_curve(settings.schedule, settings.lr, settings.warmup)
+
+    def set(self, share: float) -> None:
+        """Set the rates for this share of the run."""
+        factor = self.curve(share)
+        for optimiser, rates in zip(self.optimisers, self.base, strict=True):
+            for group, rate in zip(optimiser.param_groups, rates, strict=True):
+                group["lr"] = rate * factor
+
+
+@contextmanager
+def climbed(parameters: Sequence[Tensor], rho: float) -> Iterator[None]:
+    """Move w to w + rho g / |g|_2 inside the block, g the parameters' gradients, and back to the
+    same bits after it.
+
+    Orthogonal matrices move in the ambient space. Source: Foret et al. 2021, eq. 2.
+    """
+    saved = [(parameter, parameter.detach().clone(), parameter.grad) for parameter in parameters]
+    moving = [(parameter, w, gradient) for parameter, w, gradient in saved if gradient is not None]
+    with torch.no_grad():
+        length = torch.nn.utils.get_total_norm([gradient for _, _, gradient in moving])
+        step = rho / float(length.clamp_min(1e-12))
+        for parameter, _, gradient in moving:
+            parameter.add_(gradient, alpha=step)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, w, _ in moving:
+                parameter.copy_(w)
+
+
+_RETRACTIONS = 12
+"""Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05 they reach 1 - 1e-12."""
+
+
+class Average:
+    """a <- d_n a + (1 - d_n) w after step n; d_n = min(decay, (1 + n) / (10 + n)) forgets the early
+    steps.
+
+    Buffers of integers are copied. An average of orthogonal matrices is not orthogonal: it is
+    retracted where it is used, not where it is stored.
+    """
+
+    def __init__(self, net: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self.updates = 0
+        self.weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+    @torch.no_grad()
+    def update(self, net: nn.Module) -> None:
+        self.updates += 1
+        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
+        for name, value in net.state_dict().items():
+            if value.is_floating_point():
+                self.weights[name].lerp_(value, 1 - decay)
+            else:
+                self.weights[name].copy_(value)
+
+    @contextmanager
+    def applied(self, net: nn.Module, orthogonal: Sequence[Tensor]) -> Iterator[None]:
+        """Give `net` the average, `orthogonal` ones retracted, inside the block; its own after."""
+        plain_weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+        net.load_state_dict(self.weights)
+        with torch.no_grad():
+            for weight in orthogonal:
+                retract(weight, _RETRACTIONS)
+        try:
+            yield
+        finally:
+            net.load_state_dict(plain_weights)
+
+    def state(self) -> dict[str, Tensor]:
+        weights = {f"w.{name}": value for name, value in self.weights.items()}
+        return {"updates": torch.tensor(self.updates), **weights}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self.updates = int(state["updates"])
+        for name, value in self.weights.items():
+            value.copy_(of_shape(value, state[f"w.{name}"]))
+
+
+def of_shape(value: Tensor, stored: Tensor) -> Tensor:
+    """Return `stored`; ValueError where its shape is not that of `value`."""
+    if stored.shape != value.shape:
+        raise ValueError(f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected")
+    return stored
+
 
 _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
@@ -45,7 +173,6 @@ class Descent:
 
     Args:
         pairs: gives the trainable pair constants; called once a gradient.
-        sharded: each process holds and steps rows of the weights, which share their gradients.
     """
 
     def __init__(
@@ -56,12 +183,10 @@ class Descent:
         optimisers: list[torch.optim.Optimizer],
         pairs: Callable[[], Tensor | None],
         team: Team = ALONE,
-        sharded: bool = False,
     ) -> None:
         self.settings = settings
         self.objective = objective
         self.team = team
-        self.sharded = sharded
         self.optimisers = optimisers
         self.pairs = pairs
         self.parameters = [
@@ -133,13 +258,11 @@ class Descent:
         value = float(loss.detach())
         if not self.team.several:
             _require_finite_loss(value, where)
-        # of sharded weights the backward pass takes the mean over the processes
-        (loss * self.team.size if self.sharded else loss).backward()
+        loss.backward()
         if not self.team.several:
             return value
         added = torch.tensor(value, dtype=torch.float64)
-        summed = [] if self.sharded else self.parameters
-        self.team.add_up([added, *(p.grad for p in summed if p.grad is not None)])
+        self.team.add_up([added, *(p.grad for p in self.parameters if p.grad is not None)])
         _require_finite_loss(float(added), where)  # here, where all processes see it
         return float(added)
 

@@ -1,24 +1,107 @@
-"""Judge the weights of a run after an epoch, by what the run trains for: the estimate that its loss
-reads, noise, parts of images, or neighbourhoods that are enclosed."""
+"""Judge the weights of a run after an epoch, by what the run trains for: the training-time estimate of
+the bound that its loss reads, noise, parts of images, or neighbourhoods that are enclosed."""
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from certcli.finetune import shards
-from certcli.finetune.evaluate import Gains, Quality, evaluate
 from certcli.finetune.losses import NEEDS_ENCLOSURE
 from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.losses.local import AT_ONCE, JUDGES, LocalEnclosure
 from certcli.finetune.objective import Objective
 from certcli.finetune.settings import FinetuneSettings
-from certcli.images.labelled import Images
+from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
-from certcli.system.processes import Team
+from certcli.system.processes import ALONE, Team
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Clean accuracy, the share certified *by the estimate*, and the estimated constant; None
+    without a bound.
+
+    Args:
+        masked: accuracy on parts of images, for runs that train on parts; the weights are then
+            chosen by it.
+        noisy: accuracy under the noise of the training, for runs under noise; the weights are then
+            chosen by it, unless the loss reads a bound.
+    """
+
+    clean: float
+    certified: float | None
+    norm: float | None
+    masked: float | None = None
+    noisy: float | None = None
+
+    @property
+    def score(self) -> float:
+        """Return the share by which epochs are compared: the most particular one."""
+        shares = (self.masked, self.certified, self.noisy, self.clean)
+        return next(share for share in shares if share is not None)
+
+
+Gains = Callable[[Tensor, Tensor], Tensor]
+"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b, k)."""
+
+
+def evaluate(
+    model: Callable[[Tensor], Tensor],
+    pairs: Tensor | None,
+    images: Images,
+    epsilon: float,
+    batch_size: int,
+    device: torch.device,
+    gains: Gains | None = None,
+    team: Team = ALONE,
+    noise: float = 0.0,
+) -> Quality:
+    """Return accuracy and the share of images whose every margin z_y - z_j exceeds epsilon K_jy.
+
+    Several processes take a batch each. All get the leader's result, which decides on patience and
+    the best epoch.
+
+    Args:
+        pairs: estimated pair constants K (k, k).
+        gains: takes the place of epsilon K_jy, for losses that look at each image's neighbourhood.
+        noise: standard deviation of Gaussian noise on the pixels, the same in each call.
+    """
+    if gains is None and pairs is not None:
+        margins = epsilon * pairs.double()
+
+        def gains(pixels: Tensor, labels: Tensor) -> Tensor:
+            return margins[labels]
+
+    @torch.no_grad()
+    def judge(start: int) -> tuple[int, int]:
+        positions = list(range(start, min(start + batch_size, len(images))))
+        pixels = sent(images.fetch(positions), device)
+        if noise > 0:
+            generator = torch.Generator().manual_seed(start)
+            pixels = pixels + noise * torch.randn(pixels.shape, generator=generator).to(pixels)
+        labels = images.labels[positions]
+        images.expect_at(start + team.size * batch_size, batch_size)
+        logits = model(pixels).double().cpu()
+        right = int((logits.argmax(1) == labels).sum())
+        robust = 0
+        if gains is not None:
+            true_logits = logits.gather(1, labels.unsqueeze(1))
+            needed = gains(pixels, labels.to(device)).double().cpu()
+            slack = (true_logits - logits - needed).scatter(1, labels.unsqueeze(1), math.inf)
+            robust = int((slack.amin(1) > 0).sum())
+        return right, robust
+
+    starts = range(0, len(images), batch_size)
+    rows = [row for _, row in team.deal(starts, judge)]
+    norm = None if pairs is None else float(pairs.max())
+    right, robust, norm = team.agree(
+        lambda: [*(sum(column) for column in zip(*rows, strict=True)), norm]
+    )
+    return Quality(right / len(images), None if gains is None else robust / len(images), norm)
+
 
 SLACK = 0.25
 """Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
@@ -59,7 +142,6 @@ class Validation:
         objective: what noisy pixels and parts of images pass, as in training.
         chain: bound of each image's neighbourhood, of the losses that read one.
         enclosure: of runs for local certificates.
-        sharded: the processes share the weights, and make all passes together.
     """
 
     def __init__(
@@ -70,7 +152,6 @@ class Validation:
         chain: ChainBound | None,
         enclosure: LocalEnclosure | None,
         team: Team,
-        sharded: bool,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -78,7 +159,6 @@ class Validation:
         self.chain = chain
         self.enclosure = enclosure
         self.team = team
-        self.sharded = sharded
         self.device = next(model.parameters()).device
 
     def tolerance(self, share: float, images: Images) -> float:
@@ -93,21 +173,16 @@ class Validation:
             pairs: estimated pair constants (k, k), of losses that read a bound.
             encloses: judge runs for local certificates by an enclosure, too.
         """
-        # sharded weights are gathered in one precision
-        forward = self.objective.forward if self.sharded else self.model
-        quality = self._evaluate(forward, images, pairs, self._chain_gains(), self.sharded)
+        quality = self._evaluate(self.model, images, pairs, self._chain_gains())
         if self.settings.noise > 0:
             noisy = self._evaluate(
-                lambda pixels: forward(self.objective.denoised(pixels)),
+                lambda pixels: self.model(self.objective.denoised(pixels)),
                 images,
-                in_step=self.sharded,
                 noise=self.settings.noise,
             )
             quality = replace(quality, noisy=noisy.clean)
         if self.enclosure is not None and encloses:
             quality = replace(quality, certified=self._enclosed_share(self.enclosure, images))
-        if self.sharded:
-            shards.let_go(self.model.net)
         if self.objective.hiding is not None:
             masked = self._evaluate(self.objective.hiding.validated, images)
             quality = replace(quality, masked=masked.clean)
@@ -136,7 +211,6 @@ class Validation:
         images: Images,
         pairs: Tensor | None = None,
         gains: Gains | None = None,
-        in_step: bool = False,
         noise: float = 0.0,
         batch_size: int | None = None,
     ) -> Quality:
@@ -151,6 +225,5 @@ class Validation:
             self.device,
             gains,
             team=self.team,
-            in_step=in_step,
             noise=noise,
         )

@@ -17,7 +17,6 @@ import torch
 
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.images import datasets
-from certcli.images.dead_leaves import drop_leaves
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, raise_if
 
@@ -29,7 +28,7 @@ _FINE = 96
 """Sides below this are drawn at twice the size and averaged, as a camera does, so that edges are
 smooth."""
 
-Array = np.ndarray[Any, np.dtype[np.float32]]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def calibration_images(
@@ -93,7 +92,7 @@ def synthetic_photographs(spec: InputSpec, count: int, seed: int = 0) -> Images:
             image = _noise(size, 1.0 + 0.5 * random.random(), random)
         else:
             image = bank[int(random.integers(len(bank)))].copy()
-            drop_leaves(image, bank, random)
+            _drop_leaves(image, bank, random)
         image = _blurred(image, int(random.integers(3)))
         if scale > 1:
             image = image.reshape(channels, height, scale, width, scale).mean((2, 4))
@@ -163,3 +162,44 @@ def _blurred(image: Array, times: int) -> Array:
             )
             image = 0.25 * before + 0.5 * middle + 0.25 * after
     return image
+
+
+def _drop_leaves(image: Array, bank: Array, random: np.random.Generator) -> None:
+    """Draw ellipses and polygons on the image, the large ones first; radii follow a power law.
+
+    Args:
+        image: (c, h, w) float32, drawn on.
+        bank: textures, (n, c, h, w) float32.
+    """
+    channels, height, width = image.shape
+    side = min(height, width)
+    radii = np.sort(random.pareto(1.2, int(random.integers(20, 200))) + 0.3)[::-1] * (side / 24)
+    for radius in np.minimum(radii, 0.55 * side).tolist():
+        x = random.uniform(-0.08, 1.08) * width
+        y = random.uniform(-0.08, 1.08) * height
+        angle = random.uniform(0.0, 2.0 * np.pi)
+        tint = random.random(channels, dtype=np.float32)
+        colour = random.random()
+        share = random.uniform(0.2, 0.8)
+        flat = random.uniform(0.4, 1.0)
+        corners = int(random.integers(3, 8)) if random.random() < 0.5 else 0
+        texture = bank[int(random.integers(len(bank)))]
+        rows, columns = (
+            slice(max(0, int(place - radius)), max(0, int(place + radius) + 2)) for place in (y, x)
+        )
+        pixels = image[:, rows, columns]
+        if not pixels.size:
+            continue
+        down = (np.arange(height)[rows, None] - y) / radius
+        across = (np.arange(width)[columns] - x) / radius
+        inside = down**2 + across**2 <= 1
+        if corners:  # each side cuts the disc
+            for turn in random.uniform(0.0, 2.0 * np.pi, corners) + angle:
+                inside &= np.cos(turn) * across + np.sin(turn) * down <= flat
+        else:
+            aside = (np.cos(angle) * down - np.sin(angle) * across) / flat
+            inside = (np.cos(angle) * across + np.sin(angle) * down) ** 2 + aside**2 <= 1
+        grey = tint.mean()
+        tint = grey + colour * (tint - grey)  # most things are nearly grey
+        leaf = share * tint[:, None, None] + (1 - share) * texture[:, rows, columns]
+        np.copyto(pixels, leaf, where=inside)

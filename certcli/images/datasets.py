@@ -15,8 +15,7 @@ from torch.nn.functional import interpolate
 from certcli.checkpoint.record import InputSpec
 from certcli.images.folders import load_folder, unlabelled
 from certcli.images.labelled import Images, require_split, split_training
-from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, require_named
-from certcli.images.splits import order_note
+from certcli.images.names import DIGITS, PHOTOGRAPHS, TORCHVISION, order_note, require_named
 from certcli.system.errors import DataError, one_line, raise_if
 
 LARGEST_RAW = 2**28

@@ -3,21 +3,18 @@
 import csv
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec
+from certcli.images.decoding import Ahead, Decoder, opened_image
 from certcli.images.labelled import SPLITS, Images, require_split, split_training
-from certcli.images.opening import opened_image
-from certcli.images.prefetch import Ahead
-from certcli.images.splits import (
+from certcli.images.names import (
     chosen_split,
     folders_in,
     in_order,
@@ -28,8 +25,6 @@ from certcli.images.splits import (
 from certcli.system.errors import DataError, Refused, one_line, plain_text, raise_if
 from certcli.system.reading import is_absent, open_bounded
 
-LARGEST_RESIZED = 2**24
-"""Pixels of an image after resizing its short side, before the crop."""
 LARGEST_TABLE = 2**28
 """Bytes of a labels.csv: five million rows."""
 LONGEST_LINE = 2**18
@@ -143,48 +138,39 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     strange = next((name for name in classes if not name.isprintable()), None)
     if strange is not None:
         raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
-    decode = Decoder(spec)
-
-    ahead = Ahead(lambda position: decode(paths[position]))
-    positions = torch.arange(len(paths))
-    note = "; ".join(
-        filter(
-            None,
-            (
-                _left_out(others, paths),
-                _unread(dataset, folder, listing if listed else None),
-                _sizes(paths, spec),
-            ),
-        )
+    images = _from_files(folder.name, split, paths, spec, dataset)
+    unread = _unread(dataset, folder, listing if listed else None)
+    notes = filter(None, (_left_out(others, paths), unread, images.note))
+    return replace(
+        images, classes=tuple(classes), labels=torch.tensor(labels), note="; ".join(notes)
     )
-
-    def file(position: int) -> str:
-        return _printable_name(paths[position].relative_to(dataset))
-
-    labelled = tuple(classes), torch.tensor(labels)
-    return Images(folder.name, split, *labelled, positions, ahead, note, ahead.expect, ahead, file)
 
 
 def unlabelled(name: str, split: str, paths: Sequence[Path], spec: InputSpec) -> Images:
     """Return images without labels from files in one folder."""
     for path in paths:
         raise_if(not path.is_file(), DataError, f"{path} is not a regular file", "remove it")
+    within = paths[0].parent if paths else Path()
+    return replace(_from_files(name, split, paths, spec, within), unlabelled=True)
+
+
+def _from_files(
+    name: str, split: str, paths: Sequence[Path], spec: InputSpec, dataset: Path
+) -> Images:
+    """Return the images of files below the dataset's folder, their labels zero."""
     decode = Decoder(spec)
     ahead = Ahead(lambda position: decode(paths[position]))
-    zeros = torch.zeros(len(paths), dtype=torch.long)
-    positions = torch.arange(len(paths))
     return Images(
         name=name,
         split=split,
         classes=(),
-        labels=zeros,
-        indices=positions,
+        labels=torch.zeros(len(paths), dtype=torch.long),
+        indices=torch.arange(len(paths)),
         fetch=ahead,
         note=_sizes(paths, spec),
         expect=ahead.expect,
         ahead=ahead,
-        file=lambda position: _printable_name(Path(paths[position].name)),
-        unlabelled=True,
+        file=lambda position: _printable_name(paths[position].relative_to(dataset)),
     )
 
 
@@ -358,83 +344,3 @@ def _numbered(rows: Sequence[Mapping[str, str]], column: str) -> tuple[list[str]
     classes = in_order({row[column] for row in rows})
     number_of = {name: number for number, name in enumerate(classes)}
     return classes, [number_of[row[column]] for row in rows]
-
-
-def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
-    """Return timm's evaluation transform (resize, crop) without the normalisation, which the
-    network holds.
-
-    Its border, where the images have one, has the colour of the mean.
-    """
-    import certcli.system.compat  # noqa: F401
-
-    # isort: split
-    from timm.data import create_transform
-
-    whole = create_transform(
-        input_size=spec.size,
-        is_training=False,
-        interpolation=spec.interpolation,
-        crop_pct=spec.crop_pct,
-        crop_mode=spec.crop_mode,
-        mean=spec.mean,
-        std=spec.std,
-    )
-    *steps, last = whole.transforms
-    if type(last).__name__ != "Normalize":
-        raise AssertionError("timm's transform ends in another step than the normalisation")
-
-    def transform(image: Image.Image) -> Tensor:
-        current: Any = image
-        for step in steps:
-            current = step(current)
-        pixels: Tensor = current
-        return pixels
-
-    return transform
-
-
-class Decoder:
-    """Read an image file, (c, h, w) in [0, 1]; DataError: broken, or of an unknown scale."""
-
-    def __init__(self, spec: InputSpec) -> None:
-        self.channels = spec.size[0]
-        self.short_side = max(spec.size[1:]) / min(1.0, spec.crop_pct)
-        self.transform = _pixel_transform(spec)
-        grey = replace(spec, size=(1, *spec.size[1:]), mean=spec.mean[:1], std=spec.std[:1])
-        self.grey = _pixel_transform(grey)
-
-    def __call__(self, path: Path) -> Tensor:
-        try:
-            with opened_image(path) as image:
-                self._require_size(image, path)
-                return self._pixels(image, path).clamp(0, 1)
-        except DataError:
-            raise
-        except Exception as failure:  # decoders of hostile bytes raise errors of any type
-            raise DataError(
-                f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
-            ) from failure
-
-    def _require_size(self, image: Image.Image, path: Path) -> None:
-        """Raise DataError for a long image that resizing its short side would make huge."""
-        short, long = sorted(image.size)
-        raise_if(
-            self.short_side**2 * long > LARGEST_RESIZED * short,
-            DataError,
-            f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
-            "crop it, or remove it",
-        )
-
-    def _pixels(self, image: Image.Image, path: Path) -> Tensor:
-        # 16 bits a pixel: Pillow's own conversion to 8 clips at 255
-        if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-            scaled = Image.fromarray(np.asarray(image, dtype=np.float32) / np.float32(65535))
-            return self.grey(scaled).expand(self.channels, -1, -1)
-        raise_if(
-            image.mode in ("I", "F"),
-            DataError,
-            f"image {path} has {image.mode} pixels, whose white is not known",
-            "save it with 8 or 16 bits",
-        )
-        return self.transform(image.convert("L" if self.channels == 1 else "RGB"))

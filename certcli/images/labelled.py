@@ -10,7 +10,7 @@ from itertools import islice, zip_longest
 import torch
 from torch import Tensor
 
-from certcli.images.prefetch import Ahead
+from certcli.images.decoding import Ahead
 from certcli.system.errors import DataError, raise_if
 
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -231,3 +231,10 @@ def require_split(name: str, split: str, splits: Sequence[str]) -> None:
         f"dataset '{name}' has no split '{split}'",
         f"--split {' or '.join(splits)}",
     )
+
+
+def transform_each(images: Tensor, transform: Callable[[Tensor], Tensor], seed: int) -> Tensor:
+    """Return transform(image) of each image (b, c, h, w); torchvision draws from global generators."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return torch.stack([transform(image) for image in images])

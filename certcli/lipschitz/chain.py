@@ -20,7 +20,7 @@ from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.system.errors import NoBoundError, raise_if
 
 Run = Callable[[Tensor, Tensor], Tensor]

@@ -1,0 +1,1 @@
+import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)

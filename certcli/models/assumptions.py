@@ -9,18 +9,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
-
-import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
-
-# isort: split
 from timm.models.vision_transformer import Block, ResPostBlock
+from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
+from certcli.models.origins import Fact, Reading
 from certcli.models.pixels import PixelModel
-from certcli.models.provenance import Fact, Reading
 from certcli.models.weights import load_weights
 from certcli.system.errors import ArchitectureError
 

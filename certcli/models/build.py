@@ -8,26 +8,29 @@ from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
+import timm
 import torch
 from torch import Tensor, nn
-
-import certcli.system.compat  # noqa: F401 (lets timm import torchvision)
-
-# isort: split
-import timm
 
 from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, surgery_arguments
 from certcli.models.build_limits import Building
+from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
-from certcli.models.provenance import NOTHING_ASSUMED, Reading
 from certcli.models.weights import load_weights
-from certcli.nn import words
+from certcli.nn import norms
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
-from certcli.system.errors import ArchitectureError, CertvitError, Refused, UsageError, one_line
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    Refused,
+    UsageError,
+    one_line,
+    raise_if,
+)
 from certcli.system.torch_modes import seed_all
 
 
@@ -124,7 +127,7 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         )
     try:
         arguments = arch_arguments(arch_args)
-        return _construct(arch, words.with_layers(arguments)).eval()
+        return _construct(arch, norms.with_layers(arguments)).eval()
     except Refused as refusal:
         raise ArchitectureError(
             str(refusal), "an architecture is described by numbers, switches and words"
@@ -143,11 +146,11 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(arch, pretrained=False, **arguments)
     except TypeError as failure:
-        if words.NORM_EPS not in arguments or not words.takes_no_norm_eps(failure):
+        if norms.NORM_EPS not in arguments or not norms.takes_no_norm_eps(failure):
             raise
-    eps = arguments.pop(words.NORM_EPS)
+    eps = arguments.pop(norms.NORM_EPS)
     net = timm.create_model(arch, pretrained=False, **arguments)
-    words.set_norm_eps(net, eps)
+    norms.set_norm_eps(net, eps)
     return net
 
 
@@ -254,21 +257,23 @@ def require_described(model: PixelModel, record: Record) -> None:
             f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
             "wrap it in a module that returns the tensor",
         )
-    if logits.dim() != 2 or len(logits) != 1:
-        raise ArchitectureError(
-            f"the network maps an image to a tensor {tuple(logits.shape)}, not to one row of logits or features",
-            "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",
-        )
+    raise_if(
+        logits.dim() != 2 or len(logits) != 1,
+        ArchitectureError,
+        f"the network maps an image to a tensor {tuple(logits.shape)}, not to one row of logits or features",
+        "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",
+    )
     if record.classes not in (0, logits.shape[1]):
         raise ArchitectureError(
             f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
             "the file was edited, or written by another program; go back to the checkpoint it came from",
         )
-    if not bool(torch.isfinite(logits).all()):
-        raise ArchitectureError(
-            f"the network's logits of a black image are not finite in {str(kind).removeprefix('torch.')}",
-            "no result about such a network is valid",
-        )
+    raise_if(
+        not bool(torch.isfinite(logits).all()),
+        ArchitectureError,
+        f"the network's logits of a black image are not finite in {str(kind).removeprefix('torch.')}",
+        "no result about such a network is valid",
+    )
 
 
 def load_double(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> PixelModel:
@@ -365,19 +370,22 @@ def spec_of(
     """Return the input, completed by timm's configuration; one value stands for all channels."""
     config = getattr(net, "pretrained_cfg", None) or {}
     input_size = size or tuple(config.get("input_size") or ())
-    mean = mean or config.get("mean")
-    std = std or config.get("std")
-    if len(input_size) != 3 or not mean or not std:
-        raise UsageError(
-            "the architecture does not say its input size, mean or std", "give --mean and --std"
-        )
+    mean = mean or config.get("mean") or ()
+    std = std or config.get("std") or ()
+    raise_if(
+        len(input_size) != 3 or not mean or not std,
+        UsageError,
+        "the architecture does not say its input size, mean or std",
+        "give --mean and --std",
+    )
     channels = int(input_size[0])
     mean, std = (tuple(values) * channels if len(values) == 1 else values for values in (mean, std))
-    if not len(mean) == len(std) == channels:
-        raise UsageError(
-            f"mean and std have {len(mean)} and {len(std)} values for {channels} input channels",
-            "give --mean and --std, one value or one a channel",
-        )
+    raise_if(
+        not len(mean) == len(std) == channels,
+        UsageError,
+        f"mean and std have {len(mean)} and {len(std)} values for {channels} input channels",
+        "give --mean and --std, one value or one a channel",
+    )
     return InputSpec(
         size=(channels, int(input_size[1]), int(input_size[2])),
         mean=tuple(float(v) for v in mean),

@@ -2,44 +2,29 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
-
-# isort: split
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor, nn
 
 from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
+from certcli.checkpoint.shards import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
-from certcli.models.folder import HUB_NAMES
-from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.models.origins import Hints
+from certcli.system.errors import ArchitectureError, CheckpointError, raise_if
 from certcli.system.reading import is_absent
 
 CONFIG = "config.json"
+HUB_NAMES = ("model.safetensors", INDEX, "pytorch_model.bin", "pytorch_model.pth")
+"""Names that the hub's libraries give to weights; which of them comes first differs between libraries."""
 TIMM = "timm's own"
 _PIXELS = "one mean and one positive std a channel, of pixels in [0, 1]"
-
-
-@dataclass(frozen=True)
-class Description:
-    """The record of a foreign file, and the origin of its values.
-
-    Attributes:
-        origins: By argument of the architecture, "architecture", "mean", "std", "view".
-        net: The network, where describing the file took building it.
-    """
-
-    record: Record
-    origins: Mapping[str, str]
-    net: nn.Module | None = None
 
 
 def config_path(path: Path) -> Path:
@@ -140,10 +125,11 @@ def _value_text(value: Any) -> str:
 
 def describe_timm_file(
     path: Path, hints: Hints, config: ConfigFields | None, tensors: Mapping[str, Tensor]
-) -> Description:
-    """Return the description of a foreign file, from config.json or, without it, the options."""
+) -> tuple[Record, dict[str, str], nn.Module]:
+    """Return the record of a foreign file, from config.json or, without it, the options; the origin of
+    its values, by argument of the architecture, "architecture", "mean", "std", "view"; the network.
+    """
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
-    net = None
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     if config is not None:
         said = {"architecture": CONFIG, "mean": CONFIG, "std": CONFIG}
@@ -158,10 +144,11 @@ def describe_timm_file(
             record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
+            net = build.build(record, like=tensors)
     else:
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
         record, net = _from_hints(hints, tensors, path)
-    return Description(record, origins, net)
+    return record, origins, net
 
 
 def _as_hints(fields: ConfigFields, hints: Hints) -> Hints:
@@ -189,10 +176,12 @@ def _from_config(
     classes = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
     missing = [name for name, value in needed.items() if value is None]
-    if missing:
-        raise ArchitectureError(
-            f"{config} does not say {', '.join(missing)}", "add it, or pass --mean and --std"
-        )
+    raise_if(
+        missing,
+        ArchitectureError,
+        f"{config} does not say {', '.join(missing)}",
+        "add it, or pass --mean and --std",
+    )
     if not isinstance(classes, int):
         raise CheckpointError(f"{config} cannot be used: num_classes is no number")
     assert about.input_size is not None
@@ -284,13 +273,14 @@ def _from_hints(
     assert hints.arch is not None
     net = build.create(hints.arch, arguments, initialise=False, like=tensors)
     config: Mapping[str, Any] = getattr(net, "pretrained_cfg", None) or {}
-    mean = hints.mean or config.get("mean")
-    std = hints.std or config.get("std")
-    if not mean or not std:
-        raise ArchitectureError(
-            f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
-            "pass --mean and --std, one value a channel",
-        )
+    mean = hints.mean or config.get("mean") or ()
+    std = hints.std or config.get("std") or ()
+    raise_if(
+        not mean or not std,
+        ArchitectureError,
+        f"{path} does not say how its images were normalised, and timm has no configuration of '{hints.arch}'",
+        "pass --mean and --std, one value a channel",
+    )
     size = build.input_size_of(net) or tuple(config.get("input_size") or (0, 0, 0))
     channels = arguments.get("in_chans", max(size[0], len(hints.mean or ()), len(hints.std or ())))
     side = arguments.get("img_size") or size[1:]
@@ -308,8 +298,9 @@ def require_consistent_config(
         said = getattr(fields, name)
         actual = getattr(net, name, None)
         comparable = isinstance(actual, (int, str)) and isinstance(said, (int, str))
-        if comparable and said != actual and name not in hints.arch_args and not hints.as_stated:
-            raise ArchitectureError(
-                f"{config} says {name} {said}, and the network that it names has {actual}: is it about this file?",
-                f"--arch-arg {name}=..., or --as-stated if the rest of it is right",
-            )
+        raise_if(
+            comparable and said != actual and name not in hints.arch_args and not hints.as_stated,
+            ArchitectureError,
+            f"{config} says {name} {said}, and the network that it names has {actual}: is it about this file?",
+            f"--arch-arg {name}=..., or --as-stated if the rest of it is right",
+        )

@@ -22,9 +22,8 @@ from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
-from certcli.nn.schedules import BETAS, alpha_bars
-from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.nn.unet import BETAS, UNet, UNetShape, alpha_bars
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
 
 T = TypeVar("T")
@@ -115,18 +114,13 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     """
     by_torch = path.suffix in TORCH_SUFFIXES
     bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
-    bare = without_wrapping(bare, path, None, _denoiser_roots)
+    bare = without_wrapping(bare, path, None, _FIRST)
     if bare.normaliser is not None:
         raise ArchitectureError(
             f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
             "write the network alone",
         )
     return bare.tensors
-
-
-def _denoiser_roots(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes under which denoisers lie."""
-    return sorted({match[1] for name in tensors if (match := _FIRST.fullmatch(name))})
 
 
 def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
@@ -145,12 +139,13 @@ def read_diffusers(path: Path, channels: int) -> tuple[UNet, Schedule, str]:
 
     def stored() -> dict[str, Tensor]:
         file = inner / WEIGHTS
-        if is_absent(file) and not is_absent(file.with_suffix(".bin")):
-            raise CheckpointError(
-                f"{inner} holds its weights as a pickle",
-                "diffusers writes safetensors: "
-                "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
-            )
+        raise_if(
+            is_absent(file) and not is_absent(file.with_suffix(".bin")),
+            CheckpointError,
+            f"{inner} holds its weights as a pickle",
+            "diffusers writes safetensors: "
+            "UNet2DModel.from_pretrained(FOLDER).save_pretrained(OTHER)",
+        )
         return unwrapped_tensors(file)
 
     return assembled(config, rule, stored, channels, str(path))
@@ -198,11 +193,12 @@ def assembled(
 
 def require_channels(shape: UNetShape, channels: int, where: str) -> None:
     """Raise ArchitectureError unless the UNet maps such images to such, or with variances."""
-    if shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels):
-        raise ArchitectureError(
-            f"the denoiser {where} is for {shape.in_channels} channels "
-            f"(and gives {shape.out_channels}), the network for {channels}"
-        )
+    raise_if(
+        shape.in_channels != channels or shape.out_channels not in (channels, 2 * channels),
+        ArchitectureError,
+        f"the denoiser {where} is for {shape.in_channels} channels "
+        f"(and gives {shape.out_channels}), the network for {channels}",
+    )
 
 
 def _new_name(name: str) -> str:
@@ -213,11 +209,12 @@ def _new_name(name: str) -> str:
 
 
 def _json_fields(path: Path) -> dict[str, Any]:
-    if is_absent(path):
-        raise CheckpointError(
-            f"{path} is missing: without it the denoiser's function is not known",
-            "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
-        )
+    raise_if(
+        is_absent(path),
+        CheckpointError,
+        f"{path} is missing: without it the denoiser's function is not known",
+        "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
+    )
     try:
         return decode_json(read_bounded(path), dict[str, Any])
     except (Refused, OSError, ValueError) as failure:
@@ -226,29 +223,44 @@ def _json_fields(path: Path) -> dict[str, Any]:
 
 def _diffusers_shape(config: Mapping[str, Any], path: str) -> UNetShape:
     name = config.get("_class_name", "UNet2DModel")
-    if name != "UNet2DModel":
-        raise ArchitectureError(f"{path} is a {one_line(str(name))}: {_PIXELS}", _UNET)
+    raise_if(
+        name != "UNet2DModel",
+        ArchitectureError,
+        f"{path} is a {one_line(str(name))}: {_PIXELS}",
+        _UNET,
+    )
     shape = _closed(config, UNetShape, FIXED, IDLE, path)
     levels = [shape.block_out_channels, shape.down_block_types, shape.up_block_types]
-    if len(set(map(len, levels))) > 1 or shape.block_out_channels[0] // 2 == shape.freq_shift:
-        raise ArchitectureError(f"{path}: the levels and widths that it states make no UNet")
+    raise_if(
+        len(set(map(len, levels))) > 1 or shape.block_out_channels[0] // 2 == shape.freq_shift,
+        ArchitectureError,
+        f"{path}: the levels and widths that it states make no UNet",
+    )
     return shape
 
 
 def _diffusers_schedule(config: Mapping[str, Any], path: str) -> Schedule:
     name = config.get("_class_name", SCHEDULERS[0])
-    if name not in SCHEDULERS:
-        raise ArchitectureError(
-            f"{path} is a {one_line(str(name))}", f"certvit reads {', '.join(SCHEDULERS)}"
-        )
+    raise_if(
+        name not in SCHEDULERS,
+        ArchitectureError,
+        f"{path} is a {one_line(str(name))}",
+        f"certvit reads {', '.join(SCHEDULERS)}",
+    )
     schedule = _closed(config, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
     betas = schedule.trained_betas
     steps = schedule.num_train_timesteps if betas is None else len(betas)
-    if steps != schedule.num_train_timesteps:
-        raise ArchitectureError(f"{path}: {steps} steps make no schedule")
+    raise_if(
+        steps != schedule.num_train_timesteps,
+        ArchitectureError,
+        f"{path}: {steps} steps make no schedule",
+    )
     signal = schedule.alpha_bars
-    if not bool((signal.diff() < 0).all() and signal[0] < 1 and signal[-1] >= 0):
-        raise ArchitectureError(f"{path}: the noise does not grow from step to step")
+    raise_if(
+        not bool((signal.diff() < 0).all() and signal[0] < 1 and signal[-1] >= 0),
+        ArchitectureError,
+        f"{path}: the noise does not grow from step to step",
+    )
     return schedule
 
 
@@ -267,10 +279,11 @@ def _closed(
             raise ArchitectureError(
                 f"{path}: {name} is {one_line(str(value))}, and certvit's UNet has {fixed[name][0]}"
             )
-        if not is_known and name not in fixed:
-            raise ArchitectureError(
-                f"{path} has the field '{one_line(name)}', which may change the function and is not known here"
-            )
+        raise_if(
+            not is_known and name not in fixed,
+            ArchitectureError,
+            f"{path} has the field '{one_line(name)}', which may change the function and is not known here",
+        )
     try:
         return convert_json({name: config[name] for name in names & config.keys()}, kind)
     except Refused as refusal:

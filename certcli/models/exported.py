@@ -12,7 +12,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.nn import functional
 
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
@@ -20,7 +20,7 @@ from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import Program, on_meta, shape_of
-from certcli.system.errors import ArchitectureError, Refused, one_line
+from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
 _MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -109,29 +109,22 @@ class _Reader:
             result = target(*args, **kwargs)
             return Batch(result) if any(isinstance(each, Batch) for each in args) else result
         name = target._schema.name.removeprefix("aten::")
-        if target._schema.is_mutable and not _is_fresh(node.args[0], node):
-            raise Refused("it changes a tensor that is read elsewhere")
-        depends = any(isinstance(each, fx.Node) for each in _flat_arguments((args, kwargs)))
+        raise_if(
+            target._schema.is_mutable and not _is_fresh(node.args[0], node),
+            Refused,
+            "it changes a tensor that is read elsewhere",
+        )
+        inputs: list[fx.Node] = []
+        map_arg((args, kwargs), inputs.append)
         if name == "sym_size":
             size = shape_of(args[0])[args[1]]
             return Batch(size) if args[1] == 0 else size
-        if not depends:
-            return self.program.apply(target, *args, **kwargs)
         reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
-        if reader is None:
+        if reader is None or not inputs:
             return self.program.apply(target, *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
-
-
-def _flat_arguments(value: Any) -> list[Any]:
-    items = value.values() if isinstance(value, dict) else value
-    return [
-        each
-        for item in items
-        for each in (_flat_arguments(item) if isinstance(item, (tuple, list, dict)) else [item])
-    ]
 
 
 def _is_fresh(node: Any, user: fx.Node) -> bool:
@@ -165,8 +158,11 @@ def _aten_attention(
     program: Program, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    if is_causal or dropout_p or enable_gqa:
-        raise Refused("attention with dropout, over earlier tokens or with shared heads")
+    raise_if(
+        is_causal or dropout_p or enable_gqa,
+        Refused,
+        "attention with dropout, over earlier tokens or with shared heads",
+    )
     rank = len(shape_of(key))
     turned = program.apply("permute", key, [*range(rank - 2), rank - 1, rank - 2])
     scores = program.apply(torch.matmul, query, turned)
@@ -204,8 +200,7 @@ def _aten_batch_norm(
     program: Program, x: Any, weight: Any, bias: Any, mean: Tensor, variance: Tensor, training: bool,
     momentum: float, eps: float, cudnn: bool,
 ) -> Any:  # fmt: skip
-    if training:
-        raise Refused("statistics of the batch: export model.eval()")
+    raise_if(training, Refused, "statistics of the batch: export model.eval()")
     weight = torch.ones_like(mean) if weight is None else weight
     bias = torch.zeros_like(mean) if bias is None else bias
     return _op(program, "BatchNormalization", x, weight, bias, mean, variance, epsilon=eps)
@@ -220,23 +215,8 @@ def _aten_layer_norm(
     return program.apply(layers.layer_norm_module(weight, bias, eps), x)
 
 
-def _aten_max_pool(
-    program: Program,
-    x: Any,
-    kernel: Any,
-    stride: Any = (),
-    padding: Any = 0,
-    dilation: Any = 1,
-    ceil_mode: bool = False,
-) -> Any:
-    return program.apply(
-        nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil_mode), x
-    )
-
-
 def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
-    if train and p:
-        raise Refused("dropout in training: export model.eval()")
+    raise_if(train and p, Refused, "dropout in training: export model.eval()")
     return x
 
 
@@ -266,25 +246,6 @@ def _aten_transpose(program: Program, x: Any, first: int = 0, second: int = 1) -
     return _op(program, "Transpose", x, perm=order)
 
 
-def _aten_chunk(program: Program, x: Any, chunks: int, dim: int = 0) -> Any:
-    return _aten_split(program, x, -(-shape_of(x)[dim] // chunks), dim)
-
-
-def _aten_mean(
-    program: Program, x: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
-) -> Any:
-    axes = list(range(len(shape_of(x)))) if dim is None else list(dim)
-    return _op(program, "ReduceMean", x, torch.tensor(axes), keepdims=int(keepdim))
-
-
-def _aten_unbind(program: Program, x: Any, dim: int = 0) -> Any:
-    return [_READERS["select"](program, x, dim, place) for place in range(shape_of(x)[dim])]
-
-
-def _aten_expand(program: Program, x: Any, sizes: Sequence[int], implicit: bool = False) -> Any:
-    return _op(program, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes]))
-
-
 _READERS: dict[str, Callable[..., Any]] = {
     **{name: lambda p, x, kind=kind: p.apply(kind(), x) for name, kind in _MODULES.items()},
     **{name: _aten_binary(function) for name, function in _BINARY.items()},
@@ -294,17 +255,25 @@ _READERS: dict[str, Callable[..., Any]] = {
     "conv2d": _aten_convolution,
     "batch_norm": _aten_batch_norm,
     "layer_norm": _aten_layer_norm,
-    "max_pool2d": _aten_max_pool,
+    "max_pool2d": lambda p, x, kernel, stride=(), padding=0, dilation=1, ceil=False: p.apply(
+        nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil), x
+    ),
     "dropout": _aten_dropout,
     "slice": _aten_slice,
     "split": _aten_split,
     "split_with_sizes": _aten_split,
-    "chunk": _aten_chunk,
+    "chunk": lambda p, x, chunks, dim=0: _aten_split(p, x, -(-shape_of(x)[dim] // chunks), dim),
     "transpose": _aten_transpose,
     "t": _aten_transpose,
-    "mean": _aten_mean,
-    "unbind": _aten_unbind,
-    "expand": _aten_expand,
+    "mean": lambda p, x, dim=None, keepdim=False, *, dtype=None: _op(
+        p, "ReduceMean", x, torch.tensor(dim or range(len(shape_of(x)))), keepdims=int(keepdim)
+    ),
+    "unbind": lambda p, x, dim=0: [
+        _op(p, "Gather", x, torch.tensor(place), axis=dim) for place in range(shape_of(x)[dim])
+    ],
+    "expand": lambda p, x, sizes, implicit=False: _op(
+        p, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes])
+    ),
     "linear": lambda p, x, weight, bias=None: p.apply(linear_module(weight, bias), x),
     "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
     "softmax": lambda p, x, dim, dtype=None: p.apply(

@@ -11,7 +11,7 @@ values for the published files).
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from certcli.models.diffusion import (
 )
 from certcli.models.weights import load_weights
 from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
+from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
 
 MARK = "input_blocks.0.0.weight"
@@ -108,15 +108,17 @@ def read_guided(
             channels, or a flag is missing that decides its function.
         CheckpointError: the file of flags is broken.
     """
-    if any(name.startswith("label_emb.") for name in tensors):
-        raise ArchitectureError(
-            f"the denoiser {path} is conditional: it wants the class of each image",
-            "an unconditional model, such as 256x256_diffusion_uncond.pt",
-        )
-    if not any(name.startswith("output_blocks.") for name in tensors):
-        raise ArchitectureError(
-            f"{path} has no output_blocks: it is half a UNet, such as a classifier of noisy images"
-        )
+    raise_if(
+        any(name.startswith("label_emb.") for name in tensors),
+        ArchitectureError,
+        f"the denoiser {path} is conditional: it wants the class of each image",
+        "an unconditional model, such as 256x256_diffusion_uncond.pt",
+    )
+    raise_if(
+        not any(name.startswith("output_blocks.") for name in tensors),
+        ArchitectureError,
+        f"{path} has no output_blocks: it is half a UNet, such as a classifier of noisy images",
+    )
     flags = _flags(path)
     try:
         layout = _Layout.of(tensors)
@@ -180,8 +182,11 @@ def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
     for width in sorted(widths):
         divisor = flags.num_heads or flags.num_head_channels
         assert divisor is not None
-        if width % divisor:
-            raise ArchitectureError(f"{path}: {width} channels are not cut into heads by {divisor}")
+        raise_if(
+            width % divisor,
+            ArchitectureError,
+            f"{path}: {width} channels are not cut into heads by {divisor}",
+        )
     several = any(shape.head_width(width) < width for width in widths)
     if several and flags.use_new_attention_order is None:
         raise _missing(
@@ -248,8 +253,11 @@ class _Layout:
         outputs = {name.split(".")[1] for name in tensors if name.startswith("output_blocks.")}
         levels = 1 + len(steps)
         layers = len(outputs) // levels - 1
-        if levels > DEEPEST or not 1 <= layers <= DEEPEST:
-            raise ValueError(f"{levels} levels of {layers} residual blocks")
+        raise_if(
+            levels > DEEPEST or not 1 <= layers <= DEEPEST,
+            ValueError,
+            f"{levels} levels of {layers} residual blocks",
+        )
         firsts = [1 + level * (layers + 1) for level in range(levels)]
         attending = tuple(f"input_blocks.{first}.1.qkv.weight" in tensors for first in firsts)
         return cls(layers, attending, "conv" not in steps)
@@ -257,34 +265,29 @@ class _Layout:
     def names(self) -> dict[str, str]:
         """Return prefix of a module of `UNet` -> its prefix in the file."""
         names = dict(ENDS)
-        for level, attends_here in enumerate(self.attending):
-            first = level * (self.layers + 1) + 1
-            blocks = [f"input_blocks.{first + layer}" for layer in range(self.layers)]
-            names |= self._level(f"down_blocks.{level}", blocks, attends_here)
-            if level < len(self.attending) - 1:
-                step = f"input_blocks.{first + self.layers}.0"
-                names |= self._step(f"down_blocks.{level}.downsamplers.0", step, "op")
-        for level, attends_here in enumerate(reversed(self.attending)):
-            first = level * (self.layers + 1)
-            blocks = [f"output_blocks.{first + layer}" for layer in range(self.layers + 1)]
-            names |= self._level(f"up_blocks.{level}", blocks, attends_here)
-            if level < len(self.attending) - 1:
-                step = f"{blocks[-1]}.{1 + attends_here}"
-                names |= self._step(f"up_blocks.{level}.upsamplers.0", step, "conv")
+        ways = (
+            ("down", "input", self.attending, self.layers, "op"),
+            ("up", "output", self.attending[::-1], self.layers + 1, "conv"),
+        )
+        for way, side, attending, layers, convolution in ways:
+            for level, attends_here in enumerate(attending):
+                new = f"{way}_blocks.{level}"
+                first = level * (self.layers + 1) + (way == "down")
+                for layer in range(layers):
+                    block = f"{side}_blocks.{first + layer}"
+                    names[f"{new}.resnets.{layer}"] = f"{block}.0"
+                    if attends_here:
+                        names[f"{new}.attentions.{layer}"] = f"{block}.1"
+                if level < len(attending) - 1:
+                    # a step between levels: a residual block, or one convolution
+                    ahead = (
+                        f"{first + layers}.0"
+                        if way == "down"
+                        else f"{first + layers - 1}.{1 + attends_here}"
+                    )
+                    step = ("", "") if self.by_resnet else (".conv", f".{convolution}")
+                    names[f"{new}.{way}samplers.0{step[0]}"] = f"{side}_blocks.{ahead}{step[1]}"
         return names
-
-    def _level(self, new: str, blocks: Sequence[str], attends_here: bool) -> dict[str, str]:
-        """Return the names of a level's residual blocks, and of the attention after each."""
-        names = {}
-        for layer, block in enumerate(blocks):
-            names[f"{new}.resnets.{layer}"] = f"{block}.0"
-            if attends_here:
-                names[f"{new}.attentions.{layer}"] = f"{block}.1"
-        return names
-
-    def _step(self, new: str, old: str, convolution: str) -> dict[str, str]:
-        """Return the names of a step between levels: a residual block, or one convolution."""
-        return {new: old} if self.by_resnet else {f"{new}.conv": f"{old}.{convolution}"}
 
     def kinds(self, plain: str, attention: str, resnet: str) -> tuple[Any, ...]:
         without = resnet if self.by_resnet else plain
@@ -297,8 +300,7 @@ def _guided_shape(tensors: Mapping[str, Tensor], layout: _Layout, flags: Flags) 
     widths = tuple(len(tensors[f"input_blocks.{first}.0.out_layers.3.bias"]) for first in firsts)
     rows = len(tensors["input_blocks.1.0.emb_layers.1.bias"])
     waves = tensors["time_embed.0.weight"].shape[1]
-    if waves % 2:
-        raise ValueError(f"an odd number of waves of t, {waves}")
+    raise_if(waves % 2, ValueError, f"an odd number of waves of t, {waves}")
     resampling: Resampling = "resnet" if layout.by_resnet else "conv"
     return GuidedShape(
         in_channels=tensors[MARK].shape[1],

@@ -15,11 +15,10 @@ from certcli.checkpoint.file import Checkpoint, require_weights
 from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import require_pixel_statistics
 from certcli.models import build, exported
-from certcli.models.foreign_tensors import foreign_tensor
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.models.program import program_digest
-from certcli.models.weights import require_classifier, require_features
-from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line
+from certcli.models.weights import foreign_tensor, require_classifier, require_features
+from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line, raise_if
 
 PREFIX = "module."
 """Of the architecture's name in the record: timm has no such architecture, so that no command builds another network."""
@@ -62,16 +61,17 @@ def open_module(
         shift = normalisation.mean.flatten()
         scale = normalisation.std.flatten()
         # it takes pixels: the same function
-        stated_none = _all_are(mean, 0.0) and _all_are(std, 1.0)
-        if stated_none or (_are(mean, shift) and _are(std, scale)):
-            mean = shift.tolist()
-            std = scale.tolist()
-            module = module.net
-        else:
-            raise UsageError(
-                f"the {kind} normalises its pixels itself",
-                "give neither mean nor std, or the network without its first layer",
-            )
+        stated_none = not any(statistics_per_channel(mean) or ())
+        stated_none &= {*(statistics_per_channel(std) or ())} <= {1.0}
+        raise_if(
+            not stated_none and not (_are(mean, shift) and _are(std, scale)),
+            UsageError,
+            f"the {kind} normalises its pixels itself",
+            "give neither mean nor std, or the network without its first layer",
+        )
+        mean = shift.tolist()
+        std = scale.tolist()
+        module = module.net
     try:
         if exported.is_exported(module):
             net, size = exported.network_of_program(module)
@@ -140,10 +140,12 @@ def open_module(
     ends = (is_number and class_count == 0) or (
         features and not (is_number and class_count == width)
     )
-    if width < 2 and not ends:
-        raise ArchitectureError(
-            f"the {kind} returns one logit an image", "a classifier has two logits or more"
-        )
+    raise_if(
+        width < 2 and not ends,
+        ArchitectureError,
+        f"the {kind} returns one logit an image",
+        "a classifier has two logits or more",
+    )
     opened = build.with_network(
         Checkpoint(tensors, Record(arch, shown, spec, 0 if ends else width)), net
     )
@@ -183,11 +185,12 @@ def _require_same_function(module: nn.Module, model: PixelModel) -> None:
     is_run_alike = dtypes == {ours} and weight.device.type == "cpu"
     scale = logits.amax(0) - logits.amin(0) if is_run_alike else logits.abs().amax()
     allowed = rounding * scale + 8 * torch.finfo(ours).eps * logits.abs()
-    if theirs.shape != logits.shape or not bool(((theirs - logits).abs() <= allowed).all()):
-        raise ArchitectureError(
-            f"the network that is made of the {type(module).__name__} and its weights gives other logits than the module",
-            "its copy, state_dict, hooks of loading or types of tensors change it: give it as plain modules and tensors",
-        )
+    raise_if(
+        theirs.shape != logits.shape or not bool(((theirs - logits).abs() <= allowed).all()),
+        ArchitectureError,
+        f"the network that is made of the {type(module).__name__} and its weights gives other logits than the module",
+        "its copy, state_dict, hooks of loading or types of tensors change it: give it as plain modules and tensors",
+    )
 
 
 @contextmanager
@@ -220,43 +223,33 @@ def _is_pixel_model(module: nn.Module) -> TypeGuard[PixelModel]:
     """Whether a module is just normalisation and network: no own forward or hook."""
     if type(module) is not PixelModel:
         return False
-    parts: tuple[nn.Module, ...] = (module, module.normalize)
-    if type(module.normalize) is ResizedPixels:
-        resize = module.normalize.resize
-        parts += (resize, module.normalize.normalize)
-        if not _is_resize(resize):
+    normalize = module.normalize
+    parts: list[nn.Module] = [module, normalize]
+    if type(normalize) is ResizedPixels:
+        parts += [normalize.resize, normalize.normalize]
+        if not _is_resize(normalize.resize):
             return False
-    if type(parts[-1]) is not PixelNormalize:
-        return False
     hooked = any(part._forward_hooks or part._forward_pre_hooks for part in parts)
-    return not hooked and not any("forward" in vars(part) for part in parts)
+    replaced = any("forward" in vars(part) for part in parts)
+    return type(parts[-1]) is PixelNormalize and not hooked and not replaced
 
 
 def _is_resize(resize: nn.Module) -> bool:
     """Tell whether this is the resize of its sides, with its own matrices."""
     if type(resize) is not PixelResize:
         return False
-    matrices = (resize.rows, resize.columns)
-    target, source = zip(*(matrix.shape for matrix in matrices), strict=True)
-    standard = PixelResize(source, target)
+    standard = PixelResize(*zip(resize.rows.shape[::-1], resize.columns.shape[::-1], strict=True))
     return all(
-        torch.equal(matrix.cpu().double(), stored)
-        for matrix, stored in zip(matrices, (standard.rows, standard.columns), strict=True)
+        torch.equal(getattr(resize, name).cpu().double(), getattr(standard, name))
+        for name in ("rows", "columns")
     )
-
-
-def _all_are(values: Statistics | None, number: float) -> bool:
-    return all(value == number for value in statistics_per_channel(values) or ())
 
 
 def _are(values: Statistics | None, statistics: Tensor) -> bool:
     """Tell whether these are the module's own statistics (c,); None says nothing else."""
-    if values is None:
-        return True
-    numbers = torch.tensor(
-        statistics_per_channel(values), dtype=statistics.dtype, device=statistics.device
-    )
-    return len(numbers) in (1, len(statistics)) and bool((numbers == statistics).all())
+    numbers = statistics_per_channel(values)
+    stated = statistics.new_tensor(statistics.tolist() if numbers is None else numbers)
+    return len(stated) in (1, len(statistics)) and bool((stated == statistics).all())
 
 
 def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | None:

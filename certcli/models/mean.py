@@ -7,9 +7,9 @@ from typing import Any
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import MEAN
 from certcli.models.build import OpenCheckpoint, build, with_network
-from certcli.nn.heads import FlatHead
-from certcli.nn.mean_network import MOST_MEMBERS, mean_tensors
-from certcli.system.errors import ArchitectureError, UsageError, one_line
+from certcli.nn.layers import FlatHead
+from certcli.nn.lipschitz_networks import MOST_MEMBERS, mean_tensors
+from certcli.system.errors import ArchitectureError, UsageError, one_line, raise_if
 
 
 def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenCheckpoint:
@@ -29,8 +29,11 @@ def mean_of(arch: str, members: Sequence[OpenCheckpoint], mirror: bool) -> OpenC
     same = ("input", "classes", "class_names")
     for number, member in enumerate(members, 1):
         member_record = member.record
-        if member_record.arch != arch:
-            raise UsageError(f"member {number} is of {one_line(member_record.arch)}, not {arch}")
+        raise_if(
+            member_record.arch != arch,
+            UsageError,
+            f"member {number} is of {one_line(member_record.arch)}, not {arch}",
+        )
         differs = [name for name in same if getattr(member_record, name) != getattr(first, name)]
         if differs:
             raise UsageError(

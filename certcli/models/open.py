@@ -6,51 +6,48 @@ each; a file that lacks one, or that fits two networks, is refused.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+import timm
 from torch import Tensor
 
-import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
-from certcli.models.timm_file import open_timm_file
-
-# isort: split
-import timm
-
 from certcli.checkpoint.arch_args import arch_arguments
-from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights
+from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights, tensors_digest
 from certcli.checkpoint.record import KEY, Record
-from certcli.checkpoint.schema import LONGEST_TEXT, is_name
+from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
+from certcli.checkpoint.shards import INDEX
 from certcli.checkpoint.shipped import shipped_path
 from certcli.models import build
 from certcli.models.assumptions import RECORD, image_preparation, reading_of, rival
 from certcli.models.build import OpenCheckpoint
+from certcli.models.config_json import HUB_NAMES
 from certcli.models.converters import torchvision
-from certcli.models.converters.alignment import cause
-from certcli.models.converters.base import Converted
+from certcli.models.converters.base import Converted, cause
 from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.transformers import convert_transformers as convert_transformers
 from certcli.models.converters.transformers import describes, is_transformers
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
     Bare,
+    Normaliser,
     read_torch,
 )
-from certcli.models.folder import weights_of
 from certcli.models.hub import cache_if_unreachable, fetched, hub_failure_reason
-from certcli.models.normaliser import read_with, with_statistics
-from certcli.models.overrides import Hints
-from certcli.models.provenance import KEY as ASSUMED
-from certcli.models.provenance import Fact
+from certcli.models.origins import KEY as ASSUMED
+from certcli.models.origins import Fact, Hints, Reading
+from certcli.models.timm_file import open_timm_file
 from certcli.models.weights import require_classifier, require_computed, require_fitting
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     CheckpointError,
+    Refused,
     one_line,
+    raise_if,
 )
 from certcli.system.reading import is_absent
 
@@ -67,11 +64,12 @@ def open_checkpoint(source: str, hints: Hints | None = None) -> OpenCheckpoint:
     checkpoint = perturbed_at(_open_source(source, hints), hints.image_size)
     recorded = checkpoint.record.classes
     actual = build.classes_of(checkpoint.net)
-    if bool(recorded) != bool(actual):
-        raise ArchitectureError(
-            f"the record of {source} says {recorded} classes, and its network has {actual}",
-            "the file was edited, or written by another program; go back to the checkpoint it came from",
-        )
+    raise_if(
+        bool(recorded) != bool(actual),
+        ArchitectureError,
+        f"the record of {source} says {recorded} classes, and its network has {actual}",
+        "the file was edited, or written by another program; go back to the checkpoint it came from",
+    )
     if not hints.features:
         require_classifier(checkpoint, source)
     return checkpoint
@@ -133,8 +131,7 @@ def _nearest_source(source: str) -> str:
 
 def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     metadata: dict[str, str] = {}
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not a regular file")
+    raise_if(not path.is_file(), CheckpointError, f"{path} is not a regular file")
     if path.suffix == ".onnx":
         from certcli.models.onnx.open import open_onnx  # which opens its network as a module
 
@@ -147,7 +144,7 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if KEY in metadata:
         tensors = hints.adapted(bare.tensors)
         return _with_record(Checkpoint(tensors, Record.from_json(metadata[KEY])), path, hints)
-    bare = without_wrapping(bare, path, hints.weights, _library_roots)
+    bare = without_wrapping(bare, path, hints.weights, _ANCHORS)
     bare = replace(bare, tensors=hints.adapted(bare.tensors))
     normaliser = bare.normaliser
     all_hints = hints if normaliser is None else with_statistics(hints, normaliser, path)
@@ -187,11 +184,6 @@ _ANCHORS = re.compile(
     r"|(\w+\.)?embeddings\.(patch_embeddings\..*|cls_token))"
 )
 """Names by which `_converted` recognises another library's network, after the prefix around it."""
-
-
-def _library_roots(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the prefixes under which networks of other libraries lie."""
-    return sorted({match[1] for name in tensors if (match := _ANCHORS.fullmatch(name))})
 
 
 def _of_another_library(
@@ -253,10 +245,12 @@ def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckp
 
 def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     """Fetch pretrained weights through timm's loader."""
-    if name.startswith("certvit_"):
-        raise CheckpointError(
-            f"{name} has no published weights", f"certvit init {name} -o {name}.safetensors"
-        )
+    raise_if(
+        name.startswith("certvit_"),
+        CheckpointError,
+        f"{name} has no published weights",
+        f"certvit init {name} -o {name}.safetensors",
+    )
     with cache_if_unreachable() as offline:
         try:
             net = timm.create_model(name, pretrained=True, **arch_arguments(hints.arch_args)).eval()
@@ -295,3 +289,86 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     reading = reading_of(net, record, origins, "timm's own", doubts)
     return build.with_network(Checkpoint(tensors, reading.noted(record)), net, reading)
+
+
+def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
+    """Return the options, completed by the statistics that the file holds before its network."""
+    try:
+        require_statistics(normaliser.mean, normaliser.std)
+    except Refused as refusal:
+        raise ArchitectureError(
+            f"{path} holds a normaliser around its network, {normaliser.names[0]} {_listed_statistics(normaliser.mean)} and "
+            f"{normaliser.names[1]} {_listed_statistics(normaliser.std)}: {refusal}",
+            "save the network inside alone, and pass --mean and --std",
+        ) from refusal
+    return replace(hints, mean=hints.mean or normaliser.mean, std=hints.std or normaliser.std)
+
+
+def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading:
+    """Return the reading with the file's statistics, and a doubt where options overrule them."""
+    doubts = list(reading.doubts)
+    facts = list(reading.facts)
+    for name, option, statistic in (
+        ("mean", hints.mean, normaliser.mean),
+        ("std", hints.std, normaliser.std),
+    ):
+        if option is None:
+            facts = [
+                replace(fact, origin=normaliser.origin) if fact.name == name else fact
+                for fact in facts
+            ]
+        elif set(option) != set(statistic):
+            doubts.append(
+                f"--{name} says {_listed_statistics(option)}, {normaliser.origin} {_listed_statistics(statistic)}: "
+                "the option is taken, and the file's is left out"
+            )
+    return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
+
+
+def _listed_statistics(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def weights_of(folder: Path, weights: str | None) -> Path:
+    """Return the folder's file of weights; of several with the same tensors the first.
+
+    Args:
+        weights: Which weights of a file that holds several, as in `read_torch`.
+
+    Raises:
+        CheckpointError: there is none, or two differ.
+    """
+    paths = [folder / name for name in HUB_NAMES if not is_absent(folder / name)]
+    raise_if(
+        not paths,
+        CheckpointError,
+        f"folder {folder} holds no model.safetensors, nor {INDEX} of several, nor pytorch_model.bin",
+        "name the file itself",
+    )
+    if len(paths) == 1:
+        return paths[0]
+    # where none can be read, the first
+    (first, its_digest), *others = list(_digests(paths, weights)) or [(paths[0], "")]
+    for path, digest in others:
+        raise_if(
+            digest != its_digest,
+            CheckpointError,
+            f"folder {folder} holds two sets of weights: the tensors of {first.name} and {path.name} differ",
+            f"name the file that is meant: {first}, or {path}",
+        )
+    return first
+
+
+def _digests(paths: list[Path], weights: str | None) -> Iterator[tuple[Path, str]]:
+    """Yield each file that can be read, with a digest of its tensors."""
+    for path in paths:
+        try:  # a pointer of git-lfs, say, holds no other weights
+            if path.suffix in TORCH_SUFFIXES:
+                tensors = read_torch(path, weights).tensors
+            else:
+                tensors, _ = read_tensors(path)
+        except CheckpointError:
+            if path.is_file():
+                continue
+            raise
+        yield path, tensors_digest(tensors)

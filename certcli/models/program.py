@@ -1,8 +1,9 @@
 """The program of a module in memory, as a digest: its classes' code, its attributes, its constants.
 
 Names and shapes of tensors are those of many networks, and so is what `repr` prints: torch.fx's
-graphs all print as `GraphModule()`. A graph counts by its operations, whatever their names are. Code
-counts by its instructions, so it belongs to one version of Python; library code counts by its name.
+graphs all print as `GraphModule()`. A graph counts by its operations, whatever their names are. What
+libraries and Python itself define counts by its name, so that no version of Python changes a graph's
+digest; code of the user's counts by its instructions, which belong to one version.
 """
 
 import copyreg
@@ -14,6 +15,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from types import (
     BuiltinFunctionType,
+    CellType,
     CodeType,
     FunctionType,
     MemberDescriptorType,
@@ -25,9 +27,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, fx, nn
+from torch._ops import OpOverload, OpOverloadPacket
 
-LIBRARIES = ("builtins", "torch", "torchvision", "timm", "certcli", "numpy")
-_TORCH = (torch.dtype, torch.device, torch.memory_format, torch.layout)
+LIBRARIES = {"torch", "torchvision", "timm", "certcli", "numpy"} | sys.stdlib_module_names
+_TORCH = (
+    torch.dtype,
+    torch.device,
+    torch.memory_format,
+    torch.layout,
+    OpOverload,
+    OpOverloadPacket,
+)
+"""Types whose texts name all that their values are."""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), *_TORCH)
 _BESIDE = ("_parameters", "_buffers", "_modules", "training", "_graph", "_code")
 """Attributes that tensors, paths of modules and a graph's own text stand for."""
@@ -48,7 +59,7 @@ def program_digest(net: nn.Module) -> str:
         if is_graph:
             facts += _operations(part, visited)
         for name, value in sorted(vars(part).items()):
-            if _is_hooks(name, value):
+            if name.startswith("_") and "_hooks" in name and isinstance(value, dict):
                 # hooks are keyed by numbers that count all hooks of the process
                 facts.append([name, _described_argument(list(value.values()), visited)])
             elif name not in _BESIDE and not is_graph:
@@ -117,7 +128,11 @@ def _parts_of_object(value: Any) -> Iterator[Any]:
     elif isinstance(value, FunctionType) and not _is_of_library(value):
         yield from _code_parts(value.__code__)
         yield from (value.__defaults__, value.__kwdefaults__)
-        yield [cell.cell_contents for cell in value.__closure__ or () if _is_full(cell)]
+        yield [
+            cell.cell_contents
+            for cell in value.__closure__ or ()
+            if cell != CellType() and cell.cell_contents is not None
+        ]
         names = sorted(_names_in_code(value.__code__) & value.__globals__.keys())
         yield [[name, value.__globals__[name]] for name in names]
     elif isinstance(value, (staticmethod, classmethod)):
@@ -147,10 +162,6 @@ def _state_of_object(value: Any) -> Any:
     return [slots, getattr(value, "__dict__", {})]
 
 
-def _is_hooks(name: str, value: Any) -> bool:
-    return name.startswith("_") and "_hooks" in name and isinstance(value, dict)
-
-
 def _counts(name: str, attribute: Any) -> bool:
     """Tell whether an attribute of a class is code or a value: descriptors of C are neither."""
     if name in ("__firstlineno__", "__doc__", "__slotnames__"):
@@ -168,13 +179,6 @@ def _code_parts(code: CodeType) -> Iterator[Any]:
 def _names_in_code(code: CodeType) -> set[str]:
     inner = (_names_in_code(each) for each in code.co_consts if isinstance(each, CodeType))
     return set(code.co_names).union(*inner)
-
-
-def _is_full(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:  # a name that the function outside has not bound
-        return False
 
 
 def _is_of_library(value: Any) -> bool:

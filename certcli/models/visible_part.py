@@ -2,30 +2,92 @@
 
 What is hidden does not enter a pass: two images that agree where a view sees give it the same
 input, bit for bit.
+
+An image (height, width) is cut into cells of (cell height, cell width) pixels, the last ones
+smaller where the sides do not divide: tokens, where tokens are dropped. A view is a grid of cells,
+True where seen: (rows, columns) bool.
 """
 
-from abc import ABC, abstractmethod
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import linear
-
-import certcli.system.compat  # noqa: F401
-
-# isort: split
 from timm.layers import PatchEmbed
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from certcli.models.pixels import PixelModel
-from certcli.models.views import Grid
-from certcli.system.errors import UsageError, one_line
+from certcli.system.errors import UsageError, one_line, raise_if
+
+
+@dataclass(frozen=True)
+class Grid:
+    """height, width: pixels of the image. cell: pixels of a cell, (height, width)."""
+
+    height: int
+    width: int
+    cell: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Cells: (rows, columns)."""
+        return -(-self.height // self.cell[0]), -(-self.width // self.cell[1])
+
+
+def band_views(grid: Grid, kind: str, width: int) -> Tensor:
+    """Views (m, rows, columns) of `width` columns (or rows, or a block), at each wrapped place."""
+    rows, columns = grid.shape
+    sides = {"columns": columns, "rows": rows, "blocks": min(rows, columns)}
+    if not 1 <= width < sides[kind]:
+        raise UsageError(
+            f"bands of {width} {kind}: the image has {rows} rows and {columns} columns of cells",
+            f"a width between 1 and {sides[kind] - 1}",
+        )
+    vertical = _ring(rows, rows if kind == "columns" else width)
+    horizontal = _ring(columns, columns if kind == "rows" else width)
+    return (vertical[:, None, :, None] & horizontal[None, :, None, :]).flatten(0, 1)
+
+
+def _ring(cells: int, width: int) -> Tensor:
+    """(cells, cells) bool: row i sees `width` cells from i on, those beyond the end at the start; one
+    row where it sees all."""
+    if width == cells:
+        return torch.ones(1, cells, dtype=torch.bool)
+    places = (torch.arange(cells)[:, None] + torch.arange(width)) % cells
+    return torch.zeros(cells, cells, dtype=torch.bool).scatter_(1, places, True)
+
+
+def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
+    """Views (m, rows, columns), each without a square of `side` pixels, at places x places places
+    from border to border.
+
+    On a grid of tokens the square covers whole tokens. UsageError where it does not fit.
+    """
+    shape = [-(-side // cell) for cell in grid.cell]
+    raise_if(
+        any(size >= cells for size, cells in zip(shape, grid.shape, strict=True)),
+        UsageError,
+        f"squares of {side} pixels leave nothing of an image of {grid.width} x {grid.height}",
+        "smaller",
+    )
+    corners = [
+        sorted({round(step * (cells - size) / (places - 1)) for step in range(places)})
+        for size, cells in zip(shape, grid.shape, strict=True)
+    ]
+    views = torch.ones(len(corners[0]) * len(corners[1]), *grid.shape, dtype=torch.bool)
+    for view, (top, left) in zip(views, itertools.product(*corners), strict=True):
+        view[top : top + shape[0], left : left + shape[1]] = False
+    return views
+
 
 AUTO = "auto"
 TOKENS = "tokens"
 PIXELS = "pixels"
+_INSTEAD = "--hide pixels takes any network"
 _COARSE = 32
 _FINE = 112
 """Cells a side where hidden pixels are grey, at most: where each takes a pass, and where masks are made of them."""
@@ -33,49 +95,33 @@ _SAME = 1e-3
 """Relative: logits with all tokens kept beside the network's own. Sums in another order move them by 1e-6."""
 
 
-class SeenPart(nn.Module, ABC):
+class SeenPart(nn.Module):
     """Pixels (b, c, h, w) in [0, 1] and one view each (b, rows, columns) bool -> logits (b, k),
-    with gradients.
+    with gradients. Hidden pixels take the mean that the network subtracts: any network.
 
-    alike: whether views can be in one batch, by a number that must be equal. why: what speaks
-        against dropping tokens.
+    why: what speaks against dropping tokens.
     """
-
-    hides: str
-    why = ""
-
-    def __init__(self, model: PixelModel, grid: Grid) -> None:
-        super().__init__()
-        self.model = model
-        self.grid = grid
-        self.eval()
-
-    @abstractmethod
-    def forward(self, pixels: Tensor, views: Tensor) -> Tensor: ...
-
-    def alike(self, views: Tensor) -> Tensor:
-        """(m, rows, columns) -> (m,)"""
-        return views.new_zeros(len(views), dtype=torch.int64)
-
-
-class GreyPixels(SeenPart):
-    """Hidden pixels take the mean that the network subtracts: any network."""
 
     hides = PIXELS
 
     def __init__(self, model: PixelModel, grid: Grid, why: str = "") -> None:
-        super().__init__(model, grid)
+        super().__init__()
+        self.model = model
+        self.grid = grid
         self.why = why
+        self.eval()
 
     def forward(self, pixels: Tensor, views: Tensor) -> Tensor:
         (down, across), (height, width) = self.grid.cell, pixels.shape[-2:]
-        shown = views.repeat_interleave(down, 1).repeat_interleave(across, 2)[
-            :, None, :height, :width
-        ]
-        logits: Tensor = self.model(
-            torch.where(shown, pixels, self.model.normalize.mean.to(pixels.dtype))
-        )
+        whole = views.repeat_interleave(down, 1).repeat_interleave(across, 2)
+        shown = whole[:, None, :height, :width]
+        grey = self.model.normalize.mean.to(pixels.dtype)
+        logits: Tensor = self.model(torch.where(shown, pixels, grey))
         return logits
+
+    def alike(self, views: Tensor) -> Tensor:
+        """Tell which views can be in one batch, by equal numbers: (m, rows, columns) -> (m,)"""
+        return views.new_zeros(len(views), dtype=torch.int64)
 
 
 class KeptTokens(SeenPart):
@@ -103,11 +149,8 @@ class KeptTokens(SeenPart):
         embed = net.patch_embed
         tokens = embed.norm(linear(pieces, embed.proj.weight.flatten(1), embed.proj.bias))
         prefix = [getattr(net, name, None) for name in ("cls_token", "dist_token", "reg_token")]
-        first = torch.cat(
-            [part for part in prefix if part is not None]
-            or [tokens.new_zeros(1, 0, tokens.shape[2])],
-            1,
-        )
+        empty = tokens.new_zeros(1, 0, tokens.shape[2])
+        first = torch.cat([empty, *(part for part in prefix if part is not None)], 1)
         if net.pos_embed is not None:
             # positions of the prefix, where it has any
             before = net.pos_embed.shape[1] - views[0].numel()
@@ -121,31 +164,25 @@ class KeptTokens(SeenPart):
         return views.flatten(1).sum(dim=1)
 
 
-def _require_tokens(model: PixelModel) -> PatchEmbed:
+def _require_tokens(model: PixelModel) -> Any:
     """UsageError that says why tokens of this network cannot be dropped."""
-    net = model.net
-
-    def refuse(why: str) -> UsageError:
-        return UsageError(
-            f"tokens of this network cannot be dropped: {why}", "--hide pixels takes any network"
-        )
-
+    net: Any = model.net
+    embed: Any = getattr(net, "patch_embed", None)
+    conv = getattr(embed, "proj", None)
+    why = ""
     if model.resize is not None:
-        raise refuse("its first layer resizes the images, so a pixel belongs to several tokens")
-    if type(net) not in (VisionTransformer, VisionTransformerDistilled):
-        raise refuse(
-            f"{type(net).__name__} is neither timm's VisionTransformer nor VisionTransformerDistilled"
-        )
-    embed = net.patch_embed
-    if type(embed) is not PatchEmbed or embed.dynamic_img_pad or not embed.flatten:
-        raise refuse("its patch embedding is not timm's, image patch by image patch")
-    conv = embed.proj
-    if type(conv) is not nn.Conv2d or not conv.kernel_size == conv.stride == tuple(
+        why = "its first layer resizes the images, so a pixel belongs to several tokens"
+    elif type(net) not in (VisionTransformer, VisionTransformerDistilled):
+        why = f"{type(net).__name__} is neither timm's VisionTransformer nor VisionTransformerDistilled"
+    elif type(embed) is not PatchEmbed or embed.dynamic_img_pad or not embed.flatten:
+        why = "its patch embedding is not timm's, image patch by image patch"
+    elif type(conv) is not nn.Conv2d or not conv.kernel_size == conv.stride == tuple(
         embed.patch_size
     ):
-        raise refuse("its patches overlap")
-    if conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
-        raise refuse("its patch embedding is padded, dilated or grouped")
+        why = "its patches overlap"
+    elif conv.padding != (0, 0) or conv.dilation != (1, 1) or conv.groups != 1:
+        why = "its patch embedding is padded, dilated or grouped"
+    raise_if(why, UsageError, f"tokens of this network cannot be dropped: {why}", _INSTEAD)
     return embed
 
 
@@ -160,13 +197,16 @@ def _require_same(part: KeptTokens, size: tuple[int, int, int]) -> None:
     try:
         whole, partial, _ = part(pixels, views), part.model(pixels), part(pixels, some)
     except (RuntimeError, AssertionError, ValueError, IndexError, TypeError) as failure:
-        message = f"tokens of this network cannot be dropped: a part of it wants them all ({one_line(failure)})"
-        raise UsageError(message, "--hide pixels takes any network") from failure
-    if not bool((whole - partial).abs().max() <= _SAME * (1 + partial.abs().max())):
         raise UsageError(
-            "tokens of this network cannot be dropped: with all of them kept it gives other logits",
-            "--hide pixels takes any network",
-        )
+            f"tokens of this network cannot be dropped: a part of it wants them all ({one_line(failure)})",
+            _INSTEAD,
+        ) from failure
+    raise_if(
+        not bool((whole - partial).abs().max() <= _SAME * (1 + partial.abs().max())),
+        UsageError,
+        "tokens of this network cannot be dropped: with all of them kept it gives other logits",
+        _INSTEAD,
+    )
 
 
 def seen_part(
@@ -200,4 +240,4 @@ def seen_part(
         raise UsageError(
             f"cells of {sides[1]} x {sides[0]} pixels do not fit into an image of {size[2]} x {size[1]}"
         )
-    return GreyPixels(model, Grid(size[1], size[2], (int(sides[0]), int(sides[1]))), why)
+    return SeenPart(model, Grid(size[1], size[2], (int(sides[0]), int(sides[1]))), why)

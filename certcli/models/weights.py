@@ -1,14 +1,21 @@
-"""Tensors become the weights of a network, all of them and no others."""
+"""Tensors become the weights of a network, all of them and no others.
 
-from collections.abc import Mapping
+Copies beyond `IN_MEMORY` bytes are memory-mapped files. A file's name is removed once it is mapped,
+and its space is reserved: nothing is left behind, and no later write fails. TMPDIR names the folder;
+where it has no space, copies are made in memory.
+"""
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint import mapped
 from certcli.checkpoint.file import FLOATS, INTEGERS, Checkpoint
 from certcli.models.converters.wrapping import first_names
-from certcli.system.errors import ArchitectureError, UsageError, one_line
+from certcli.system.errors import ArchitectureError, UsageError, one_line, raise_if
+from certcli.system.memory import free_bytes
 
 FITTING_HINT = "name the architecture with --arch (and --arch-arg key=value), or put timm's config.json beside the file"
 """The hint where nothing but the misfit is known."""
@@ -36,11 +43,17 @@ def load_weights(
         name: wide if value.is_floating_point() else value.dtype for name, value in tensors.items()
     }
     copied = {name: value for name, value in tensors.items() if copy or value.dtype != dtypes[name]}
-    net.load_state_dict({**tensors, **mapped.copies(copied, dtypes)}, strict=True, assign=True)
+    net.load_state_dict({**tensors, **copies(copied, dtypes)}, strict=True, assign=True)
 
 
 def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArchitectureError unless `net` has exactly these tensors."""
+    why = misfit(net, tensors)
+    raise_if(why, ArchitectureError, why, FITTING_HINT)
+
+
+def misfit(net: nn.Module, tensors: Mapping[str, Tensor]) -> str:
+    """Return where `net` has other tensors than these, "" where it has exactly these."""
     expected = net.state_dict()
     missing = sorted(expected.keys() - tensors.keys())
     surplus = sorted(tensors.keys() - expected.keys())
@@ -60,11 +73,7 @@ def require_fitting(net: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         if _value_kind(tensors[name]) != _value_kind(expected[name])
     ][:3]
     problems += shapes[:3] + ([f"and {len(shapes) - 3} more shapes"] if len(shapes) > 3 else [])
-    if problems:
-        raise ArchitectureError(
-            f"architecture and tensors disagree: {'; '.join(problems)}",
-            FITTING_HINT,
-        )
+    return f"architecture and tensors disagree: {'; '.join(problems)}" if problems else ""
 
 
 def require_computed(net: nn.Module, stored: Mapping[str, Tensor]) -> None:
@@ -75,18 +84,20 @@ def require_computed(net: nn.Module, stored: Mapping[str, Tensor]) -> None:
     """
     buffers = dict(net.named_buffers())
     for name, value in stored.items():
-        if name not in buffers:
-            raise ArchitectureError(
-                f"architecture and tensors disagree: unexpected '{one_line(name)}'"
-            )
+        raise_if(
+            name not in buffers,
+            ArchitectureError,
+            f"architecture and tensors disagree: unexpected '{one_line(name)}'",
+        )
         expected = buffers[name].double().flatten()
         rounding = 4 * torch.finfo(value.dtype).eps if value.dtype.is_floating_point else 0.0
         allowed = rounding * float(expected.abs().max()) if len(expected) else 0.0
         same = value.numel() == len(expected)
-        if not (same and torch.allclose(value.double().flatten(), expected, rtol=0, atol=allowed)):
-            raise ArchitectureError(
-                f"'{one_line(name)}' is not the one that timm's network computes: another window, or an edited file"
-            )
+        raise_if(
+            not (same and torch.allclose(value.double().flatten(), expected, rtol=0, atol=allowed)),
+            ArchitectureError,
+            f"'{one_line(name)}' is not the one that timm's network computes: another window, or an edited file",
+        )
 
 
 def _value_kind(tensor: Tensor) -> str:
@@ -114,9 +125,92 @@ def require_classifier(checkpoint: Checkpoint, source: str) -> None:
 
 def require_features(checkpoint: Checkpoint, source: str) -> None:
     """Raise UsageError for a network that ends in a classifier."""
-    if checkpoint.record.classes:
-        raise UsageError(
-            f"{one_line(source)} has a classifier of {checkpoint.record.classes} classes, and --features is for networks "
-            "without",
-            "leave out --features",
-        )
+    raise_if(
+        checkpoint.record.classes,
+        UsageError,
+        f"{one_line(source)} has a classifier of {checkpoint.record.classes} classes, and --features is for networks "
+        "without",
+        "leave out --features",
+    )
+
+
+_OWN = (Tensor, nn.Parameter)
+
+
+def foreign_tensor(net: nn.Module) -> str | None:
+    """Name the first tensor of a network that is of another type, or whose entries do not lie in rows.
+
+    A theorem reads the entries of a weight. A type of another library may store something else, or
+    compute something else of them: a quantised tensor, say.
+    """
+    for path, value in _tensors_by_path(net):
+        if not is_torch_tensor(value):
+            kind = type(value).__name__ if type(value) not in _OWN else str(value.layout)
+            return f"'{path}' ({kind})"
+    return None
+
+
+def is_torch_tensor(value: Tensor) -> bool:
+    """Tell whether a tensor is torch's own, with its entries in rows."""
+    return type(value) in _OWN and value.layout == torch.strided
+
+
+def _tensors_by_path(net: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for path, module in net.named_modules():
+        spaces = (module._parameters, module._buffers, vars(module))
+        for name, value in ((name, value) for space in spaces for name, value in space.items()):
+            if isinstance(value, Tensor):
+                yield f"{path}.{name}".lstrip("."), value
+
+
+IN_MEMORY = 2**30
+"""Bytes up to which all copies of a network are made in memory, if they take at most a quarter of
+the free memory."""
+
+SPARED = 2**28
+"""Bytes that a `Spool` keeps in memory. Lower than IN_MEMORY: its tensors are written once,
+trained weights often."""
+
+_SMALL = 2**16
+"""Bytes below which a tensor is never mapped."""
+
+
+def copies(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+    """Return copies of the tensors, each in its dtype."""
+    total = sum(value.numel() * dtypes[name].itemsize for name, value in tensors.items())
+    copy = _copied_in_memory if total <= min(IN_MEMORY, free_bytes() / 4) else _mapped_copy
+    return {name: copy(value, dtypes[name]) for name, value in tensors.items()}
+
+
+class Spool:
+    """Keep tensors that come one by one: the first SPARED bytes in memory, all later ones
+    mapped."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def keep(self, value: Tensor) -> Tensor:
+        """Return the tensor, or a mapped copy of it."""
+        self.held += value.nbytes
+        return value if self.held <= SPARED else _mapped_copy(value, value.dtype)
+
+
+def _copied_in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
+
+
+def _mapped_copy(value: Tensor, dtype: torch.dtype) -> Tensor:
+    size = value.numel() * dtype.itemsize
+    if size <= _SMALL or value.device.type != "cpu":
+        return _copied_in_memory(value, dtype)
+    try:
+        with tempfile.NamedTemporaryFile(prefix="certvit-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            flat = torch.from_file(file.name, shared=True, size=value.numel(), dtype=dtype)
+    except (
+        OSError,
+        AttributeError,
+        RuntimeError,
+    ):  # no room, no such call on this system, no such mapping
+        return _copied_in_memory(value, dtype)
+    return flat.view(value.shape).copy_(value)

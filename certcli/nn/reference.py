@@ -47,11 +47,14 @@ from timm.models import register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from certcli.nn.convnet import SmallConvNet
-from certcli.nn.mean_network import build_members
-from certcli.nn.mixers import LipschitzMixer, PlaceMixer, TokenMixer
-from certcli.nn.plain_vit import ClassAndMeanViT, CoViT, TiedL2ViT
-from certcli.nn.pyramid import LipschitzPyramid
+from certcli.nn.lipschitz_networks import (
+    LipschitzMixer,
+    LipschitzPyramid,
+    PlaceMixer,
+    TokenMixer,
+    build_members,
+)
+from certcli.nn.published_networks import ClassAndMeanViT, CoViT, SmallConvNet, TiedL2ViT
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
 _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

@@ -34,84 +34,54 @@ class WeightedResidual(nn.Module):
         return x + self.scale * branch
 
 
-Residual = type[ConvexResidual] | type[WeightedResidual]
+class _AddsByModules:
+    residual1: ConvexResidual | WeightedResidual
+    residual2: ConvexResidual | WeightedResidual
 
 
-class ResidualBlock(nn.Module):
+class ResidualBlock(_AddsByModules, Block):
     """timm's pre-norm ViT block, with the same parts and names, and its two additions as modules."""
 
-    def __init__(self, block: Block, residual: Residual) -> None:
-        super().__init__()
-        self.norm1 = block.norm1
-        self.attn = block.attn
-        self.ls1 = block.ls1
-        self.drop_path1 = block.drop_path1
-        self.norm2 = block.norm2
-        self.mlp = block.mlp
-        self.ls2 = block.ls2
-        self.drop_path2 = block.drop_path2
-        self.residual1, self.residual2 = residual(), residual()
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         x = self.residual1(x, self.drop_path1(self.ls1(self.attn(self.norm1(x)))))
         return self.residual2(x, self.drop_path2(self.ls2(self.mlp(self.norm2(x)))))
 
 
-class ResidualConvitBlock(nn.Module):
+class ResidualConvitBlock(_AddsByModules, ConvitBlock):
     """ConViT's block with its two additions as modules."""
-
-    def __init__(self, block: ConvitBlock, residual: Residual) -> None:
-        super().__init__()
-        self.norm1 = block.norm1
-        self.attn = block.attn
-        self.norm2 = block.norm2
-        self.mlp = block.mlp
-        self.drop_path = block.drop_path
-        self.residual1, self.residual2 = residual(), residual()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.residual1(x, self.drop_path(self.attn(self.norm1(x))))
         return self.residual2(x, self.drop_path(self.mlp(self.norm2(x))))
 
 
-class ResidualSwinBlock(SwinTransformerBlock):
+class ResidualSwinBlock(_AddsByModules, SwinTransformerBlock):
     """Swin's block, additions as modules; windows, shift, mask its own. (b, h, w, c) -> same."""
-
-    def __init__(self, block: SwinTransformerBlock, residual: Residual) -> None:
-        nn.Module.__init__(self)
-        for name in (
-            "input_resolution",
-            "window_size",
-            "shift_size",
-            "window_area",
-            "dynamic_mask",
-        ):
-            setattr(self, name, getattr(block, name))
-        self.norm1 = block.norm1
-        self.attn = block.attn
-        self.drop_path1 = block.drop_path1
-        self.norm2 = block.norm2
-        self.mlp = block.mlp
-        self.drop_path2 = block.drop_path2
-        mask: Any = block.attn_mask
-        self.register_buffer("attn_mask", mask, persistent=False)
-        self.residual1, self.residual2 = residual(), residual()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.residual1(x, self.drop_path1(self._attn(self.norm1(x))))
         return self.residual2(x, self.drop_path2(self.mlp(self.norm2(x))))
 
 
-def _with_residuals(old: nn.Module, residual: Residual) -> nn.Module:
-    if type(old) is Block:
-        return ResidualBlock(old, residual)
-    if type(old) is SwinTransformerBlock:
-        return ResidualSwinBlock(old, residual)
-    if type(old) is ConvitBlock:
-        return ResidualConvitBlock(old, residual)
-    raise ArchitectureError(
-        f"residuals of {type(old).__name__} cannot be replaced, only those of the blocks of timm's ViT, Swin and ConViT"
-    )
+_WITH_RESIDUALS: dict[type[nn.Module], type[nn.Module]] = {
+    Block: ResidualBlock,
+    ConvitBlock: ResidualConvitBlock,
+    SwinTransformerBlock: ResidualSwinBlock,
+}
+
+
+def _with_residuals(
+    block: Any, residual: type[ConvexResidual] | type[WeightedResidual]
+) -> nn.Module:
+    """Return the block itself, which from now on adds by modules."""
+    kind = _WITH_RESIDUALS.get(type(block))
+    if kind is None:
+        raise ArchitectureError(
+            f"residuals of {type(block).__name__} cannot be replaced, only those of the blocks of timm's ViT, Swin and ConViT"
+        )
+    block.__class__ = kind
+    block.residual1, block.residual2 = residual(), residual()
+    return block
 
 
 def build_convex(old: nn.Module) -> nn.Module:

@@ -11,37 +11,37 @@ REPLACEMENTS = Registry(
     "replacement",
     Entry(
         "l2-attention",
-        "certcli.nn.l2_attention:build",
+        "certcli.nn.attention_variants:build_l2_attention",
         "tied L2 self-attention in place of timm's dot-product attention",
         "Kim et al. 2021, with the factor A_h",
     ),
     Entry(
         "l2-untied-value-attention",
-        "certcli.nn.l2_attention:build_untied",
+        "certcli.nn.attention_variants:build_l2_untied_value_attention",
         "tied L2 attention with values of their own: a bound on tokens of bounded norm only",
         "the form that CertViT publishes",
     ),
     Entry(
         "scsa-attention",
-        "certcli.nn.scsa_attention:build",
+        "certcli.nn.attention_variants:build_cosine_attention",
         "scaled cosine similarity attention",
         "Qi et al. 2023",
     ),
     Entry(
         "lnorm-attention",
-        "certcli.nn.lnorm_attention:build",
+        "certcli.nn.attention_variants:build_lipschitz_norm_attention",
         "attention with scores divided by their own size",
         "Dasoulas et al. 2021",
     ),
     Entry(
         "conv-attention",
-        "certcli.nn.conv_attention:build_conv_attention",
+        "certcli.nn.attention_variants:build_conv_attention",
         "parallel convolutions over the tokens in place of attention",
         "CoViT, the Cauchy paper",
     ),
     Entry(
         "orthogonal-attention",
-        "certcli.nn.orthogonal_attention:build_orthogonal_attention",
+        "certcli.nn.attention_variants:build_orthogonal_attention",
         "orthogonal matrices over the tokens in place of attention; takes their number",
     ),
     Entry(
@@ -70,19 +70,19 @@ REPLACEMENTS = Registry(
     ),
     Entry(
         "relu",
-        "certcli.nn.activations:build_relu",
+        "certcli.nn.layers:build_relu",
         "ReLU in place of GELU: slope 1 instead of 1.13",
     ),
     Entry(
         "maxmin",
-        "certcli.nn.activations:build_maxmin",
+        "certcli.nn.layers:build_maxmin",
         "MaxMin in place of GELU or ReLU",
         "Anil et al. 2019",
     ),
     Entry("norm-eps", "certcli.nn.norms:build_norm_eps", "the same norm with an eps of its own"),
     Entry(
         "flat-head",
-        "certcli.nn.heads:build_flat_head",
+        "certcli.nn.layers:build_flat_head",
         "tokens side by side into a MaxMin MLP, in place of pooling",
     ),
 )

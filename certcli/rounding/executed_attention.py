@@ -24,12 +24,16 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.conv_attention import ConvAttention
-from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
-from certcli.nn.lnorm_attention import FLOOR, LipschitzNormAttention
-from certcli.nn.scsa_attention import CosineAttention
-from certcli.rounding.algorithms import covers
-from certcli.rounding.executed_windows import require_plain_convolutions
+from certcli.nn.attention_variants import (
+    FLOOR,
+    ConvAttention,
+    CosineAttention,
+    L2Attention,
+    L2UntiedValueAttention,
+    LipschitzNormAttention,
+)
+from certcli.rounding.arithmetics import LinearMap, Precision, Stored, compounded, covers, largest
+from certcli.rounding.executed_layers import require_plain_convolutions
 from certcli.rounding.operation_errors import (
     Followed,
     Operation,
@@ -37,8 +41,6 @@ from certcli.rounding.operation_errors import (
     Sizes,
     rules,
 )
-from certcli.rounding.precisions import Precision, compounded
-from certcli.rounding.stored import LinearMap, Stored, largest
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,10 @@ from timm.layers.norm import SimpleNorm, SimpleNorm2d
 
 from certcli.lipschitz.numerics.real import INF, Real, as_real
 from certcli.lipschitz.rules.reductions import degrees
-from certcli.nn.heads import L2Pool
-from certcli.rounding.algorithms import covers
+from certcli.nn.layers import L2Pool
+from certcli.rounding.arithmetics import compounded, covers
 from certcli.rounding.executed_norms import least_deviation, least_square, with_gain
 from certcli.rounding.operation_errors import Followed, Operation, Rounding, Sizes, rules, summed
-from certcli.rounding.precisions import compounded
 
 
 @rules.module(SimpleNorm)

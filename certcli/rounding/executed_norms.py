@@ -18,7 +18,7 @@ from certcli.engine.curves import curve_of
 from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.rounding.algorithms import covers
+from certcli.rounding.arithmetics import FLOAT32, compounded, covers, largest, length
 from certcli.rounding.operation_errors import (
     Executed,
     Followed,
@@ -28,8 +28,6 @@ from certcli.rounding.operation_errors import (
     Steep,
     rules,
 )
-from certcli.rounding.precisions import FLOAT32, compounded
-from certcli.rounding.stored import largest, length
 
 
 def with_gain(

@@ -15,7 +15,7 @@ from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.rules.moves import windows_of
-from certcli.rounding.algorithms import covers
+from certcli.rounding.arithmetics import BlockMap, LinearMap, compounded, covers, largest, length
 from certcli.rounding.executed_attention import AttentionRow, averaged, of_mask, softmax_error
 from certcli.rounding.operation_errors import (
     Followed,
@@ -26,8 +26,6 @@ from certcli.rounding.operation_errors import (
     rules,
     scaled,
 )
-from certcli.rounding.precisions import compounded
-from certcli.rounding.stored import BlockMap, LinearMap, largest, length
 
 
 @rules.method("mul", "mul_", "multiply")

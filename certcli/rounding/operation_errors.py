@@ -20,10 +20,17 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.rounding.algorithms import covers
-from certcli.rounding.computed_constants import error_of
-from certcli.rounding.precisions import FLOAT64, Precision, compounded
-from certcli.rounding.stored import LinearMap, Stored, largest, length
+from certcli.rounding.arithmetics import (
+    FLOAT64,
+    LinearMap,
+    Precision,
+    Stored,
+    compounded,
+    covers,
+    error_of,
+    largest,
+    length,
+)
 
 rules = RuleTable("executed")
 

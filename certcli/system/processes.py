@@ -218,21 +218,6 @@ class Team:
             payload.view(torch.uint8) if payload.dtype == torch.bool else payload, src=rank
         )
 
-    def join(self, rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor | None:
-        """Return in the leader the whole tensor, on the CPU, from each process's rows (as
-        torch.chunk splits it).
-
-        The others get None.
-        """
-        rows_each = -(-shape[0] // self.size)
-        payload = rows.new_zeros(rows_each, *shape[1:], device="cpu")
-        payload[: len(rows)] = rows.detach()
-        gathered = payload.new_empty(rows_each * self.size, *shape[1:]) if self.leads else None
-        self.group().gather(
-            payload, None if gathered is None else list(gathered.chunk(self.size)), dst=0
-        )
-        return None if gathered is None else gathered[: shape[0]]
-
     def fail(self, code: int) -> int | None:
         """Return None in the first process that fails, which reports; else that one's code."""
         if not self.several:

@@ -29,8 +29,7 @@ from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
-from certcli.verification.lineage import check_lineage
-from certcli.verification.report import SLACK, below_log10, below_text, states_less
+from certcli.verification.report import SLACK, below_log10, below_text, check_lineage, states_less
 
 SAMPLE_ALPHA = 1e-3
 """Two-sided: an honest share is refuted by a sample once in 1,000 times at most."""

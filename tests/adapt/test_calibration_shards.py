@@ -9,7 +9,7 @@ import torch
 import torch.distributed as distributed
 from torch import Tensor
 
-from certcli.adapt.calibration_shards import Shards
+from certcli.adapt.descend import Shards
 from certcli.system.errors import UsageError
 from certcli.system.processes import Team
 

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.families import adapted_family, run_end
-from certcli.adapt.fit import AdaptedPart
 from certcli.adapt.keep import Keeper
-from certcli.adapt.plan import plan
+from certcli.adapt.plan import AdaptedPart, adapted_family, plan, run_end
 from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network, trial_upper
 from certcli.models import build
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention_variants import L2Attention
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.grids import crossed
 

@@ -10,12 +10,11 @@ import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt import state as states
-from certcli.adapt.pixels import augment_for_distillation, compact
-from certcli.adapt.run import Adapter
+from certcli.adapt import run as states
+from certcli.adapt.descend import augment_for_distillation, compact
+from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
-from certcli.adapt.state import load_adaptation_state, save_adaptation_state
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build as models

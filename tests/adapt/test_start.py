@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from certcli.adapt.calibration_shards import Pairs, Shards
+from certcli.adapt.descend import Pairs, Shards
 from certcli.adapt.start import compose_inputs, fit_layer, fold_center_norm
 from certcli.nn.norms import CenterNorm, FloorNorm
 

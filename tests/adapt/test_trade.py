@@ -12,8 +12,7 @@ import torch
 from msgspec import to_builtins
 
 from certcli.adapt import keep as keeping
-from certcli.adapt.adaptation import RaisedFloor
-from certcli.adapt.keep import Keeper, cheapest_first
+from certcli.adapt.keep import Keeper, RaisedFloor, cheapest_first
 from certcli.adapt.settings import AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.fidelity import ReferenceLogits

@@ -145,7 +145,7 @@ def test_labels_are_whole_numbers(network: OpenCheckpoint, labels: Any) -> None:
 def test_an_endless_generator_ends(
     network: OpenCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("certcli.api.data.free_bytes", lambda: 10_000)
+    monkeypatch.setattr("certcli.api.networks.free_bytes", lambda: 10_000)
     with pytest.raises(DataError, match="do not fit into memory"):
         certvit.predict(network, itertools.repeat(torch.rand(3, 2, 2)))
 

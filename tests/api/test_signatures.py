@@ -1,18 +1,19 @@
 """What Python's functions take: docs/api.md lists it, types name it, and options are fields of the
-rooms' own options.
+rooms' own options. Bounds of logits and margins: no image of the neighbourhood leaves them, and
+they say what certificates say.
 """
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import certvit
 import certvit.testing
@@ -21,10 +22,16 @@ from certcli.api import door, options
 from certcli.api.arguments import fields_of
 from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
+from certcli.certify import logit_bounds
+from certcli.certify import logit_bounds as logit_bounds_module
 from certcli.certify.methods import METHODS, Method, options_of_method
-from certcli.certify.patch.options import Patches
-from certcli.models.build import OpenCheckpoint
+from certcli.certify.options import Patches
+from certcli.evaluation.radii import Norm
+from certcli.models.in_memory import open_module
+from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
+from tests.enclosure.test_zonotope_networks import network as vision_transformer
+from tests.helpers.grids import EVERY, crossed
 
 PAGE = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -84,13 +91,6 @@ def test_the_page_shows_each_signature(name: str) -> None:
     assert f"({row})" == str(inspect.Signature(parameters)).replace("'", '"')
 
 
-@pytest.fixture(scope="module")
-def network() -> OpenCheckpoint:
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(12, 6), nn.ReLU(), nn.Linear(6, 3))
-    return certvit.load(module, mean=0.5, std=0.25, input_size=(3, 2, 2))
-
-
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_wrong_call_says_what_to_pass(name: str) -> None:
     """A misspelled name the nearest one, a lacking or superfluous argument the form of the call."""
@@ -105,40 +105,125 @@ def test_a_wrong_call_says_what_to_pass(name: str) -> None:
         assert refusal.value.hint.startswith(f"{name}({signature.names[0]}")
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "value"),
-    [
-        ("bounds", "eps", 0.01),
-        ("shares", "sizes", [0.1]),
-        ("slope", "data", torch.rand(1, 3, 2, 2)),
-        ("predict", "pixels", torch.rand(1, 3, 2, 2)),
-        ("assert_robust", "radius", 0.0),
-        ("assert_bound", "network", None),
-        ("certify", "at", [0.01]),
-    ],
-)
-def test_a_name_of_the_last_release_says_the_new_one(
-    network: OpenCheckpoint, name: str, old: str, value: Any
+KINDS = ("plain", "mean", "relu", "perceptron")
+RADII = (0.0, 0.02)
+
+
+def model_of(kind: str) -> PixelModel:
+    if kind != "perceptron":
+        return vision_transformer(kind)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    return certvit.network(open_module(module, 0.5, 0.5, (1, 4, 4)))
+
+
+def neighbours(image: Tensor, radius: float, norm: Norm, count: int = 64) -> Tensor:
+    """Return images of [0, 1] within the radius, some at its edge, along a few steep directions as
+    well.
+    """
+    moves = torch.randn(count, *image.shape, dtype=torch.float64)
+    moves[::4] = moves[::4].sign()
+    lengths = moves.flatten(1).norm(dim=1) if norm == "l2" else moves.flatten(1).abs().amax(1)
+    moves = moves / lengths.view(-1, 1, 1, 1) * radius
+    return (image + moves).clamp(0, 1)
+
+
+@pytest.mark.parametrize(("kind", "norm"), crossed(KINDS, ["l2", "linf"]))
+def test_no_neighbour_leaves_the_bounds(kind: str, norm: Norm) -> None:
+    model = model_of(kind)
+    exact = certvit.network(model, double=True)
+    images = torch.rand(1, 1, 4, 4)
+    images[:, :, 0] = images[:, :, 0].round()
+    for radius in RADII if EVERY or kind == "perceptron" else RADII[1:]:
+        results = [
+            certvit.bounds(model, images, radius, norm=norm, method=name)
+            for name in logit_bounds.METHODS
+        ]
+        for row, image in enumerate(images.double()):
+            with torch.no_grad():
+                logits = exact(neighbours(image, radius, norm))
+            for bounds in results:
+                label = int(bounds.classes[row])
+                margins = logits[:, label : label + 1] - logits
+                slack = 1e-12 * logits.abs().max()  # the logits here are rounded themselves
+                assert bool((logits >= bounds.lower[row] - slack).all())
+                assert bool((logits <= bounds.upper[row] + slack).all())
+                assert bool((margins >= bounds.margin_lower[row] - slack).all())
+                assert bool((margins <= bounds.margin_upper[row] + slack).all())
+        best = results[0]
+        others = results[1:]
+        assert torch.equal(best.lower, torch.stack([one.lower for one in others]).amax(0))
+        assert torch.equal(best.upper, torch.stack([one.upper for one in others]).amin(0))
+
+
+def test_bounds_are_finite_and_grow_with_the_radius() -> None:
+    for kind in ("plain", "perceptron"):
+        model = model_of(kind)
+        images = torch.rand(1, 1, 4, 4)
+        several = [certvit.bounds(model, images, radius) for radius in (0, "1/255", 0.02)]
+        widths = [bounds.upper - bounds.lower for bounds in several]
+        assert bool(torch.isfinite(widths[-1]).all())
+        assert bool((widths[0] < 1e-6).all())
+        assert bool((widths[0] < widths[1]).all())
+        assert bool((widths[1] < widths[2]).all())
+
+
+def test_a_network_without_theorem_has_infinite_bounds() -> None:
+    class Sorted(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1).cumsum(1)[:, :3].div(9).erfinv()
+
+    bounds = certvit.bounds(
+        certvit.load(Sorted(), mean=0, std=1, input_size=(1, 2, 2)), torch.rand(1, 1, 2, 2), 0.1
+    )
+    assert bounds.methods == ()
+    assert bool(bounds.upper.isinf().all())
+    assert len(bounds.why) == 2
+    assert not bool(bounds.in_top(2).any())
+
+
+def test_the_top_classes_are_counted() -> None:
+    model = model_of("perceptron")
+    images = torch.rand(8, 1, 4, 4)
+    logits = certvit.network(model)(images)
+    for place in range(4):
+        labels = logits.argsort(dim=1, descending=True)[:, place]
+        still = certvit.bounds(model, images, 0, labels)
+        assert still.in_top(place + 1).all()
+        assert place == 0 or not still.in_top(place).any()
+        wide = certvit.bounds(model, images, 10, labels)
+        assert wide.in_top(4).all()
+    certificates = certvit.certify(model, images, logits.argmax(1), arithmetic="real")
+    within = certvit.bounds(model, images, 0.01).in_top()
+    assert all(bool(fine) for fine, one in zip(within, certificates) if one.radius > 0.0101)
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+def test_of_margins_the_rounding_of_both_logits_counts(
+    norm: Norm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = torch.rand(1, 3, 2, 2, generator=torch.Generator().manual_seed(0))
-    y = certvit.network(network)(x).argmax(1)
-    usual = {
-        "source": network,
-        "images": x,
-        "labels": y,
-        "certificates": certvit.certify(network, x, y),
-    }
-    usual |= {"at_least": 0.0, "at_most": 1e9, "attacks": "fgsm", "radii": 0.1, "method": "local"}
-    known = set(door.Signature(FUNCTIONS[name]).names) - ({"method"} if name == "bounds" else set())
-    new = door.RENAMED[old]
-    arguments = {key: usual[key] for key in usual.keys() & known if key != new}
-    value = network if value is None else value
-    with pytest.warns(
-        DeprecationWarning, match=rf"{name}\({old}=...\) is now {name}\({new}=...\)"
-    ) as seen:
-        renamed = FUNCTIONS[name](**arguments, **{old: value})
-    assert seen[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        expected = FUNCTIONS[name](**arguments, **{new: value})
-    assert repr(renamed) == repr(expected)
+    """And the radius of a ball that holds the neighbourhood."""
+    calls: list[tuple[float, Tensor]] = []
+    reach = logit_bounds_module._slope_reach
+
+    def seen(slope: Any, radius: float, errors: Tensor, values: Tensor) -> Tensor:
+        calls.append((radius, errors))
+        return reach(slope, radius, errors, values)
+
+    monkeypatch.setattr(logit_bounds_module, "_slope_reach", seen)
+    near = logit_bounds.Neighbourhood(0.1, norm, logit_bounds.GLOBAL)
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    checkpoint = open_module(module, 0.5, 0.5, (1, 4, 4))
+    pixels = torch.rand(2, 1, 4, 4)
+    logit_bounds_module.logit_bounds(checkpoint, pixels, None, near, torch.device("cpu"))
+    (radius, errors), (of_margins, of_both) = calls
+    classes = certvit.network(checkpoint, double=True)(pixels.double()).argmax(1)
+    others = torch.nn.functional.one_hot(classes, 4) == 0
+    assert bool((errors > 0).all())
+    assert bool((of_both[others] > 0).all())
+    assert bool((of_both <= 2 * errors).all())
+    for each in (radius, of_margins):
+        assert Fraction(each) ** 2 >= Fraction(0.1) ** 2 * (
+            1 if norm == "l2" else pixels[0].numel()
+        )

@@ -12,13 +12,11 @@ from torch import Tensor, nn
 
 from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.families.carlini import carlini_wagner
-from certcli.attack.families.fab import projection
-from certcli.attack.families.margin import Stretch, ascend_gradient, lost_margin
+from certcli.attack.families.ascent import Stretch, ascend_gradient, lost_margin
+from certcli.attack.families.smallest import carlini_wagner, projection
 from certcli.attack.judge import judge_points
-from certcli.attack.run import attack_images
+from certcli.attack.run import attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks
-from certcli.attack.summary import robust_accuracy, robust_curve
 from certcli.attack.watched_model import undisturbed
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from tests.helpers.attack_nets import (

@@ -9,10 +9,9 @@ from torch import nn
 
 from certcli.attack import checks, examples
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.families.margin import lost_margin
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.families.ascent import lost_margin
+from certcli.attack.run import AttackRecord, attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
-from certcli.attack.summary import robust_accuracy, robust_curve
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.attack_nets import (

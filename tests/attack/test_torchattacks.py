@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.attack.catalogue import ATTACKS
+from certcli.attack.catalogue import ATTACKS, signature, torchattacks_library, torchattacks_names
 from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
-from certcli.attack.torchattacks_spec import signature, torchattacks_library, torchattacks_names
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.perturbation import Norm, Region

@@ -8,7 +8,7 @@ import pytest
 from certcli.audit import gates
 from certcli.audit.findings import AuditFindings
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
 from tests.audit.conftest import QUICK

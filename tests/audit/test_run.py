@@ -25,10 +25,10 @@ from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.plan import Typed, unmistakable
 from certcli.certify.certificate import AGAIN, RecheckSettings
-from certcli.certify.local_options import Local
 from certcli.certify.methods import prepare_method
+from certcli.certify.options import Local
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.functions import Classifier
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import part_of
 from certcli.evaluation.threat import Threat

@@ -15,7 +15,7 @@ from certcli.audit.proving import Proving
 from certcli.audit.schedule import Stage
 from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.verdicts import Sample
+from certcli.evaluation.intervals import Sample
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.processes import ALONE

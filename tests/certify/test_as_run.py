@@ -1,7 +1,9 @@
-"""What is certified is what runs: precisions, batches, memory formats, and a module's own
-normalisation.
+"""What is certified is what runs, and holds still: precisions, batches, memory formats, a module's
+own normalisation, and networks that change after their proof.
 """
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,20 +12,37 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certvit
-from certcli.certify.executed_network import ProvingCertifier
+from certcli.certify.box.certifier import BoxCertifier
+from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
+from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
+from certcli.certify.local import LocalCertifier
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.lipschitz.network import bound_network
+from certcli.evaluation.image_doubts import right_of
+from certcli.images.labelled import Images
+from certcli.lipschitz.network import bound_network, prove_network
 from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
-from certcli.system.errors import CertvitError, UsageError
+from certcli.rounding.operation_errors import rules
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    DataError,
+    NoBoundError,
+    UsageError,
+)
 from check.documents import read_text
 
 SIZE = (1, 2, 2)
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    """Two classes of four pixels, by what `changed` makes of them."""
+
+    def __init__(self, changed: Callable[[Tensor], Tensor] = lambda x: x) -> None:
         super().__init__()
+        self.changed = changed
         self.num_classes = 2
         self.fc = nn.Linear(4, 2)
         self.fc.weight.data = torch.tensor([[1.0] * 4, [-1.0] * 4])
@@ -33,33 +52,15 @@ class Net(nn.Module):
         x = x.flatten(1)
         return self.fc(self.changed(x))
 
-    def changed(self, x: Tensor) -> Tensor:
-        return x
 
-
-class ByPrecision(Net):
-    def changed(self, x: Tensor) -> Tensor:
-        return 1 - x if x.dtype == torch.float32 else x
-
-
-class ByLimits(Net):
-    def changed(self, x: Tensor) -> Tensor:
-        return x * (1.0 if torch.finfo(x.dtype).bits == 64 else 0.25)
-
-
-class ByBatch(Net):
-    def changed(self, x: Tensor) -> Tensor:
-        return 1 - x if len(x) >= 3 else x
-
-
-class ByLargeBatch(Net):
-    def changed(self, x: Tensor) -> Tensor:
-        return 1 - x if len(x) >= 65 else x
-
-
-class ByInference(Net):
-    def changed(self, x: Tensor) -> Tensor:
-        return 1 - x if torch.is_inference_mode_enabled() else x
+BY: dict[str, Callable[[Tensor], Tensor]] = {
+    "precision": lambda x: 1 - x if x.dtype == torch.float32 else x,
+    "limits": lambda x: x * (1.0 if torch.finfo(x.dtype).bits == 64 else 0.25),
+    "batch": lambda x: 1 - x if len(x) >= 3 else x,
+    "large batch": lambda x: 1 - x if len(x) >= 65 else x,
+    "inference": lambda x: 1 - x if torch.is_inference_mode_enabled() else x,
+}
+"""What a network may depend on beside its pixels."""
 
 
 class ByMean(Net):
@@ -111,16 +112,20 @@ def certificates(module: nn.Module, **options: Any) -> Any:
     return certvit.certify(opened, pixels, torch.zeros(8, dtype=torch.long), **options)
 
 
-@pytest.mark.parametrize("kind", [ByPrecision, ByLimits])
-def test_another_network_in_the_named_precision_is_refused(kind: type[Net]) -> None:
+@pytest.mark.parametrize("name", ["precision", "limits"])
+def test_another_network_in_the_named_precision_is_refused(name: str) -> None:
     with pytest.raises(CertvitError, match="not the proven one"):
-        certificates(kind(), arithmetic="float32")
+        certificates(Net(BY[name]), arithmetic="float32")
     assert len(certificates(Net(), arithmetic="float32")) == 8
 
 
-@pytest.mark.parametrize("kind", [ByBatch, ByMean, ByMeanAside, ByMeanElsewhere])
+@pytest.mark.parametrize(
+    "kind",
+    [lambda: Net(BY["batch"]), ByMean, ByMeanAside, ByMeanElsewhere],
+    ids=["batch", "mean", "aside", "elsewhere"],
+)
 @pytest.mark.parametrize("options", [{}, {"method": "smoothing", "samples": 100}], ids=str)
-def test_logits_that_depend_on_the_batch_are_refused(kind: type[Net], options: Any) -> None:
+def test_logits_that_depend_on_the_batch_are_refused(kind: Callable[[], Net], options: Any) -> None:
     with pytest.raises(CertvitError, match=r"batch|images beside it"):
         certificates(kind(), **options)
 
@@ -155,10 +160,10 @@ def test_smoothing_compares_images_of_the_batches_that_it_draws(place: int) -> N
         certificates(network, method="smoothing", samples=200, n0=100, batch_size=100)
 
 
-@pytest.mark.parametrize("kind", [ByLargeBatch, ByInference])
-def test_smoothing_compares_the_batches_that_it_draws(kind: type[Net]) -> None:
+@pytest.mark.parametrize("name", ["large batch", "inference"])
+def test_smoothing_compares_the_batches_that_it_draws(name: str) -> None:
     with pytest.raises(CertvitError, match="images beside it"):
-        certificates(kind(), method="smoothing", samples=200)
+        certificates(Net(BY[name]), method="smoothing", samples=200)
 
 
 @pytest.mark.parametrize("method", ["local", "bcp", "local-lip"])
@@ -237,3 +242,151 @@ def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> N
 def test_a_scripted_submodule_is_refused_by_name() -> None:
     net = nn.Sequential(nn.Flatten(), torch.jit.script(nn.Linear(4, 2)))
     assert "scripted" in bound_network(net.eval(), SIZE, 2).bound.why
+
+
+WIDE = (1, 4, 4)
+
+
+def network() -> PixelModel:
+    torch.manual_seed(0)
+    layers = [nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3)]
+    model = PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), nn.Sequential(*layers)).double().eval()
+    return model.requires_grad_(False)
+
+
+CERTIFIERS = {
+    "lipschitz": lambda model: LipschitzCertifier(model, prove_network(model, 3)),
+    "box": lambda model: BoxCertifier(model, prove_network(model, 3)),
+    "zonotope": lambda model: LocalCertifier(model, WIDE, Local(effort="zonotope"), steps=1),
+    "norms": lambda model: LocalCertifier(model, WIDE, Local(effort="norms"), steps=1),
+    "local-lip": lambda model: LocalLipCertifier(model, 3, WIDE),
+    "bcp": lambda model: BcpCertifier(model, 3, WIDE),
+}
+
+
+def found(certifier: Certifier, pixels: Tensor) -> list[float]:
+    return [row.radius for row in certifier.batch(range(len(pixels)), pixels, [0] * len(pixels))]
+
+
+@pytest.mark.parametrize("name", CERTIFIERS)
+def test_logits_that_are_no_numbers_certify_nothing(name: str) -> None:
+    with pytest.raises(DataError, match="NaN or infinite logits"):
+        CERTIFIERS[name](network()).batch([0], torch.full((1, *WIDE), math.inf), [0])
+
+
+def test_products_of_symbols_are_of_the_l2_ball() -> None:
+    """Their sizes rest on |e| <= 1, which a corner of the box exceeds."""
+    for norm, there in (("l2", True), ("linf", False)):
+        certifier = LocalCertifier(network(), WIDE, Local(effort="zonotope", norm=norm), steps=1)
+        assert (certifier.squares > 0) is there
+
+
+@pytest.mark.parametrize("way", ["in place", "behind autograd's back", "another tensor"])
+@pytest.mark.parametrize("name", CERTIFIERS)
+def test_no_certificate_of_weights_that_changed(name: str, way: str) -> None:
+    model = network()
+    pixels = torch.rand(2, *WIDE)
+    certifier = CERTIFIERS[name](model)
+    claims = certifier.batch([0, 1], pixels, [0, 0])
+    assert len(claims) == 2
+    layer = model.net[3]
+    if way == "in place":
+        layer.weight.mul_(2)
+    elif way == "another tensor":
+        layer.weight = nn.Parameter(layer.weight * 2, requires_grad=False)
+    else:
+        layer.weight.data[0, 0] += 1e-9
+    with pytest.raises(NoBoundError, match="changed after its proof"):
+        certifier.batch([0], pixels[:1], [0])
+    with pytest.raises(NoBoundError, match="changed after its proof"):
+        certifier.confirm(claims, pixels, RecheckSettings(0, 1e-4))
+
+
+class Failing(nn.Linear):
+    """What a machine has not in half precision, or no memory for."""
+
+    words = "not implemented for 'Half'"
+
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError(self.words)
+
+
+def test_what_does_not_run_in_its_precision_runs_in_float64_unless_memory_ends() -> None:
+    model = network()
+    pixels = torch.rand(2, *WIDE).double()
+    certifier: Any = CERTIFIERS["lipschitz"](model)
+    certifier._executed = Failing(1, 1).half()
+    first, second = model(pixels).argmax(1).tolist()
+    claims = [
+        Certificate(0, 0, first, 0.1, "", 0.0),
+        Certificate(1, 0, (second + 1) % 3, 0.1, "", 0.0),
+    ]
+    assert certifier.stands(claims, pixels, RecheckSettings(0, 1e-4)) == [True, False]
+    certifier._executed.words = "can't allocate memory"
+    with pytest.raises(RuntimeError, match="memory"):
+        certifier.stands(claims, pixels, RecheckSettings(0, 1e-4))
+
+
+def test_an_image_is_right_whose_top_class_is_its_label() -> None:
+    model = network()
+    pixels = torch.rand(4, *WIDE)
+    labels = model(pixels.double()).argmax(1)
+    labels[1:] = (labels[1:] + 1) % 3
+    images = Images(
+        "", "all", ("0", "1", "2"), labels, torch.arange(4), lambda places: pixels[list(places)]
+    )
+    assert right_of(model, images, 3) == [True, False, False, False]
+    assert right_of(model, images, labels=labels + 1)[0] is False
+
+
+class OneImage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.reshape(1, 16))
+
+
+@pytest.mark.parametrize("name", ["lipschitz", "zonotope", "norms"])
+def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
+    model = (
+        PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), OneImage())
+        .double()
+        .eval()
+        .requires_grad_(False)
+    )
+    certifier = CERTIFIERS[name](model)
+    assert len(found(certifier, torch.rand(1, *WIDE))) == 1
+    with pytest.raises(NoBoundError, match="does not take 2 images"):
+        certifier.batch([0, 1], torch.rand(2, *WIDE), [0, 0])
+
+
+@pytest.mark.parametrize("std", [-0.5, 0.0, float("nan")])
+def test_statistics_are_checked_where_the_layer_is_made(std: float) -> None:
+    with pytest.raises(ArchitectureError, match="std"):
+        PixelModel(InputSpec(WIDE, (0.5,), (std,)), nn.Flatten())
+
+
+def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(rules.modules, nn.ReLU)
+    with pytest.raises(NoBoundError, match="ReLU"):
+        found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *WIDE))
+
+
+@pytest.mark.parametrize(
+    ("symbols", "effort"), [(None, "zonotope"), (None, "auto"), (0, "auto"), (0, "zonotope")]
+)
+def test_enclosures_that_do_not_fit_are_refused_or_done_without(
+    monkeypatch: pytest.MonkeyPatch, symbols: int | None, effort: str
+) -> None:
+    monkeypatch.setattr("certcli.certify.local.affordable", lambda *_: symbols)
+    if (symbols, effort) == (None, "zonotope"):
+        with pytest.raises(NoBoundError, match="do not fit into memory"):
+            LocalCertifier(network(), WIDE, Local(effort))
+        return
+    title = LocalCertifier(network(), WIDE, Local(effort)).title
+    assert ("do not fit into memory" in title, "not 4,000: memory" in title) == (
+        effort == "auto",
+        effort != "auto",
+    )

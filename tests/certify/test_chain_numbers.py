@@ -1,5 +1,5 @@
 """Boxes and balls of chains against exact arithmetic: errors lie within their bounds, and bounds
-count every rounding.
+count every columns.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from certcli.certify.chains import sequential
 from certcli.certify.chains.sequential import Activation, AffineStep, Moves, SequentialNetwork
-from certcli.enclosure.zonotopes import rounding
+from certcli.enclosure.zonotopes import columns
 from certcli.lipschitz.chain import LinearLayer, read_chain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from tests.certify.test_local_lip import SIZE, images, network
@@ -175,7 +175,7 @@ ROWS: dict[str, Callable[[], Numbers]] = {
 @pytest.mark.parametrize("file", ["chains/sequential.py"])
 def test_every_rounding_reaches_a_bound(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sequential.__file__.endswith(file)
-    made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma", "norm2")}
+    made = {name: Sites(getattr(columns, name)) for name in ("up", "gamma", "norm2")}
     for name, sites in made.items():
         monkeypatch.setattr(sequential, name, sites)
     plain = {}

@@ -13,12 +13,13 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from torch import Tensor
 
 import certcli
 from certcli.checkpoint.schema import convert_json
-from certcli.models.diffusion import EPSILON, SAMPLE, Prediction, Schedule
+from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
+from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
-from tests.certify.test_one_shot import SIGMAS, Oracle
 from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, noisy_images
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 from tests.models.diffusers_outputs import STORED
@@ -27,7 +28,41 @@ ROOT = Path(certcli.__file__).parent
 ONE_SHOT = "certify/smoothing/pixel_denoiser.py"
 UNET = "nn/unet.py"
 GUIDED = "models/guided.py"
-QUALITY = "finetune/evaluate.py"
+QUALITY = "finetune/validation.py"
+
+
+SIGMAS = (0.06, 0.25, 0.5, 1.0)
+
+
+class Oracle(UNet):
+    """Predicts without an error, knowing the clean image; right only at the step and the scale that
+    training had.
+    """
+
+    def __init__(self, clean: Tensor, schedule: Schedule, learned: bool) -> None:
+        super().__init__(
+            UNetShape(
+                block_out_channels=(8, 8),
+                norm_num_groups=4,
+                down_block_types=("DownBlock2D",) * 2,
+                up_block_types=("UpBlock2D",) * 2,
+            )
+        )
+        self.clean = 2 * clean - 1
+        self.kind = schedule.prediction_type
+        self.left = schedule.alpha_bars.float()
+        self.learned = learned
+
+    def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
+        alpha = self.left[steps][:, None, None, None]
+        noise = (noisy - alpha.sqrt() * self.clean) / (1 - alpha).sqrt()
+        answers = {
+            EPSILON: noise,
+            SAMPLE: self.clean + 0 * noise,
+            VELOCITY: alpha.sqrt() * noise - (1 - alpha).sqrt() * self.clean,
+        }
+        mean = answers[self.kind]
+        return torch.cat([mean, mean + 9], dim=1) if self.learned else mean
 
 
 def module(file: str, old: str = "", new: str = "") -> ModuleType:
@@ -100,10 +135,11 @@ def names(faulty: ModuleType) -> None:
 def refuses(faulty: ModuleType) -> None:
     schedule = Schedule()
     for sigma in (1e-4, 1e4):
-        with pytest.raises(CertvitError):
+        with pytest.raises(CertvitError, match="outside the denoiser's schedule"):
             faulty.step_of(schedule, sigma)
     shot = faulty.OneShot(Oracle(torch.rand(1, 3, 4, 4), schedule, False), schedule, 0.25, "")
-    with pytest.raises(CertvitError):
+    shot.require_size((3, 8, 6))
+    with pytest.raises(CertvitError, match="multiples of 2"):
         shot.require_size((3, 8, 7))
 
 

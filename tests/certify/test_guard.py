@@ -1,5 +1,6 @@
-"""Laws of every certificate method: rows of a batch stand alone, torch's settings are those that are
-stated, and no network changes while it is certified.
+"""Laws of every certificate method: rows of a batch stand alone, torch's settings are those that
+are stated, no network changes while it is certified, and `--arithmetic` is known to the methods
+that have it.
 """
 
 import inspect
@@ -8,24 +9,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
+from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import certvit
-from certcli.api.data import images_from
+from certcli.api.networks import images_from
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
+from certcli.certify.lipschitz import as_executed
 from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
+from certcli.certify.options import ARITHMETICS, REAL, Local, Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
+from certcli.cli.certify.run import PROVING as SPOKEN_OF
+from certcli.cli.verify import records as checks
 from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
+from certcli.rounding import PRECISIONS
 from certcli.system.ambient import SETTINGS
-from certcli.system.errors import NoBoundError
+from certcli.system.errors import NoBoundError, UsageError
+from tests.helpers import commands
+from tests.helpers.grids import EVERY
 
 SIZE = (1, 4, 4)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -261,3 +269,80 @@ def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPa
     (row,) = certifier.batch([0], torch.zeros(1, *SIZE), [0])
     assert row.radius == 0
     assert row.prediction is None
+
+
+def test_the_command_line_knows_the_arithmetics(tmp_path: Path) -> None:
+    path = tmp_path / "any.safetensors"
+    path.touch()
+    assert (REAL, *PRECISIONS) == ARITHMETICS
+    given = ("--dataset", "digits", "--limit", 4, "--arithmetic", "float32")
+    for method in ("auto", "smoothing", "patch"):
+        commands.certvit("certify", path, "--method", method, *given, code=2)
+    kinds = {name: get_type_hints(METHODS.load(name))["options"] for name in METHODS.names()}
+    assert {
+        name for name, kind in kinds.items() if "arithmetic" in kind.__dataclass_fields__
+    } == set(SPOKEN_OF)
+    commands.certvit("certify", path, *given[:-1], "half", code=2)
+    with pytest.raises(UsageError, match="half"):
+        Local(arithmetic="half")
+
+
+class Rounding:
+    """Of the classes 0 and 1 on the whole box, and less of it near an image."""
+
+    on_box = torch.tensor([[0.5], [0.0]])
+
+    def __call__(self, images: Tensor, radii: Tensor, tops: Tensor) -> Tensor:
+        return torch.full((len(images), 1), 0.25)
+
+
+def test_radii_as_executed_are_what_rounding_leaves_of_real_ones() -> None:
+    radii, tops, images = (
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([0, 1, 0]),
+        torch.zeros(3, 1, 1, 1),
+    )
+
+    def found(rounding: Any, count: int) -> list[float]:
+        real = radii[:count]
+        left = as_executed(
+            rounding, images[:count], tops[:count], real, lambda rows, lost: real[rows] - lost[:, 0]
+        )
+        return left.tolist()
+
+    assert found(None, 3) == [1.0, 2.0, 3.0]
+    assert found(Rounding(), 3) == [0.75, 2.0, 2.75]
+    assert found(Rounding(), 0) == []
+
+
+@pytest.mark.parametrize("method", ["lipschitz", "local", *["bcp"] * EVERY])
+def test_records_of_another_arithmetic_are_refuted(
+    method: str, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "STEPS", 4)  # of attacks inside radii, which find nothing here
+    checkpoint = workshop / "certified.safetensors"
+    records = tmp_path / "records.jsonl"
+    if method == "bcp":
+        checkpoint = tmp_path / "chain.safetensors"
+        commands.certvit("init", "certvit_4c3f", "--arch-arg", "img_size=8", "-o", checkpoint)
+    elif method == "local":
+        checkpoint = workshop / "plain.safetensors"
+    given = (
+        "--limit",
+        3,
+        "--dataset",
+        "digits",
+        "--arithmetic",
+        "float32",
+        "--records",
+        records,
+        *(["--effort", "norms"] if method == "local" else []),
+    )
+    found = commands.document("certify", checkpoint, "--method", method, *given)
+    assert found["arithmetic"] == "float32"
+    commands.certvit("verify", records, checkpoint, "--dataset", "digits")
+    header, *rows = records.read_text().splitlines()
+    assert '"arithmetic":"float32"' in header.replace(" ", "")
+    records.write_text("\n".join([header.replace('"float32"', '"bf16"'), *rows, ""]))
+    commands.certvit("verify", records, checkpoint, "--dataset", "digits", code=7)
+    commands.certvit("verify", records, checkpoint, "--arithmetic", "bf16", code=2)

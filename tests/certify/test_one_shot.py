@@ -3,7 +3,6 @@ record states.
 """
 
 import json
-import math
 import re
 import runpy
 import shlex
@@ -11,101 +10,22 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.pixel_denoiser import Diffusion, OneShot, step_of
+from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.checkpoint.file import Checkpoint
-from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
-from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import ArchitectureError, CertvitError, UsageError
+from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, console, document
 from tests.helpers.diffusion_cases import SMALL
 from tests.helpers.diffusion_folder import diffusion_folder
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
-SIGMAS = (0.06, 0.25, 0.5, 1.0)
-
-
-class Oracle(UNet):
-    """Predicts without an error, knowing the clean image; right only at the step and the scale that
-    training had.
-    """
-
-    def __init__(self, clean: Tensor, schedule: Schedule, learned: bool) -> None:
-        super().__init__(
-            UNetShape(
-                block_out_channels=(8, 8),
-                norm_num_groups=4,
-                down_block_types=("DownBlock2D",) * 2,
-                up_block_types=("UpBlock2D",) * 2,
-            )
-        )
-        self.clean = 2 * clean - 1
-        self.kind = schedule.prediction_type
-        self.left = schedule.alpha_bars.float()
-        self.learned = learned
-
-    def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
-        alpha = self.left[steps][:, None, None, None]
-        noise = (noisy - alpha.sqrt() * self.clean) / (1 - alpha).sqrt()
-        answers = {
-            EPSILON: noise,
-            SAMPLE: self.clean + 0 * noise,
-            VELOCITY: alpha.sqrt() * noise - (1 - alpha).sqrt() * self.clean,
-        }
-        mean = answers[self.kind]
-        return torch.cat([mean, mean + 9], dim=1) if self.learned else mean
-
-
-@pytest.mark.parametrize("learned", [False, True])
-@pytest.mark.parametrize("kind", get_args(Prediction))
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_a_perfect_prediction_gives_the_clean_image(sigma: float, kind: str, learned: bool) -> None:
-    """t for another sigma, noise of another size and the other half fail; what the network is given
-    is looked at below.
-    """
-    torch.manual_seed(0)
-    clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
-    schedule = Schedule(prediction_type=kind)
-    net = Oracle(clean, schedule, learned)
-    # the mean squared error of the oracle's answer measures units alone: the table's steps are 1 %
-    # apart
-    noisy = clean + sigma * torch.randn_like(clean)
-    error = float((OneShot(net, schedule, sigma, "")(noisy) - clean).square().mean())
-    assert error <= (0.02 * sigma) ** 2
-
-
-@pytest.mark.parametrize("sigma", SIGMAS)
-def test_the_step_and_the_scale_that_the_network_sees(sigma: float) -> None:
-    schedule = Schedule()
-    calls: list[tuple[Tensor, Tensor]] = []
-
-    class Spy(Oracle):
-        def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
-            calls.append((noisy, steps))
-            return noisy
-
-    pixels = torch.tensor([-3.0, 0.0, 1.0, 4.0]).expand(1, 3, 4, 4).contiguous()
-    OneShot(Spy(pixels, schedule, False), schedule, sigma, "")(pixels)
-    noisy, steps = calls[0]
-    alpha = float(schedule.alpha_bars[int(steps[0])])
-    neighbours = schedule.alpha_bars[int(steps[0]) - 1 : int(steps[0]) + 2]
-    ratios = ((1 - neighbours) / neighbours).sqrt() / 2
-    assert float(ratios[0]) < sigma < float(ratios[2])
-    assert torch.allclose(noisy, math.sqrt(alpha) * (2 * pixels - 1), rtol=0.02)
-
-
-def test_the_clean_image_is_clipped() -> None:
-    schedule = Schedule(prediction_type=SAMPLE)
-    clean = torch.full((1, 3, 4, 4), 1.5)
-    assert bool((OneShot(Oracle(clean, schedule, False), schedule, 0.25, "")(clean) == 1).all())
 
 
 @pytest.mark.parametrize(
@@ -149,20 +69,6 @@ def test_the_digest_covers_the_fields_of_the_network(
     same = read_denoiser(diffusion_folder(tmp_path / "same", network={"dropout": 0.3}), 1)
     assert plain.at(0.25).digest == same.at(0.25).digest
     assert plain.at(0.25).digest != plain.at(0.5).digest
-
-
-@pytest.mark.parametrize("sigma", [1e-4, 1e4])
-def test_a_sigma_outside_the_schedule_is_refused(sigma: float) -> None:
-    with pytest.raises(UsageError, match="outside the denoiser's schedule"):
-        step_of(Schedule(), sigma)
-
-
-def test_the_levels_have_to_divide_the_sides(tmp_path: Path) -> None:
-    read = read_denoiser(diffusion_folder(tmp_path), 1)
-    assert isinstance(read, Diffusion)
-    read.at(0.25).require_size((1, 8, 6))
-    with pytest.raises(ArchitectureError, match="multiples of 2"):
-        read.at(0.25).require_size((1, 8, 7))
 
 
 @torch.no_grad()

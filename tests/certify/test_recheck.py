@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
-from certcli.certify.record_check import FALSE_ALARM, disagreements, recheck
+from certcli.certify.methods import FALSE_ALARM, disagreements, recheck
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.resumed import RecordBatch, compute_again
+from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
@@ -207,29 +207,6 @@ def test_lines_that_are_no_records_of_these_images_are_refused(
         )
 
 
-HEADERS: dict[str, Callable[[Row], None]] = {
-    "sigma auto": lambda head: head["parameters"].update(sigma="auto", tuning_images="x"),
-    "a seed that is true": lambda head: head["parameters"].update(seed=True),
-    "a seed beyond 2^64": lambda head: head["parameters"].update(seed=2**70),
-    "ten million draws": lambda head: head["parameters"].update(samples=10**7),
-    "too many to be counted": lambda head: head["parameters"].update(n0=10**400),
-    "a file to be opened": lambda head: head["parameters"].update(denoiser_file="x.safetensors"),
-    "alpha of 2": lambda head: head["parameters"].update(alpha=2),
-}
-
-
-@pytest.mark.parametrize("kind", HEADERS)
-def test_headers_that_ask_for_what_no_run_does_are_refused(
-    workshop: Path, made: Path, tmp_path: Path, kind: str
-) -> None:
-    """At once: no file is opened, and nothing is drawn, because a header says so."""
-    head, *rows = lines(made / "smoothing.jsonl")
-    HEADERS[kind](head)
-    path = written(tmp_path / "f.jsonl", [head, *rows])
-    failure = attempt("verify", path, workshop / "plain.safetensors").exception
-    assert getattr(failure, "code", None) == 6, failure
-
-
 @pytest.mark.parametrize(
     ("spoil", "code", "named"),
     [
@@ -241,6 +218,14 @@ def test_headers_that_ask_for_what_no_run_does_are_refused(
         (lambda head: head["parameters"].update(promise="proof"), 6, "promise"),
         (lambda head: head.update(method=["lipschitz"]), 6, "line 1 of"),
         (lambda head: head.update(parameters=[1]), 6, "line 1 of"),
+        # at once: no file is opened, and nothing is drawn, because a header says so
+        (lambda head: head["parameters"].update(sigma="auto", tuning_images="x"), 6, "states"),
+        (lambda head: head["parameters"].update(seed=True), 6, "states"),
+        (lambda head: head["parameters"].update(seed=2**70), 6, "line 1 of"),
+        (lambda head: head["parameters"].update(samples=10**7), 6, "states"),
+        (lambda head: head["parameters"].update(n0=10**400), 6, "line 1 of"),
+        (lambda head: head["parameters"].update(denoiser_file="x.safetensors"), 6, "states"),
+        (lambda head: head["parameters"].update(alpha=2), 6, "states"),
     ],
 )
 def test_records_of_something_else_are_refused(
@@ -268,20 +253,6 @@ def test_a_record_said_twice_or_of_no_image_is_refused(
             workshop, "lipschitz", written(tmp_path / "f.jsonl", [head, first, *rest, row])
         )
         assert code == 6
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("--records", "x.jsonl"),
-        ("--plot", "x.png"),
-        ("-o", "x.safetensors"),
-        ("--min-certified", "0.5"),
-    ],
-)
-def test_verify_writes_nothing(workshop: Path, made: Path, words: tuple[str, str]) -> None:
-    code, _ = verified(workshop, "lipschitz", made / "lipschitz.jsonl", *words)
-    assert code == 2
 
 
 def test_an_attack_inside_the_radius_refutes_what_the_method_would_confirm() -> None:

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.lipschitz.bound import LAWS, bound_document
+from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.numerics.real import INF, Real
 from check.__main__ import main
 from tests.check.conftest import FAMILIES
 from tests.helpers.grids import crossed
+from tests.verification.test_reports import follow
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,18 +28,6 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize("name", FAMILIES)
 def test_it_agrees_with_every_leaf_of_a_genuine_proof(name: str, case: Any, run: Any) -> None:
     assert run(*case(name)) == (0, [])
-
-
-def follow(report: dict[str, Any]) -> None:
-    """Compute what follows from the leaves again, as a forger would: laws hold, the headline is the
-    root.
-    """
-    values: list[Real] = []
-    for row in report["proof"]:
-        if row["law"] != "theorem":
-            row["value"] = LAWS[row["law"]]([values[part] for part in row["parts"]]).to_json()
-        values.append(Real.from_json(row["value"]))
-    report |= bound_document(values[-1])
 
 
 def find(report: dict[str, Any], path: str, law: str = "theorem") -> dict[str, Any]:
@@ -83,17 +72,11 @@ def swapped(first: str, second: str) -> Callable[[dict[str, Any]], None]:
 
 
 def law(path: str, old: str, new: str) -> Callable[[dict[str, Any]], None]:
-    def forge(report: dict[str, Any]) -> None:
-        find(report, path, old)["law"] = new
-
-    return forge
+    return lambda report: find(report, path, old).update(law=new)
 
 
 def value(path: str, number: float) -> Callable[[dict[str, Any]], None]:
-    def forge(report: dict[str, Any]) -> None:
-        find(report, path)["value"] = Real(number).to_json()
-
-    return forge
+    return lambda report: find(report, path).update(value=Real(number).to_json())
 
 
 def product_over_heads(report: dict[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""Before any work, the outputs of a command are compared with its inputs, with --force too."""
+"""Before any work, the outputs of a command are compared with its inputs, with --force too; what is damaged
+or edited of a state resumes nothing.
+"""
 
 import contextlib
 import fcntl
@@ -7,8 +9,11 @@ import json
 import os
 import shutil
 import socket
+import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,15 +24,15 @@ from certcli.checkpoint.outputs import (
     Outputs,
     discard_state,
     last_command,
-    orphans,
-    read_metadata,
+    read_state,
     require_own_state,
+    write_state,
 )
-from certcli.checkpoint.shards import INDEX, PART_OF
+from certcli.checkpoint.shards import INDEX, PART_OF, orphans, read_metadata
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes
-from certcli.system.errors import UsageError
+from certcli.system.errors import CheckpointError, UsageError
 from tests.helpers.commands import attempt, certvit
 
 M = "m.safetensors"
@@ -62,12 +67,9 @@ def refused(folder: Path, words: list[str], named: str) -> None:
     assert contents(folder) == before
 
 
-def link(folder: Path) -> None:
-    (folder / "link.jsonl").symlink_to(M)
-
-
-def hard_link(folder: Path) -> None:
-    os.link(folder / M, folder / "hard.png")
+def linked(targets: dict[str, str]) -> Callable[[Path], object]:
+    """Return what makes links of these names."""
+    return lambda folder: [(folder / name).symlink_to(to) for name, to in targets.items()]
 
 
 def pipe(folder: Path) -> None:
@@ -79,27 +81,18 @@ def port(folder: Path) -> None:
         made.bind("port.png")
 
 
-def circle(folder: Path) -> None:
-    (folder / "one.png").symlink_to("two.png")
-    (folder / "two.png").symlink_to("one.png")
-
-
 def index_elsewhere(folder: Path) -> None:
     (folder / "there").mkdir()
     (folder / "there" / INDEX).write_text("{}")
     (folder / INDEX).symlink_to(folder / "there" / INDEX)
 
 
-def dangling(folder: Path) -> None:
-    (folder / "gone.png").symlink_to("nowhere.png")
+def renamed(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / M).rename(folder / name)
 
 
-def renamed(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / M).rename(folder / name) and None
-
-
-def existing(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes(b"precious") and None
+def existing(name: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(b"precious")
 
 
 def from_the_hub(folder: Path) -> None:
@@ -109,11 +102,7 @@ def from_the_hub(folder: Path) -> None:
     (folder / "hub" / "config.json").write_text("{}")
 
 
-def nothing(folder: Path) -> None:
-    pass
-
-
-CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
+CASES: list[tuple[Callable[[Path], object], list[str], str]] = [
     # a state file beside the output would replace or delete an input
     (
         renamed("x.state.safetensors"),
@@ -142,10 +131,18 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     ),
     (existing("x.last.safetensors"), ["finetune", M, "-o", "x.safetensors"], "exists already"),
     # links and files of a hub's folder; the laws below check each option against each
-    (nothing, ["lipschitz", M, "--plot", M], "m.safetensors"),
-    (link, ["certify", M, "--records", "link.jsonl", "--force"], "is the input"),
-    (hard_link, ["lipschitz", M, "--plot", "hard.png", "--force"], "is the input"),
-    (nothing, ["attack", M, "--records", M, "--resume"], "is the input"),
+    (str, ["lipschitz", M, "--plot", M], "m.safetensors"),
+    (
+        linked({"link.jsonl": M}),
+        ["certify", M, "--records", "link.jsonl", "--force"],
+        "is the input",
+    ),
+    (
+        lambda folder: os.link(M, folder / "hard.png"),
+        ["lipschitz", M, "--plot", "hard.png", "--force"],
+        "is the input",
+    ),
+    (str, ["attack", M, "--records", M, "--resume"], "is the input"),
     (from_the_hub, ["constrain", "hub", "-o", "hub/model.safetensors", "--force"], "is the input"),
     (from_the_hub, ["lipschitz", "hub", "--plot", "hub/config.json", "--force"], "is the input"),
     (
@@ -154,18 +151,26 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
         "the input",
     ),
     # two outputs, one file
-    (nothing, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
+    (str, ["certify", M, "--plot", "new.png", "--records", "./new.png"], "would both write"),
     # no files
     (port, ["lipschitz", M, "--plot", "port.png", "--force"], "is a socket"),
     (pipe, ["finetune", M, "-o", "pipe.safetensors"], "keeps others beside"),
     (pipe, ["adapt", M, "-o", "pipe.safetensors"], "keeps others beside"),
     (pipe, ["certify", M, "--records", "pipe.safetensors", "--resume"], "is no file"),
     (index_elsewhere, ["constrain", M, "-o", INDEX, "--force"], "out of its folder"),
-    (nothing, ["lipschitz", M, "--plot", "photos", "--force"], "is a folder"),
-    (dangling, ["lipschitz", M, "--plot", "gone.png", "--force"], "leads nowhere"),
-    (circle, ["lipschitz", M, "--plot", "one.png", "--force"], "leads nowhere"),
-    (nothing, ["lipschitz", M, "--plot", "x" * 300 + ".png"], "too long"),
-    (nothing, ["lipschitz", M, "--plot", "p.txt"], "a figure's name ends in .png"),
+    (str, ["lipschitz", M, "--plot", "photos", "--force"], "is a folder"),
+    (
+        linked({"gone.png": "nowhere.png"}),
+        ["lipschitz", M, "--plot", "gone.png", "--force"],
+        "leads nowhere",
+    ),
+    (
+        linked({"one.png": "two.png", "two.png": "one.png"}),
+        ["lipschitz", M, "--plot", "one.png", "--force"],
+        "leads nowhere",
+    ),
+    (str, ["lipschitz", M, "--plot", "x" * 300 + ".png"], "too long"),
+    (str, ["lipschitz", M, "--plot", "p.txt"], "a figure's name ends in .png"),
     # the same rule as for checkpoints: new, or --force
     (existing("p.png"), ["attack", M, "--gallery", "p.png"], "exists already"),
 ]
@@ -175,7 +180,7 @@ CASES: list[tuple[Callable[[Path], None], list[str], str]] = [
     ("spoil", "words", "named"), CASES, ids=[" ".join(words) for _, words, _ in CASES]
 )
 def test_refused_before_any_work(
-    folder: Path, spoil: Callable[[Path], None], words: list[str], named: str
+    folder: Path, spoil: Callable[[Path], object], words: list[str], named: str
 ) -> None:
     spoil(folder)
     refused(folder, words, named)
@@ -357,3 +362,52 @@ def test_orphans_are_a_killed_runs_files_and_nobody_elses(tmp_path: Path) -> Non
     named = {"metadata": {}, "weight_map": {"x": killed.name}}
     (tmp_path / "other.safetensors.index.json").write_text(json.dumps(named))
     assert orphans(index) == []
+
+
+KEY = "about"
+TENSORS = {"a": torch.arange(6.0), "b": torch.ones(2, 2)}
+
+
+@dataclass
+class Fields:
+    identity: str
+    step: int
+    digest: str = ""
+
+
+def written(path: Path) -> Path:
+    write_state(path, KEY, {"identity": "run", "step": 3}, TENSORS, TENSORS.values())
+    return path
+
+
+def read(path: Path, identity: str = "run") -> tuple[Any, dict[str, torch.Tensor]]:
+    return read_state(path, KEY, Fields, "a run", identity)
+
+
+def test_a_state_is_read_as_it_was_written(tmp_path: Path) -> None:
+    about, tensors = read(written(tmp_path / "s.safetensors"))
+    assert about.step == 3
+    assert all(torch.equal(tensors[name], TENSORS[name]) for name in TENSORS)
+
+
+@pytest.mark.parametrize("edited", ["a number beside the tensors", "a bit of a tensor"])
+def test_an_edited_state_is_refused(edited: str, tmp_path: Path) -> None:
+    path = written(tmp_path / "s.safetensors")
+    data = bytearray(path.read_bytes())
+    if edited == "a bit of a tensor":
+        data[-1] ^= 1
+    else:
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        about = header["__metadata__"][KEY]
+        header["__metadata__"][KEY] = about.replace('"step":3', '"step":4')
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+        data[8 : 8 + length] = text[:length]
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged, or was edited"):
+        read(path)
+
+
+def test_the_state_of_another_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError):
+        read(written(tmp_path / "s.safetensors"), identity="another")

@@ -22,7 +22,7 @@ from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import (
     ArchitectureError,
@@ -464,7 +464,7 @@ def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
     "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
 )
 def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) -> None:
-    from certcli.adapt import state as adapt_state
+    from certcli.adapt import run as adapt_state
     from certcli.finetune import state as finetune_state
 
     loads = {

@@ -12,7 +12,7 @@ import pytest
 from typer import rich_utils
 from typer.models import OptionInfo
 
-from certcli.attack.torchattacks_spec import torchattacks_library
+from certcli.attack.catalogue import torchattacks_library
 from certcli.certify.methods import METHODS
 from certcli.cli import main
 from certcli.cli.doctor import command
@@ -137,7 +137,7 @@ def test_without_torchattacks_one_line_says_what_needs_it(monkeypatch: pytest.Mo
             raise ModuleNotFoundError("No module named 'torchattacks'", name="torchattacks")
         return builtins.__import__(name, *rest)
 
-    monkeypatch.setattr("certcli.attack.torchattacks_spec.import_module", absent)
+    monkeypatch.setattr("certcli.attack.catalogue.import_module", absent)
     with pytest.raises(UsageError, match="torchattacks, which is not installed") as refused:
         torchattacks_library()
     assert "pip install" in refused.value.hint

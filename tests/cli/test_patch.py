@@ -11,8 +11,8 @@ from PIL import Image
 
 import certvit as in_python
 from certcli.certify.methods import prepare_method
+from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
-from certcli.certify.patch.options import Patches
 from certcli.checkpoint import file, schema
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.intervals import share_text

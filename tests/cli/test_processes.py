@@ -20,13 +20,13 @@ import torch
 import torch.distributed as distributed
 
 from certcli.audit.schedule import run_by_team as in_turns
-from certcli.checkpoint.file import Checkpoint, read_tensors
+from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
 from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
-from tests.cli.several import kept, run_plan
+from tests.cli.several import run_plan
 from tests.helpers import forks, grids
 from tests.helpers.commands import attempt, certvit, words_typed
 
@@ -45,10 +45,6 @@ FINETUNE = words_typed(
     "finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2"
 )
 FINETUNE += words_typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
-SHARDED = words_typed(
-    "finetune plain.safetensors --dataset digits --loss ce --epochs 2 --limit 61 --batch-size 20"
-)
-SHARDED += words_typed("--clip-grad 0.5 --sam 0.05 --ema 0.9 --json -q -o shared.safetensors")
 LIPSCHITZ = words_typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
 AUDIT = words_typed(
     "audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz"
@@ -245,16 +241,13 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             [*REFIT, "-o", "refitted.safetensors"],
             [*FINETUNE, "-o", "tuned.safetensors"],
             [*FINETUNE, "-o", "resumed.safetensors", "--resume"],
-            ["KEEP", *SHARDED, "--resume", "--shard-weights"],
             ["FAIL", *CERTIFY, "--records", "failed.jsonl", "-q", "--json"],
         ]
         record = Sink.record
         patch.setattr(Sink, "record", interrupt)
         assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
-        assert isinstance(attempt(*SHARDED).exception, Interrupted)
         patch.setattr(Sink, "record", record)
-        for name in ("resumed", "shared"):
-            shutil.copy(f"{name}.state.safetensors", two)
+        shutil.copy("resumed.state.safetensors", two)
         with two_processes(plan, two):
             for name in ("smoothing", "patch", "attack"):
                 certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
@@ -265,8 +258,6 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
                 "refitted": [*REFIT, "-o", "refitted.safetensors"], "finetune": [*FINETUNE, "-o", "tuned.safetensors"],
             }.items():  # fmt: skip
                 (one / f"{name}.json").write_text(certvit(*words).stdout)
-            with kept(one / "held.json"):
-                (one / "sharded.json").write_text(certvit(*SHARDED, "--resume").stdout)
     return one, two, (two / "stderr").read_text()
 
 
@@ -274,7 +265,7 @@ def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> N
     one, two, said = both
     for rank in (0, 1):
         codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 14 + [6], said
+        assert codes == [0] * 13 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name in ("smoothing", "patch"):  # what an image took is not what was found
@@ -397,42 +388,7 @@ def test_two_processes_learn_what_one_learns(both: tuple[Path, Path, str]) -> No
         for name, tensor in written.tensors.items():
             torch.testing.assert_close(tensor, wanted[name], rtol=0, atol=1e-4)
         assert str(prove_checkpoint(written).upper) == report["upper_text"]
-    assert [path.name for path in two.glob("*.state.safetensors")] == [
-        "shared.state.safetensors"
-    ]  # which was to stay
-
-
-def test_two_processes_share_the_weights_out(both: tuple[Path, Path, str]) -> None:
-    """They go on with one process's state, and leave what one leaves: up to sums in another order,
-    as above.
-    """
-    one, two, _ = both
-    for rank in (0, 1):
-        held, all_of_them = json.loads((two / f"held.{rank}.json").read_text())
-        assert 0.45 < held / all_of_them < 0.55
-    alone = [json.loads(line) for line in (one / "sharded.json").read_text().splitlines()]
-    found = [
-        json.loads(line)
-        for line in (two / "stdout").read_text().splitlines()
-        if line.startswith("{")
-    ][9:11]
-    assert (
-        [epoch["epoch"] for epoch in found]
-        == [epoch["epoch"] for epoch in alone]
-        == [2, alone[1]["epoch"]]
-    )
-    assert found[0]["loss"] == pytest.approx(alone[0]["loss"], rel=1e-5)
-    assert found[0]["clean"] == alone[0]["clean"]
-    for name in ("shared", "shared.state"):
-        tensors, _ = read_tensors(two / f"{name}.safetensors")
-        wanted, _ = read_tensors(one / f"{name}.safetensors")
-        assert tensors.keys() == wanted.keys()
-        for key, tensor in tensors.items():
-            torch.testing.assert_close(tensor, wanted[key], rtol=0, atol=1e-4, msg=key)
-    assert (
-        str(prove_checkpoint(Checkpoint.read(two / "shared.safetensors")).upper)
-        == found[1]["upper_text"]
-    )
+    assert not list(two.glob("*.state.safetensors"))
 
 
 def test_two_processes_speak_once(both: tuple[Path, Path, str]) -> None:

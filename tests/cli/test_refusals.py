@@ -48,6 +48,34 @@ certify m --method patch --patch 2 --procedure voting --band-width 9 | 2 | bands
 certify m --method patch --patch 2 --hide faces | 2 | unknown hide 'faces'
 certify m --method patch --patch 2 --min-certified 0.5@3 | 2 | names a patch that is not certified
 certify m --method lipschitz --denoiser m | 2 | works with --method smoothing
+certify m --method smoothing --sigma 0 | 2 | sigma
+certify m --method smoothing --sigma -0.1 | 2 | sigma
+certify m --method smoothing --sigma nan | 2 | sigma
+certify m --method smoothing --sigma wide | 2 | sigma
+certify m --method smoothing --sigma 0.25,0.5 | 2 | radii of several would share --alpha
+certify m --method smoothing --alpha 0 | 2 | alpha
+certify m --method smoothing --alpha 1 | 2 | alpha
+certify m --method smoothing --alpha nan | 2 | alpha
+certify m --method smoothing --samples 0 | 2 | samples
+certify m --method smoothing --samples 9 | 2 | --samples 10 or more
+certify m --method smoothing --samples 100 -e 9 | 2 | no radius beyond 0.375
+certify m --method smoothing --enough nan | 2 | enough
+certify m --method smoothing --enough 5 | 2 | enough
+certify m --method smoothing --precision int3 | 2 | int3
+certify m --method smoothing --seed -1 | 2 | seed
+certify m --method smoothing --method auto | 2 | auto alone
+certify m --method smoothing --norm linf | 2 | --method local only
+certify m --method smoothing --method local --norm linf | 2 | --method local only
+certify m --method smoothing --method smoothing | 2 | once
+certify m --method smoothing --method lipschitz --records r.jsonl | 2 | holds one method
+certify m --sigma 0.25 --sigma 0.5 | 2 | --sigma is given 2 times
+audit m --sigma 0.25 --sigma 0.5 | 2 | --sigma is given 2 times
+verify m m --records x.jsonl | 2 | --records
+verify m m --plot x.png | 2 | --plot
+verify m m -o x.safetensors | 2 | -o
+verify m m --min-certified 0.5 | 2 | --min-certified
+constrain m --keep 0 | 2 | --keep must lie between
+constrain m --keep 1.5 | 2 | --keep must lie between
 certify m --method smoothing --effort branch | 2 | works with --method local
 certify m --method local --sigma 0.2 | 2 | works with --method smoothing
 certify m --method box --method bcp --samples 7 | 2 | works with --method smoothing
@@ -79,7 +107,7 @@ predict m nowhere.png | 6 | nowhere.png
 finetune m --batch-size 99999999999999999999 | 2 | --batch-size
 finetune m -e nan | 2 | nan
 finetune m --schedule cosin | 2 | cosin
-finetune m --enclosure-penalty 0.3 --penalty-places 0,0,0 | 2 | leaves nothing
+finetune m --enclosure-penalty 0.3,0 | 2 | neither one number nor three
 """
 TABLE = [tuple(part.strip() for part in row.split(" | ")) for row in ROWS.strip().splitlines()]
 

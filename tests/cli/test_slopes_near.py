@@ -109,7 +109,6 @@ def test_verify_proves_the_slopes_again(
         (("--around", 1, "--norm", "linf"), "no two images are farther apart"),
         (("--norm", "linf"), "--around"),
         (("--around", 0.1, "--norm", "l7"), "l7"),
-        (("--around", 0.1, "--jacobian", "--plot", "x.png"), "do not go together"),
     ],
 )
 def test_a_radius_that_is_none_is_refused(
@@ -141,6 +140,6 @@ def test_python_returns_tensors() -> None:
         assert bool((part.radii > 0).all())
         assert bool((part.slopes.amax(1) / 2**0.5 <= part.logits).all())
         assert part.why == ("", "")
-    for wrong in ({}, {"eps": 0.1, "around": 0.1}, {"around": 0.1, "labels": [0, 1]}):
+    for wrong in ({}, {"radii": 0.1, "around": 0.1}, {"around": 0.1, "labels": [0, 1]}):
         with pytest.raises(api.CertvitError, match=r"one of them|without labels"):
             api.bounds(network, pixels, **wrong)  # type: ignore[call-overload]

@@ -6,21 +6,17 @@ from typing import Any
 
 import pytest
 
-from certcli.certify.local_options import Local
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Smoothing
 from certcli.cli.certify.demands import first_given
-from certcli.finetune import agreement, settings
+from certcli.finetune import settings
 from certcli.finetune.losses import LOSSES
 from certcli.system import errors, options
 from tests.helpers.commands import console
 
 OTHERS: dict[str, Any] = {
-    "penalty_places": (1.0, 1.0, 1.0),
     "attack_norm": "l2",
     "attack_steps": 3,
-    "attack_step_size": 0.1,
-    "ard": 0.3,
-    "prm": 0.3,
+    "ard_prm": 0.3,
     "attack_ramp": 0.5,
     "attack_epsilon": 0.1,
     "stiefel_lr": 0.2,
@@ -36,7 +32,7 @@ PANELS = {"Attacks on training images": "adversarial"}
 @pytest.mark.parametrize(
     "name",
     sorted(
-        {name for group in agreement.SWITCHES.values() for name in group} - {*agreement.FILLED_IN}
+        {name for group in settings.SWITCHES.values() for name in group} - {*settings.FILLED_IN}
     ),
 )
 def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
@@ -68,9 +64,9 @@ def test_a_panel_of_one_switch_is_refused_without_it(
     assert f"--{switch}" in done.err
 
 
-@pytest.mark.parametrize("name", agreement.OF_A_CHOICE)
+@pytest.mark.parametrize("name", settings.OF_A_CHOICE)
 def test_an_option_of_another_choice_is_refused(name: str) -> None:
-    option, values = agreement.OF_A_CHOICE[name]
+    option, values = settings.OF_A_CHOICE[name]
     others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
     wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
     wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
@@ -83,7 +79,7 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
-    assert loss in agreement.OF_A_CHOICE["ramp"][1]
+    assert loss in settings.OF_A_CHOICE["ramp"][1]
 
 
 def test_defaults_are_not_given() -> None:

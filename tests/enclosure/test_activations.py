@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.enclosure.zonotopes import activations
-from certcli.enclosure.zonotopes.activations import activation
+from certcli.enclosure.zonotopes import pointwise
+from certcli.enclosure.zonotopes.columns import Block
 from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import GELU, GELU_TANH, SIGMOID, SILU, TANH, Function
-from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.pointwise import activation, apply
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.symbols import Block
+from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms
 from tests.soundness.local_laws import all_fibres
@@ -81,9 +80,9 @@ def test_errors_of_many_units_cancel_in_a_sum(squares_on: bool) -> None:
 @pytest.mark.parametrize("squares_on", [True, False])
 @pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.name)
 def test_nothing_leaves_an_ellipsoid_wherever_it_is_taken(
-    f: Function, squares_on: bool, monkeypatch: pytest.MonkeyPatch
+    f: Curve, squares_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
+    monkeypatch.setattr(pointwise, "_ellipsoid_places", all_fibres)
     weight = torch.randn(5, 6, generator=torch.Generator().manual_seed(7)).double()
     case = Case(
         f.name,
@@ -137,6 +136,6 @@ PLANTED: dict[str, Callable[..., object]] = {
 
 @pytest.mark.parametrize("name", PLANTED)
 def test_a_wrong_ellipsoid_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, name, PLANTED[name])
+    monkeypatch.setattr(pointwise, name, PLANTED[name])
     further, _ = excess(along(True))
     assert (further > 0).any()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
+from certcli.enclosure.zonotopes.ascent import coupled, hinges, proven
 from certcli.enclosure.zonotopes.backward import (
     Ball,
     Hinge,
@@ -21,14 +22,12 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.enclosure.zonotopes.parabolas import coupled, hinges, proven
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.rules.shapes import arranged
+from certcli.enclosure.zonotopes.rules.layers import affine, arranged
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
 from tests.helpers.enclosure_cases import CASES, Case
 

@@ -4,6 +4,7 @@ change nothing.
 
 from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
@@ -12,21 +13,19 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import Evidence
 from certcli.cli.log.run import _certified_cells
 from certcli.cli.log.view import evidence_sentence
-from certcli.enclosure.balls import activations, layers
-from certcli.enclosure.balls.attention import nonnegative_norm
-from certcli.enclosure.balls.ball import Near, Normalised, settled
-from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
+from certcli.enclosure.balls import layers
+from certcli.enclosure.balls.attention import heads, nonnegative_norm
+from certcli.enclosure.balls.ball import BallContext, Near, Normalised, rules, settled
+from certcli.enclosure.balls.layers import arranged, product
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import BallContext, rules
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.evaluation.evidence import decode_evidence
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
@@ -35,6 +34,11 @@ from tests.helpers.grids import EVERY
 
 def context() -> BallContext:
     return BallContext(fx.Graph().placeholder("x"), None, {}, {})
+
+
+def ruled(function: Any, *args: Any, **named: Any) -> Any:
+    """Return what the rule of a function makes of balls."""
+    return rules.functions[function](context(), *args, **named)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -113,32 +117,32 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
     "product": (lambda x: product(x, x.scale(-G)), lambda t: -G * t * t),
     "scaled": (lambda x: x.scale(G), lambda t: G * t),
     "sum with itself": (lambda x: x + x, lambda t: 2 * t),
-    "mean of tokens": (lambda x: mean(context(), x, 1), lambda t: t.mean(2)),
-    "mean of entries": (lambda x: mean(context(), x, -1), lambda t: t.mean(-1)),
-    "mean of both": (lambda x: mean(context(), x, (1, 2), True), lambda t: t.mean((2, 3), keepdim=True)),
-    "tokens twice": (lambda x: cat(context(), [x, x], 1), lambda t: torch.cat([t, t], 2)),
-    "entries twice": (lambda x: cat(context(), [x, x], -1), lambda t: torch.cat([t, t], 3)),
-    "divided": (lambda x: divide(context(), x, -0.3), lambda t: t / -0.3),
-    "RMSNorm": (lambda x: settled(rms_norm(context(), x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
-    "sum of tokens": (lambda x: layers.total(context(), x, 1), lambda t: t.sum(2)),
+    "mean of tokens": (lambda x: ruled(torch.mean, x, 1), lambda t: t.mean(2)),
+    "mean of entries": (lambda x: ruled(torch.mean, x, -1), lambda t: t.mean(-1)),
+    "mean of both": (lambda x: ruled(torch.mean, x, (1, 2), True), lambda t: t.mean((2, 3), keepdim=True)),
+    "tokens twice": (lambda x: ruled(torch.cat, [x, x], 1), lambda t: torch.cat([t, t], 2)),
+    "entries twice": (lambda x: ruled(torch.cat, [x, x], -1), lambda t: torch.cat([t, t], 3)),
+    "divided": (lambda x: ruled(torch.div, x, -0.3), lambda t: t / -0.3),
+    "RMSNorm": (lambda x: settled(ruled(F.rms_norm, x, (8,), Constant(G), 0.1)), lambda t: F.rms_norm(t, (8,), G, 0.1)),
+    "sum of tokens": (lambda x: ruled(torch.sum, x, 1), lambda t: t.sum(2)),
     "rows over their sums": (
-        lambda x: divide(context(), x.shift(20 * G), layers.total(context(), x.shift(4 + 0 * G), -1, keepdim=True)),
+        lambda x: ruled(torch.div, x.shift(20 * G), ruled(torch.sum, x.shift(4 + 0 * G), -1, keepdim=True)),
         lambda t: (t + 20 * G) / (t + 4).sum(-1, keepdim=True),
     ),
     "convolution": (strided_near, strided),
     "rows of length 1": (
-        lambda x: layers.normalize(context(), x, dim=-1, eps=2.5), lambda t: F.normalize(t, dim=-1, eps=2.5)
+        lambda x: ruled(F.normalize, x, dim=-1, eps=2.5), lambda t: F.normalize(t, dim=-1, eps=2.5)
     ),
     "BatchNorm": (
-        lambda x: layers.batch_norm(context(), x, *STATISTICS, eps=0.2),
+        lambda x: ruled(F.batch_norm, x, *STATISTICS, eps=0.2),
         lambda t: F.batch_norm(t.flatten(0, -3), *STATISTICS, eps=0.2).view(t.shape),
     ),
-    "centred norm": (lambda x: layers.center_norm(context(), CENTRED, x), lambda t: CENTRED(t)),
+    "centred norm": (lambda x: rules.modules[CenterNorm].apply(context(), CENTRED, x), lambda t: CENTRED(t)),
     "linear function": (
-        lambda x: layers.linear_function(context(), x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
+        lambda x: ruled(F.linear, x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
     "zeros around": (lambda x: layers.arranged(F.pad, x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
-    "MaxMin": (lambda x: activations.maxmin(context(), MaxMin(), x), MaxMin()),
+    "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
 

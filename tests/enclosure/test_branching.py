@@ -15,15 +15,14 @@ from torch import Tensor, nn
 from certcli.certify.branched import Branched, Splits, replay
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.local import NOTHING_OPEN, LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.enclosure.zonotopes.ascent import Ascent
+from certcli.certify.options import Local
+from certcli.enclosure.zonotopes.ascent import Ascent, proven
 from certcli.enclosure.zonotopes.backward import Node, descend, least
 from certcli.enclosure.zonotopes.branching import LAST_STEPS, BranchDomain, BranchSearch, Limit
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.margins import Further
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.enclosure.zonotopes.parabolas import proven
-from certcli.enclosure.zonotopes.trees import Tree, Unit
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.search import Tree, Unit
 from certcli.system.errors import DataError, NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE as VIT_SIZE
 from tests.enclosure.test_zonotope_networks import image, network

@@ -10,13 +10,12 @@ import certcli.system.compat  # noqa: F401
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.zonotopes.coordinates import Coordinates, coordinates_of
-from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.first_map import changed
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork, changed
+from certcli.enclosure.zonotopes.space import Coordinates, coordinates_of
 from certcli.models.pixels import PixelModel
 from tests.enclosure.test_zonotope_networks import node_values
 from tests.helpers.grids import EVERY

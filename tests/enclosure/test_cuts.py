@@ -8,12 +8,11 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.enclosure.zonotopes.coordinates import Coordinates
+from certcli.certify.options import Local
+from certcli.enclosure.zonotopes.columns import Block
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import Block
+from certcli.enclosure.zonotopes.space import Coordinates, Space
 from tests.enclosure.test_branching import LONG, require_withstood
 from tests.enclosure.test_coordinates import image as wide_image
 from tests.enclosure.test_coordinates import network as wide_network
@@ -25,7 +24,7 @@ POINTS = 40_000
 IMAGE = torch.tensor([0.0, 0.4, 1.0]).double().view(1, 1, 1, 3)
 
 
-def margins(kind: str, seed: int) -> Form:
+def margins_of_three(kind: str, seed: int) -> Form:
     """Two margins on a ball of three pixels: with squares, without, or in two numbers."""
     generator = torch.Generator().manual_seed(seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator).double()  # noqa: E731
@@ -40,13 +39,13 @@ def margins(kind: str, seed: int) -> Form:
     return Form(space, 1.2 + 0.3 * draw(1, 2), gens, 0.1 * draw(1, 2).abs(), (block,))
 
 
-def lowest(form: Form, e: Tensor) -> Tensor:
+def least_of_form(form: Form, e: Tensor) -> Tensor:
     """The least that a form says of its first margin at the pixels' e (b, 3)."""
     middle, free = evaluate(form, form.space.symbols(e), e.new_zeros(len(e), 2), ())
     return (middle - free)[:, 0, 0]
 
 
-def points(radius: float, in_box: bool) -> Tensor:
+def images_of_ball(radius: float, in_box: bool) -> Tensor:
     """Images of the ball, half of them on its edge: (b, 3)."""
     generator = torch.Generator().manual_seed(3)
     e = torch.randn(POINTS, 3, generator=generator).double()
@@ -64,12 +63,12 @@ def test_every_image_that_is_left_lies_in_the_next_ball(kind: str, in_box: bool)
     emptied = 0
     for seed in range(8 * (1 + EVERY)):
         centre, radius = IMAGE, 0.6
-        left = points(radius, in_box)
+        left = images_of_ball(radius, in_box)
         remainder = Remainder.near(IMAGE, radius, in_box=in_box)
         for walk in range(3):
-            form = margins(kind, 100 * seed + walk)
+            form = margins_of_three(kind, 100 * seed + walk)
             remainder.add(centre, radius, form, 0)
-            least = lowest(form, (left - centre.flatten()) / radius)
+            least = least_of_form(form, (left - centre.flatten()) / radius)
             cut = remainder.cuts[-1]
             h = left - IMAGE.flatten()
             said = cut.curvature * h.square().sum(1) + h @ cut.slope + cut.level
@@ -172,8 +171,8 @@ def test_no_walk_begins_when_time_is_over_or_a_ball_is_no_smaller() -> None:
         raise AssertionError
 
     near = Remainder.near(IMAGE, 0.6, in_box=True)
-    form = margins("squares", 0)
-    assert not bool((lowest(form, points(1.0, False)) > 0).all())
+    form = margins_of_three("squares", 0)
+    assert not bool((least_of_form(form, images_of_ball(1.0, False)) > 0).all())
     assert not everywhere_positive(near, form, walk, 0.0)
     negative = form.shift(torch.tensor(-9.0).double())
     assert not everywhere_positive(near, negative, walk)

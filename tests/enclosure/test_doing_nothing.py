@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes import ellipsoids, reduction, symbols
+from certcli.enclosure.zonotopes import columns, ellipsoids
 from certcli.enclosure.zonotopes.backward import lower
+from certcli.enclosure.zonotopes.columns import (
+    Block,
+    gamma,
+    lengths,
+    reach_of,
+    reach_of_differences,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     enclosing,
@@ -22,9 +29,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
-from certcli.enclosure.zonotopes.rounding import gamma
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.symbols import Block, lengths, reach_of, reach_of_differences
 from tests.enclosure.test_zonotopes import outside
 from tests.enclosure.test_zonotopes import symbols as symbols_of
 from tests.helpers.enclosure_cases import CASES, forms
@@ -79,8 +84,8 @@ def test_a_root_holds_the_sum_of_its_parts() -> None:
     made = root(parts, slack)
     u = torch.cat([torch.eye(5).double(), unit(draw(4000, 5, seed=5))])
     reach = torch.einsum("uc,fc->uf", u.abs(), slack)
-    for columns, width in parts:
-        along = torch.einsum("uc,kfc->kuf", u, columns).unflatten(0, (-1, width))
+    for part, width in parts:
+        along = torch.einsum("uc,kfc->kuf", u, part).unflatten(0, (-1, width))
         reach = reach + along.norm(dim=1).sum(0)
     bound = torch.einsum("uc,fcd->ufd", u, made).norm(dim=-1)
     assert (reach <= bound).all()
@@ -238,9 +243,9 @@ def without_symbols(x: Form, _: Tensor) -> Form:
 
 
 PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
-    "a group of another norm": (symbols, "lengths", smaller_groups, "linear"),
-    "groups of one ball": (reduction, "root", without_the_sum, "reduction, mixed"),
-    "dropped symbols": (reduction, "grouped", without_symbols, "reduction, mixed"),
+    "a group of another norm": (columns, "lengths", smaller_groups, "linear"),
+    "groups of one ball": (ellipsoids, "root", without_the_sum, "reduction, mixed"),
+    "dropped symbols": (ellipsoids, "grouped", without_symbols, "reduction, mixed"),
 }
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.balls import table as balls
+from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.ball import Near, settled
-from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.products import TIMES, product
 from certcli.engine.pinned import pin

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.balls.attention import Facts, _gains
+from certcli.enclosure.balls.attention import Facts, _gains, heads
 from certcli.enclosure.balls.ball import Near, Normalised, settled
-from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged, cat, divide, normalised, rms_norm
-from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
-from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.balls.layers import arranged, normalised
+from certcli.enclosure.zonotopes.columns import FUNCTION
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.rounding import FUNCTION
+from certcli.enclosure.zonotopes.space import Bounds
 from certcli.engine.walk import Constant
-from tests.enclosure.test_balls import context, draw
+from certcli.nn.norms import spread_of
+from tests.enclosure.test_balls import context, draw, ruled
 from tests.helpers.enclosure_cases import CASES, forms
 
 ANY = torch.full((2,), 1e3).double()
@@ -53,8 +52,8 @@ TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
     ),
     "two balls of tokens": (
         lambda: (
-            cat(
-                context(), [Near(X.centre, FIBRE + 1e3, WHOLE), Near(X.centre, FIBRE + 1e3, ANY)], 1
+            ruled(
+                torch.cat, [Near(X.centre, FIBRE + 1e3, WHOLE), Near(X.centre, FIBRE + 1e3, ANY)], 1
             ).whole
         ),
         torch.stack([WHOLE, ANY], 1),
@@ -168,7 +167,9 @@ def test_a_norm_reaches_from_one_end_of_its_sphere_to_the_other(kind: str, width
     x = Near.of(token, 2 * token.norm(dim=-1) * (1 + 1e-12))
     norm = nn.LayerNorm(width, eps=1e-9).double().requires_grad_(False)
     found = (
-        normalised(norm, x) if kind == "LayerNorm" else rms_norm(context(), x, (width,), None, 1e-9)
+        normalised(None, x, spread_of(norm), norm.weight, norm.bias)
+        if kind == "LayerNorm"
+        else ruled(F.rms_norm, x, (width,), None, 1e-9)
     )
     assert isinstance(found, Normalised)
     far = 2 * F.layer_norm(token, (width,), eps=1e-9).norm()
@@ -211,7 +212,7 @@ def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
     moves = float(seed % 2)  # at rest nothing but rounding is left
     x = Near.of(x.centre * scale, x.fibre * moves)
     y = Near.of(y.centre, y.fibre * scale * moves)
-    found = product_of_matrices(context(), x, y)
+    found = ruled(torch.matmul, x, y)
     assert torch.equal(found.centre, x.centre @ y.centre)
     with localcontext() as precision:
         precision.prec = 50
@@ -232,7 +233,7 @@ def test_a_quotient_reaches_as_far_as_the_least_divisor_lets_it(share: float) ->
     x = near(1, 4, 5, seed=1)
     d = draw(2, 1, 4, 1, seed=2)
     y = Near.of(d, share * d[..., 0].abs())
-    found = divide(context(), x, y)
+    found = ruled(torch.div, x, y)
     assert torch.equal(found.centre, x.centre / d)
     if share >= 1:
         assert bool(found.fibre.isinf().all())
@@ -246,7 +247,7 @@ def test_a_quotient_reaches_as_far_as_the_least_divisor_lets_it(share: float) ->
 def test_softmax_halves_what_a_row_moves() -> None:
     x = near(1, 3, 4, 5, seed=3)
     far = Near(x.centre, x.fibre, 0.9 * x.whole)
-    found = softmax_of_rows(context(), far, dim=-1)
+    found = ruled(torch.softmax, far, dim=-1)
     noise = (FUNCTION + 5 * 2.0**-53) * found.centre.norm(dim=-1)
     for mine, half, error in (
         (found.fibre, x.fibre / 2, noise),

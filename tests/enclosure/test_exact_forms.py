@@ -9,31 +9,31 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
-from certcli.enclosure.balls.activations import curved
-from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.layers import mean, rms_norm
+from certcli.enclosure.balls.ball import Near, folded_norm
+from certcli.enclosure.balls.ball import rules as ball_rules
+from certcli.enclosure.balls.layers import curved
 from certcli.enclosure.balls.network import NormsNetwork, _margins
-from certcli.enclosure.balls.table import folded_norm
-from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes import attention, margins, pointwise, products
-from certcli.enclosure.zonotopes.domain import Enclosure, LocalNetwork
+from certcli.enclosure.zonotopes import margins, pointwise, products
+from certcli.enclosure.zonotopes.columns import FUNCTION, Block, quadratic_radius
+from certcli.enclosure.zonotopes.domain import Enclosure
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.functions import GELU, RSQRT, SQRT, Function
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
-from certcli.enclosure.zonotopes.quadratic import quadratic_radius
-from certcli.enclosure.zonotopes.rounding import FUNCTION
-from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
-from certcli.enclosure.zonotopes.symbols import Block
+from certcli.enclosure.zonotopes.pointwise import RSQRT, SQRT
+from certcli.enclosure.zonotopes.rules import attention
+from certcli.enclosure.zonotopes.space import rules
+from certcli.engine.curves import GELU, Curve
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import Spread
 from certcli.rounding import PRECISIONS, NeighbourErrors
-from tests.enclosure.test_balls import context, draw
+from tests.enclosure.test_balls import context, draw, ruled
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image, network
 from tests.enclosure.test_zonotopes import reach
@@ -95,7 +95,9 @@ def test_margins_of_forms_lose_as_much_as_their_terms_say() -> None:
 
 def test_a_mean_loses_as_much_as_its_terms_say() -> None:
     tokens = 1e3 * torch.tensor([1.0, -1.0]).double().repeat(1, 1, 50)[..., None]  # whose mean is 0
-    assert float(mean(context(), still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+    assert (
+        float(ruled(torch.mean, still(tokens[:, :, :, None].flatten(3)), 1).whole) >= 100 * U * 1e3
+    )
 
 
 def test_radii_and_sizes_are_not_below_the_exact_ones() -> None:
@@ -133,7 +135,7 @@ def test_a_product_of_ball_parts_loses_as_much_as_its_sum_is_long() -> None:
     assert float(found) >= d * (1 + 2.0**-43)
 
 
-@pytest.mark.parametrize("run", [centred, lambda x: form_mean(NO_TOKEN, x, -1)])
+@pytest.mark.parametrize("run", [centred, lambda x: rules.functions[torch.mean](NO_TOKEN, x, -1)])
 def test_means_of_forms_lose_as_much_as_their_terms_say(run: Any) -> None:
     assert bool((run(form(torch.ones(1, 1, 4096).double())).slack >= 4096 * U).all())
 
@@ -142,7 +144,7 @@ def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
     """A sum of n squares is off by n u, its root by half of it."""
     n = 1024
     token = draw(1, 1, 1, n)
-    found: Any = rms_norm(context(), still(token), (n,), None, 1e-3)
+    found: Any = ruled(F.rms_norm, still(token), (n,), None, 1e-3)
     assert float(found.near.fibre) >= n / 2 * U * float(found.near.centre.norm())
     _, low, high = mean_square(form(token[0]), Spread(1e-3))
     exact = float(token.square().sum() / n + 1e-3)
@@ -225,7 +227,7 @@ def test_logarithms_of_probabilities_lie_between_their_bounds(
     asked: list[tuple[Tensor, Tensor]] = []
     known = attention.joint_activation
 
-    def activation(f: Function, x: Form, low: Any = None, high: Any = None) -> Form:
+    def activation(f: Curve, x: Form, low: Any = None, high: Any = None) -> Form:
         asked.extend([(low, high)] * (high is not None))
         return known(f, x, low, high)
 
@@ -248,14 +250,14 @@ def test_a_fit_counts_the_rounding_of_the_largest_value() -> None:
     """f(x) = 1 + x on [-1, 1]: value 2, slope 1 at most, and 1 for the argument and for the fit's
     own.
     """
-    line = Function("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
+    line = Curve("line", lambda x: 1 + x, torch.ones_like, torch.zeros_like, 0.0)
     one = torch.ones(1).double()
     found = pointwise.residual(line, 0 * one, -one, one, one, 0 * one)
     assert float(found.error) >= FUNCTION * (2 + (1 + 1 + 1) + 1)
 
 
 @pytest.mark.parametrize("f", [RSQRT, SQRT], ids=lambda f: f.name)
-def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Function) -> None:
+def test_a_line_beside_a_floored_function_is_off_by_no_more_than_its_error(f: Curve) -> None:
     """Whatever its slope: f(max(x, 1)) on 400 intervals, most of them on both sides of 1."""
     low = 2 * draw(400, seed=1).abs()
     high = low + 2 * draw(400, seed=2).abs()

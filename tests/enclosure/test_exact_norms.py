@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import Block
 from certcli.enclosure.zonotopes.direction import (
     Direction,
     by_interval,
@@ -17,7 +18,6 @@ from certcli.enclosure.zonotopes.direction import (
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm, signs
 from certcli.enclosure.zonotopes.products import squares
-from certcli.enclosure.zonotopes.symbols import Block
 from certcli.nn.norms import Spread
 
 ROWS = {

@@ -15,20 +15,20 @@ import certcli.system.compat  # noqa: F401
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.enclosure.zonotopes.domain import LocalNetwork, with_space
+from certcli.certify.options import Local
+from certcli.enclosure.zonotopes.columns import Block, reach_of
+from certcli.enclosure.zonotopes.domain import with_space
+from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import (
     Operand,
     attend_by_fibres,
     head_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.memory import fits_by_fibres
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.reduction import by_fibres
-from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
+from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import Block, reach_of
 from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
 from tests.helpers.enclosure_cases import (
     BALL,

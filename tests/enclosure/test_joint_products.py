@@ -10,17 +10,16 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.enclosure.zonotopes import activations, ellipsoids, products
-from certcli.enclosure.zonotopes.activations import joint_activation
-from certcli.enclosure.zonotopes.attention import AVERAGES, SCORES, attend, softmax
+from certcli.enclosure.zonotopes import ellipsoids, pointwise, products
+from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.direction import divided
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import EXP
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.pointwise import EXP, joint_activation
 from certcli.enclosure.zonotopes.products import matrix_product
-from certcli.enclosure.zonotopes.symbols import Block, reach_of
+from certcli.enclosure.zonotopes.rules.attention import AVERAGES, SCORES, attend, softmax
 from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms
@@ -126,7 +125,7 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
 
 def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without symbols, without columns for e e^T, of too many entries, or of one number a row."""
-    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
+    monkeypatch.setattr(pointwise, "_ellipsoid_places", all_fibres)
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
@@ -176,7 +175,7 @@ MIXED = (
 def test_sums_over_all_entries_hold(
     case: Case, squares_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
+    monkeypatch.setattr(pointwise, "_ellipsoid_places", all_fibres)
     for size, seed in ((1e-9, 0), (1e-3, 1), (0.1, 2), (0.4, 3), (0.4, 4)):
         far, free = outside(
             case, forms(case, size, squares_on, seed, seed > 1), *symbols(200, seed)
@@ -240,7 +239,7 @@ AFTER: dict[str, tuple[Callable[[AfterActivation, Tensor], Tensor], int]] = {
 def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(activations, "_ellipsoid_places", all_fibres)
+    monkeypatch.setattr(pointwise, "_ellipsoid_places", all_fibres)
     torch.manual_seed(0)
     model = AfterActivation(*AFTER[name]).double().eval().requires_grad_(False)
     values: dict[str, Form] = {}
@@ -251,7 +250,7 @@ def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
 
     margins = []
     for entries in (2**13, 0):
-        monkeypatch.setattr(activations, "_APART", entries)
+        monkeypatch.setattr(pointwise, "_APART", entries)
         start = l2_ball(image(), 0.1, squares_up_to=128, limit=999)
         margins.append(LocalNetwork(model, SIZE).margins(start, 0, watch))
         own = {node for node, form in values.items() if form.has_fibres_own}

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.ellipsoids import as_fibre, enclosing, factor, rest_gram
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.symbols import Block, reach_of
 from tests.enclosure.test_ellipsoids import draw
 
 

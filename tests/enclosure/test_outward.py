@@ -18,15 +18,14 @@ from torch import nn
 
 import certcli.enclosure
 from certcli.certify.around import AroundImages
-from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
-from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged, normalised, pixels
+from certcli.enclosure.balls.attention import heads
+from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, rules, settled
+from certcli.enclosure.balls.layers import arranged, normalised
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.spelled_attention import product_of_matrices, softmax_of_rows
 from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
-from certcli.enclosure.zonotopes import rounding
-from certcli.enclosure.zonotopes.attention import average, softmax
+from certcli.enclosure.zonotopes import columns
+from certcli.enclosure.zonotopes.ascent import hinges, proven
 from certcli.enclosure.zonotopes.backward import (
     Hinge,
     HingeChoice,
@@ -35,26 +34,23 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
-from certcli.enclosure.zonotopes.coordinates import Coordinates
-from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
-from certcli.enclosure.zonotopes.first_map import changed
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.parabolas import hinges, proven
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.reduction import by_fibres
+from certcli.enclosure.zonotopes.rules.attention import average, softmax
+from certcli.enclosure.zonotopes.rules.layers import joined
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
-from certcli.enclosure.zonotopes.rules.shapes import joined
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import Bounds, Coordinates, ZonotopeContext
 from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import Spread
+from certcli.nn.norms import Spread, spread_of
 from tests.enclosure.test_backward import hinged, inputs
-from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind
+from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind, ruled
 from tests.enclosure.test_every_rule import pixel_model
 from tests.enclosure.test_slopes import ball
 from tests.enclosure.test_slopes import network as slopes
@@ -69,7 +65,9 @@ FOLDER = Path(certcli.enclosure.__file__).parent
 FILES = sorted(
     "/".join(file.parts[-2:])
     for file in FOLDER.rglob("*.py")
-    if re.search(r"zonotopes.rounding import .*\b(up|gamma)\b", file.read_text())
+    if re.search(
+        r"^def up|zonotopes.columns import (\([^)]*|.*)\b(up|gamma)\b", file.read_text(), re.M
+    )
 )
 Numbers = list[float]
 
@@ -159,7 +157,7 @@ def margins(kind: str) -> Numbers:
 
 def after_a_norm() -> Numbers:
     norm = nn.LayerNorm(8, eps=1e-3).double().requires_grad_(False)
-    x = normalised(norm, near(1, 1, 5, 8))
+    x = normalised(None, near(1, 1, 5, 8), spread_of(norm), norm.weight, norm.bias)
     assert isinstance(x, Normalised)
     return of_ball(x.settled())
 
@@ -169,7 +167,11 @@ def first_layers() -> Numbers:
     ball, boxed = (
         pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf")
     )
-    return [number for x in (pixels(context(), module, ball), boxed) for number in of_ball(x)]
+    return [
+        number
+        for x in (rules.modules[PixelNormalize].apply(context(), module, ball), boxed)
+        for number in of_ball(x)
+    ]
 
 
 def rearranged_and_doubted() -> Numbers:
@@ -181,8 +183,8 @@ def rearranged_and_doubted() -> Numbers:
 def written_out(size: float) -> Numbers:
     x, y = near(1, 1, 2, 4, 3), near(1, 1, 2, 3, 5)
     x, y = (Near.of(part.centre, size * part.fibre) for part in (x, y))
-    rows = softmax_of_rows(context(), replace(x, whole=x.whole / 2), dim=-1)
-    parts = product_of_matrices(context(), x, y), rows
+    rows = ruled(torch.softmax, replace(x, whole=x.whole / 2), dim=-1)
+    parts = ruled(torch.matmul, x, y), rows
     return [number for part in parts for number in of_ball(part)]
 
 
@@ -362,7 +364,7 @@ FACTORS = (2.0**30, 1 + 2.0**-6)
 @contextmanager
 def watched() -> Iterator[dict[str, Sites]]:
     """`up` and `gamma` of all modules of the room note their callers."""
-    made = {name: Sites(getattr(rounding, name)) for name in ("up", "gamma")}
+    made = {name: Sites(getattr(columns, name)) for name in ("up", "gamma")}
     with pytest.MonkeyPatch.context() as patch:
         for module in [
             module for name, module in sys.modules.items() if name.startswith("certcli.enclosure")
@@ -389,7 +391,7 @@ def plain() -> tuple[dict[str, Numbers], dict[tuple[str, Site], list[str]]]:
     return numbers, rows
 
 
-CHOSEN = ("zonotopes/attention.py", "zonotopes/direction.py")
+CHOSEN = ("rules/attention.py", "zonotopes/direction.py")
 """Of two enclosures the narrower one is taken: the other may have less slack."""
 FITTED = "rows of length 1, wide"
 """At a floor the fit of less error is taken: the other may be narrower elsewhere."""

@@ -2,9 +2,11 @@
 it.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,31 +21,26 @@ from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
-from certcli.enclosure.balls import layers, spelled_attention
+from certcli.certify.options import Local
+from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.attention import attention as of_tokens
+from certcli.enclosure.balls.attention import heads
 from certcli.enclosure.balls.ball import Near
-from certcli.enclosure.balls.fused_attention import heads
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.operations import unit_length
+from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.rules import arithmetic as zonotopes
-from certcli.enclosure.zonotopes.rules import shapes, spelled
-from certcli.enclosure.zonotopes.rules.layers import (
-    batch_norm,
-    linear_function,
-    rms_norm,
-    unit_length,
-)
-from certcli.enclosure.zonotopes.table import ZonotopeContext
-from certcli.engine.table import NoRule
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.rules.layers import arranged
+from certcli.enclosure.zonotopes.space import ZonotopeContext
+from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError
-from tests.enclosure.test_balls import context
+from tests.enclosure.test_balls import context, ruled
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image, network
 
 NO_TOKEN = ZonotopeContext(context().node, None)
@@ -232,157 +229,131 @@ def a_ball(*shape: int) -> Near:
     return Near.of(t, 0 * t[..., 0], torch.zeros(1).double())
 
 
+def _unit_rows(p: float, dim: int, eps: float, d: Any) -> Any:
+    return d(F.normalize, d.x, p, dim, eps)
+
+
 FORM = a_form(1, 2, 4)
 BALL = a_ball(1, 2, 4)
-# what a rule itself refuses, whatever is found beside it when the network runs
-CALLS: dict[str, tuple[Callable[[], object], str]] = {
-    "forms, divided by 0": (lambda: zonotopes.divide(NO_TOKEN, FORM, 0), "a division"),
-    "balls, divided by 0": (lambda: layers.divide(context(), BALL, 0.0), "a division"),
-    "forms, divided by a form": (lambda: zonotopes.divide(NO_TOKEN, FORM, FORM), "a division"),
-    "a number divided by a form": (lambda: zonotopes.divide(NO_TOKEN, 1.0, FORM), "a division"),
-    "balls, divided by a tensor": (
-        lambda: layers.divide(context(), BALL, torch.ones(1)),
-        "a division",
-    ),
+Call = Callable[[Any], Any]
+OF_ONE: dict[str, tuple[Call, str]] = {
     "several forms, rearranged": (
-        lambda: shapes.arranged(torch.flatten, [FORM, FORM]),
+        lambda _: arranged(torch.flatten, [FORM, FORM]),
         "a rearrangement",
     ),
     "an image of another shape, forms": (
-        lambda: LocalNetwork(network("relu"), SIZE).margins(
+        lambda _: LocalNetwork(network("relu"), SIZE).margins(
             l2_ball(WIDE, 0.1, squares_up_to=0, limit=9), 0
         ),
         "images of shape",
     ),
     "an image of another shape, balls": (
-        lambda: NormsNetwork(network("relu"), SIZE).margins(
+        lambda _: NormsNetwork(network("relu"), SIZE).margins(
             WIDE, torch.ones(1).double(), torch.tensor([0])
         ),
         "images of shape",
     ),
     "a norm's negative eps": (
-        lambda: layers.rms_norm(context(), BALL, (4,), None, -1.0),
+        lambda _: ruled(F.rms_norm, BALL, (4,), None, -1.0),
         "a norm with eps",
     ),
-    "a norm over two axes": (
-        lambda: layers.rms_norm(context(), BALL, (2, 4), None, 1.0),
-        "several axes",
+    "softmax of a vector": (
+        lambda _: zonotopes.rules.functions[torch.softmax](NO_TOKEN, a_form(4), 0),
+        "another axis",
     ),
-    "a norm of no eps": (lambda: layers.rms_norm(context(), BALL, (4,)), "several axes"),
-    "forms, a norm over two axes": (
-        lambda: rms_norm(NO_TOKEN, FORM, (2, 4), None, 1.0),
-        "several axes",
-    ),
-    "forms, a norm of no eps": (lambda: rms_norm(NO_TOKEN, FORM, (4,)), "several axes"),
-    "forms, a mean over the batch": (lambda: shapes.mean(NO_TOKEN, FORM, (0, 1)), "the batch"),
-    "forms, a mean over no axes": (lambda: shapes.mean(NO_TOKEN, FORM, ()), "the batch"),
-    "balls, a mean over the batch": (lambda: layers.mean(context(), BALL, (-3, 1)), "the batch"),
-    "balls, a mean over no axes": (lambda: layers.mean(context(), BALL, ()), "the batch"),
-    "forms, joined along the batch": (lambda: shapes.cat(NO_TOKEN, [FORM, FORM]), "the batch"),
-    "balls, joined along the batch": (lambda: layers.cat(context(), [BALL, BALL]), "the batch"),
-    "a constant of more axes": (lambda: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
-    "a larger constant": (lambda: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
+    "a constant of more axes": (lambda _: FORM.shift(torch.ones(2, 1, 2, 4)), "repeats a tensor"),
+    "a larger constant": (lambda _: BALL.scale(torch.ones(3, 2, 4)), "repeats a tensor"),
 }
+STATISTICS = {"running_mean": torch.ones(2).double(), "running_var": torch.ones(2).double()}
 
 
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rule_refuses_what_it_knows_nothing_of(name: str) -> None:
-    call, reason = CALLS[name]
-    with pytest.raises(NoRule, match=reason):
-        call()
+@dataclass(frozen=True)
+class Domain:
+    """Rules of a domain, called with a value of it; `make` makes others."""
+
+    table: RuleTable
+    place: Any
+    make: Callable[..., Any]
+
+    @property
+    def x(self) -> Any:
+        return self.make(1, 2, 4)
+
+    def __call__(self, function: Any, *args: Any, **named: Any) -> Any:
+        return self.table.functions[function](self.place, *args, **named)
+
+    def batch_norm(self, **changes: Any) -> Any:
+        named = {name: self.make(1, 5) if isinstance(x, str) else x for name, x in changes.items()}
+        return self(F.batch_norm, self.x, **(STATISTICS | {"eps": 0.5} | named))
 
 
-@pytest.mark.parametrize(
-    ("rule", "place", "make"),
-    [
-        (spelled.product_of_matrices, NO_TOKEN, a_form),
-        (spelled_attention.product_of_matrices, context(), a_ball),
-    ],
-    ids=["forms", "balls"],
-)
-def test_products_that_no_theorem_is_about_are_refused(
-    rule: Callable[..., Any], place: Any, make: Callable[..., Any]
+DOMAINS = {
+    "forms": Domain(zonotopes.rules, NO_TOKEN, a_form),
+    "balls": Domain(balls.rules, context(), a_ball),
+}
+CONSTANT = Constant(torch.ones(1, 4, 2).double())
+WEIGHT = torch.ones(3, 4).double()
+NEGATIVE = torch.tensor([-0.5, 1.0]).double()
+NOTHING_LEFT = torch.tensor([1.0, -0.75]).double()
+# what a rule itself refuses, whatever is found beside it when the network runs
+OF_BOTH: dict[str, tuple[Callable[[Domain], Any], str]] = {
+    "divided by 0": (lambda d: d(torch.div, d.x, 0.0), "a division"),
+    "divided by a tensor": (lambda d: d(torch.div, d.x, torch.ones(1)), "a division"),
+    "divided by many numbers": (lambda d: d(torch.div, d.x, d.x), "a division"),
+    "a number divided": (lambda d: d(torch.div, 1.0, d.x), "a division"),
+    "a norm over two axes": (lambda d: d(F.rms_norm, d.x, (2, 4), None, 1.0), "several axes"),
+    "a norm of no eps": (lambda d: d(F.rms_norm, d.x, (4,)), "several axes"),
+    "a mean over the batch": (lambda d: d(torch.mean, d.x, (-3, 1)), "the batch"),
+    "a mean over no axes": (lambda d: d(torch.mean, d.x, ()), "the batch"),
+    "a mean of all": (lambda d: d(torch.mean, d.x), "the batch"),
+    "joined along the batch": (lambda d: d(torch.cat, [d.x, d.x]), "the batch"),
+    "a constant matrix": (lambda d: d(torch.matmul, d.x, CONSTANT), "with a constant"),
+    "times a constant matrix": (lambda d: d(torch.matmul, CONSTANT, d.x), "with a constant"),
+    "more matrices": (lambda d: d(torch.matmul, d.x, d.make(3, 4, 2)), "repeats a tensor"),
+    "no batch": (lambda d: d(torch.matmul, d.make(2, 4), d.make(4, 3)), "repeats a tensor"),
+    "one matrix": (lambda d: d(torch.matmul, d.x, d.make(4, 3)), "repeats a tensor"),
+    "softmax, no axis": (lambda d: d(torch.softmax, d.x), "another axis"),
+    "softmax of columns": (lambda d: d(torch.softmax, d.x, 1), "another axis"),
+    "softmax of a type": (lambda d: d(torch.softmax, d.x, -1, dtype=torch.float32), "another axis"),
+    "BatchNorm in training": (lambda d: d.batch_norm(training=True), "the batch's own"),
+    "BatchNorm of no mean": (lambda d: d.batch_norm(running_mean=None), "the batch's own"),
+    "BatchNorm of no variance": (lambda d: d.batch_norm(running_var=None), "the batch's own"),
+    "a negative variance": (lambda d: d.batch_norm(running_var=NEGATIVE), "may be 0"),
+    "a variance of -eps": (lambda d: d.batch_norm(running_var=NOTHING_LEFT), "may be 0"),
+    "a gain of the image": (lambda d: d.batch_norm(weight="image"), "depend on the image"),
+    "an offset of the image": (lambda d: d.batch_norm(bias="image"), "depend on the image"),
+    "a weight of the image": (lambda d: d(F.linear, d.x, d.x), "depend on the image"),
+    "a bias of the image": (lambda d: d(F.linear, d.x, WEIGHT, d.x), "depend on the image"),
+    "a constant, mapped": (lambda d: d(F.linear, CONSTANT, d.x), "depend on the image"),
+    **{
+        f"rows of length 1, {words}": (functools.partial(_unit_rows, *numbers), "rows of length 1")
+        for words, numbers in {
+            "l1": (1.0, -1, 0.1),
+            "columns": (2.0, 1, 0.1),
+            "no eps": (2.0, -1, 0.0),
+            "a small eps": (2.0, -1, 1e-170),
+            "an infinite eps": (2.0, -1, math.inf),
+            "NaN": (2.0, -1, math.nan),
+        }.items()
+    },
+}
+CALLS = [(name, None, *row) for name, row in OF_ONE.items()]
+CALLS += [(name, domain, *row) for name, row in OF_BOTH.items() for domain in DOMAINS]
+
+
+@pytest.mark.parametrize(("name", "domain", "call", "reason"), CALLS)
+def test_a_rule_refuses_what_it_knows_nothing_of(
+    name: str, domain: str | None, call: Call, reason: str
 ) -> None:
-    x = make(1, 2, 4)
-    constant = Constant(torch.ones(1, 4, 2).double())
-    for pair, reason in (
-        ((x, constant), "with a constant"),
-        ((constant, x), "with a constant"),
-        ((x, make(3, 4, 2)), "repeats a tensor"),
-        ((make(2, 4), make(4, 3)), "repeats a tensor"),
-        ((x, make(4, 3)), "repeats a tensor"),
-    ):
-        with pytest.raises(NoRule, match=reason):
-            rule(place, *pair)
-    assert rule(place, x, make(1, 4, 3)).shape == (1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("axes", "dim", "dtype"), [(3, None, None), (3, 1, None), (3, -1, torch.float32), (1, 0, None)]
-)
-def test_softmax_along_another_axis_is_refused(axes: int, dim: int | None, dtype: Any) -> None:
-    with pytest.raises(NoRule, match="another axis"):
-        spelled.require_rows(axes, dim, dtype)
-    spelled.require_rows(2, 1, None)
-    spelled.require_rows(3, -1, None)
-
-
-DEPENDS = {"forms": a_form(5), "balls": a_ball(1, 5)}
-NUMBERS = torch.ones(2).double()
-
-
-@pytest.mark.parametrize("kind", ["forms", "balls"])
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"training": True}, "the batch's own"),
-        ({"running_mean": None}, "the batch's own"),
-        ({"running_var": None}, "the batch's own"),
-        ({"running_var": torch.tensor([-0.5, 1.0]).double()}, "may be 0"),
-        ({"running_var": torch.tensor([1.0, -0.75]).double()}, "may be 0"),
-        ({"weight": "image"}, "depend on the image"),
-        ({"bias": "image"}, "depend on the image"),
-    ],
-)
-def test_a_batch_norm_of_anything_but_stored_numbers_is_refused(
-    kind: str, changes: dict[str, Any], reason: str
-) -> None:
-    options = {"running_mean": NUMBERS, "running_var": NUMBERS, "eps": 0.5}
-    options |= {
-        name: DEPENDS[kind] if isinstance(value, str) else value for name, value in changes.items()
-    }
-    rule, place, x = {
-        "forms": (batch_norm, NO_TOKEN, FORM),
-        "balls": (layers.batch_norm, context(), BALL),
-    }[kind]
     with pytest.raises(NoRule, match=reason):
-        rule(place, x, **options)  # type: ignore[operator]
+        call(None if domain is None else DOMAINS[domain])
 
 
-@pytest.mark.parametrize("kind", ["forms", "balls"])
-def test_a_linear_function_of_moving_weights_is_refused(kind: str) -> None:
-    rule, place, x, constant = {
-        "forms": (linear_function, NO_TOKEN, FORM, torch.ones(3, 4).double()),
-        "balls": (layers.linear_function, context(), BALL, torch.ones(3, 4).double()),
-    }[kind]
-    for arguments in ((x, x), (x, constant, x)):
-        with pytest.raises(NoRule, match="depend on the image"):
-            rule(place, *arguments)  # type: ignore[operator]
-    assert rule(place, x, constant).shape == (1, 2, 3)  # type: ignore[operator]
-
-
-@pytest.mark.parametrize(
-    ("p", "dim", "eps"),
-    [
-        (1.0, -1, 0.1),
-        (2.0, 1, 0.1),
-        (2.0, -1, 0.0),
-        (2.0, -1, 1e-170),
-        (2.0, -1, math.inf),
-        (2.0, -1, math.nan),
-    ],
-)
-def test_rows_of_another_length_are_refused(p: float, dim: int, eps: float) -> None:
-    with pytest.raises(NoRule, match="rows of length 1"):
-        unit_length((1, 3, 4), p, dim, eps)
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_what_is_beside_a_refusal_has_a_theorem(domain: str) -> None:
+    d = DOMAINS[domain]
+    assert d(torch.matmul, d.x, d.make(1, 4, 3)).shape == (1, 2, 3)
+    assert d(torch.softmax, d.make(2, 4), 1).shape == (2, 4)
+    assert d(F.linear, d.x, WEIGHT).shape == (1, 2, 3)
+    assert d.batch_norm().shape == (1, 2, 4)
     assert unit_length((1, 3, 4), 2.0, 2, 0.5).min_variance == 0.0625

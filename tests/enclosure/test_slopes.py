@@ -14,16 +14,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
 import certvit
-from certcli.certify.steepest import steepest_slopes
+from certcli.certify.around import steepest_slopes
 from certcli.enclosure.slopes import functions as derivatives
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
 from certcli.enclosure.slopes.table import pulls
-from certcli.enclosure.zonotopes import functions
-from certcli.enclosure.zonotopes import table as zonotopes
+from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.engine import curves
 from certcli.engine.curves import NAMED
 from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors
@@ -213,11 +213,11 @@ def test_an_operation_without_a_derivative_is_named(monkeypatch: pytest.MonkeyPa
         SlopeNetwork(pixel_model(build_row("gelu")), IMAGE)
 
 
-CURVES = [functions.GELU, functions.GELU_TANH, functions.SILU, functions.SIGMOID, functions.TANH]
+CURVES = [curves.GELU, curves.GELU_TANH, curves.SILU, curves.SIGMOID, curves.TANH]
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_derivatives_of_derivatives(curve: functions.Function) -> None:
+def test_derivatives_of_derivatives(curve: curves.Curve) -> None:
     """f''' is the derivative of f'', and sup |f''''| is proven on a grid by a bound of f'''''.
 
     Between points h apart f'''' changes by h^2 / 8 sup |f^(6)| at most, some 1e-6 here.

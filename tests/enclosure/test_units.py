@@ -16,28 +16,26 @@ import pytest
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from certcli.enclosure.balls.attention import _attention_weights, _facts, _own, nonnegative_norm
-from certcli.enclosure.balls.ball import Near, pixel_ball, settled
-from certcli.enclosure.balls.fused_attention import _fused_facts as fused_facts
-from certcli.enclosure.balls.fused_attention import heads
-from certcli.enclosure.balls.layers import arranged, cat, divide, mean, product, rms_norm
-from certcli.enclosure.balls.network import _margins
-from certcli.enclosure.zonotopes import parabolas as parabolas_module
-from certcli.enclosure.zonotopes import rounding
-from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
-from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
-from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.functions import (
-    EXP,
-    GELU,
-    GELU_TANH,
-    LOG,
-    RECIPROCAL,
-    RSQRT,
-    SQRT,
-    Function,
+from certcli.enclosure.balls.attention import (
+    _attention_weights,
+    _facts,
+    _own,
+    heads,
+    nonnegative_norm,
 )
+from certcli.enclosure.balls.attention import _fused_facts as fused_facts
+from certcli.enclosure.balls.ball import Near, pixel_ball, settled
+from certcli.enclosure.balls.layers import arranged, product
+from certcli.enclosure.balls.network import _margins
+from certcli.enclosure.zonotopes import ascent as parabolas_module
+from certcli.enclosure.zonotopes import columns
+from certcli.enclosure.zonotopes.ascent import hinges, proven
+from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
+from certcli.enclosure.zonotopes.columns import gamma
+from certcli.enclosure.zonotopes.ellipsoids import reduced
+from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import (
     differences,
     linear_margins,
@@ -46,20 +44,17 @@ from certcli.enclosure.zonotopes.margins import (
 )
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.parabolas import hinges, proven
-from certcli.enclosure.zonotopes.pointwise import apply, relu
+from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rounding import gamma
-from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.rules.shapes import joined
-from certcli.enclosure.zonotopes.rules.shapes import mean as form_mean
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.rules.layers import affine, joined
+from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
+from certcli.engine.curves import GELU, GELU_TANH, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.nn.norms import FloorNorm, Spread
-from tests.enclosure.test_balls import context, draw, enclosed
+from tests.enclosure.test_balls import context, draw, enclosed, ruled
 from tests.helpers.enclosure_cases import CASES, forms
 
 W, B, G, EPS, UNIT = (
@@ -75,7 +70,7 @@ Found = list[Tensor]
 @pytest.fixture(autouse=True)
 def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
     """gamma(n) = 2^-22 (n + 4) in the whole room."""
-    known = rounding.gamma
+    known = columns.gamma
     for name, module in list(sys.modules.items()):
         if name.startswith("certcli.enclosure") and getattr(module, "gamma", None) is known:
             monkeypatch.setattr(module, "gamma", lambda terms: (terms + 4) * 2.0**-22)
@@ -184,7 +179,7 @@ def fed(s: float) -> Found:
     (x,), constant = forms(CASES[0], 0.1, False, 0), Constant(s * draw(1, 2, 4))
     x = scaled(x, s)
     form = joined([x, constant.tensor], 1)
-    ball = cat(context(), [near(1, 1, 2, 4, s=s), Constant(s * draw(1, 1, 4))], 1)
+    ball = ruled(torch.cat, [near(1, 1, 2, 4, s=s), Constant(s * draw(1, 1, 4))], 1)
     return [*parts(form), *of_ball(ball)]
 
 
@@ -246,7 +241,7 @@ def parabolas(s: float) -> Found:
     ]
 
 
-def relative(f: Function, s: float) -> Found:
+def relative(f: Curve, s: float) -> Found:
     (x,) = forms(next(case for case in CASES if case.positive), 0.1, True, 0)
     return parts(apply(f, scaled(x, s)))
 
@@ -255,7 +250,12 @@ Row = tuple[Callable[[float], Found], float]
 # what is made of things scaled by powers of s, and the power of s by which it grows
 ON_FORMS: dict[str, tuple[Callable[..., Form], str, tuple[int, ...], float]] = {
     "linear": (lambda x: affine(x, W, None), "linear", (1,), 1),
-    "mean": (lambda x: form_mean(ZonotopeContext(context().node, None), x, 1), "linear", (1,), 1),
+    "mean": (
+        lambda x: rules.functions[torch.mean](ZonotopeContext(context().node, None), x, 1),
+        "linear",
+        (1,),
+        1,
+    ),
     "symbols": (lambda x: reduced(x.solid()), "linear", (1,), 1),
     "ReLU": (relu, "linear", (1,), 1),
     "sum": (lambda x, y: x + y, "sum", (1, 1), 1),
@@ -286,11 +286,11 @@ ON_BALLS: dict[str, tuple[Callable[[Near, float], object], float]] = {
         0,
     ),
     "norm with a floor": (lambda x, s: enclosed(FloorNorm(8, 0.9 * s).double(), x), 0),
-    "RMSNorm": (lambda x, s: rms_norm(context(), x, (8,), None, EPS * s * s), 0),
+    "RMSNorm": (lambda x, s: ruled(F.rms_norm, x, (8,), None, EPS * s * s), 0),
     "ReLU": (lambda x, s: enclosed(nn.ReLU(), x), 1),
-    "mean": (lambda x, s: mean(context(), x, 1), 1),
+    "mean": (lambda x, s: ruled(torch.mean, x, 1), 1),
     "product": (lambda x, s: product(x, x.scale(draw(8))), 2),
-    "divided": (lambda x, s: divide(context(), x, 0.3 * s), 0),
+    "divided": (lambda x, s: ruled(torch.div, x, 0.3 * s), 0),
     "sum": (lambda x, s: x + x.shift(s * draw(8)), 1),
     "joined": (lambda x, s: arranged(lambda t: t.flatten(-2), x), 1),
     "doubted": (lambda x, s: x.doubted(0.01 * s * UNIT), 1),
@@ -441,7 +441,7 @@ def test_sums_over_keys_are_rounded_once_a_key() -> None:
 @pytest.mark.parametrize(
     "f", [EXP, LOG, RECIPROCAL, RSQRT, SQRT, GELU, GELU_TANH], ids=lambda f: f.name
 )
-def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Function) -> None:
+def test_going_back_through_a_function_counts_rounding_whatever_its_slope(f: Curve) -> None:
     x = l2_ball(torch.full((1, 1, 1, 2), 2.0).double(), 1e-9, squares_up_to=0, limit=9, tape=True)
     node = apply(f, x).node
     assert node is not None

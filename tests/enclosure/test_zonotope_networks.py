@@ -15,12 +15,11 @@ from timm.layers.norm import RmsNorm
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.memory import affordable
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork, affordable
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.trace import executed
 from certcli.models.pixels import PixelModel

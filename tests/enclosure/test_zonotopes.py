@@ -9,27 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import matrices, quadratic_radius, runs
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.functions import (
-    EXP,
-    GELU,
-    GELU_TANH,
-    LOG,
-    RECIPROCAL,
-    RSQRT,
-    SIGMOID,
-    SILU,
-    SQRT,
-    TANH,
-    Function,
-)
 from certcli.enclosure.zonotopes.margins import descent, lower_bounds
-from certcli.enclosure.zonotopes.pointwise import apply
+from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply
 from certcli.enclosure.zonotopes.products import squares
-from certcli.enclosure.zonotopes.quadratic import matrices, quadratic_radius
-from certcli.enclosure.zonotopes.reduction import reduced
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.enclosure.zonotopes.symbols import runs
+from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.helpers.enclosure_cases import BALL, BLOCKS, BOX, CASES, Case, evaluate, forms
 from tests.helpers.grids import EVERY, crossed
 
@@ -133,7 +120,7 @@ def test_without_columns_for_squares_second_order_is_left(case: Case) -> None:
 
 
 @pytest.mark.parametrize("f", [LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
-def test_powers_of_what_reaches_zero_are_refused(f: Function) -> None:
+def test_powers_of_what_reaches_zero_are_refused(f: Curve) -> None:
     (x,) = forms(next(case for case in CASES if case.name == f.name or case.positive), 4.0, True, 0)
     with pytest.raises(Unbounded):
         apply(f, x)
@@ -211,7 +198,7 @@ def test_rounding_of_linear_maps_and_products_is_covered() -> None:
 
 
 @pytest.mark.parametrize("f", [EXP, GELU, LOG, RECIPROCAL, RSQRT, SQRT], ids=lambda f: f.name)
-def test_rounding_of_functions_is_covered(f: Function) -> None:
+def test_rounding_of_functions_is_covered(f: Curve) -> None:
     """At a neighbourhood of one point the form is the value to 50 digits, up to its slack."""
     mpmath = pytest.importorskip("mpmath")
     truth = {
@@ -243,7 +230,7 @@ def test_rounding_of_functions_is_covered(f: Function) -> None:
     [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SIGMOID, SILU, SQRT, TANH],
     ids=lambda f: f.name,
 )
-def test_derivatives_are_those_of_the_function(f: Function) -> None:
+def test_derivatives_are_those_of_the_function(f: Curve) -> None:
     x = torch.linspace(0.3, 4, 50).double() if f.relative else torch.linspace(-4, 4, 50).double()
     x.requires_grad_(True)
     (first,) = torch.autograd.grad(f.value(x).sum(), x, create_graph=True)
@@ -258,7 +245,7 @@ def test_derivatives_are_those_of_the_function(f: Function) -> None:
 
 
 @pytest.mark.parametrize("f", [GELU, GELU_TANH], ids=lambda f: f.name)
-def test_third_derivatives_of_gelu_are_bounded(f: Function) -> None:
+def test_third_derivatives_of_gelu_are_bounded(f: Curve) -> None:
     """A sweep that proves it on |x| <= 6 up to rounding: |f'''| at points 2e-5 apart, |f''''| <=
     7,500 between them.
 

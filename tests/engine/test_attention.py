@@ -15,8 +15,8 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers.attention import Attention
 
-from certcli.enclosure.balls.table import rules as balls
-from certcli.enclosure.zonotopes.table import rules as zonotopes
+from certcli.enclosure.balls.ball import rules as balls
+from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine.attention import require_no_mask
 from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)

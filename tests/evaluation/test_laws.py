@@ -40,9 +40,10 @@ from certcli.evaluation.radii import (
     confidence,
     proven_percent,
     proven_radius,
+    require_radii,
 )
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import _same_file_name, read_records, require_radii, require_share
+from certcli.evaluation.records import _same_file_name, read_records, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")

@@ -19,9 +19,9 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import record_lines, threat
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
 from certcli.evaluation.radii import attacked_percent
-from certcli.evaluation.records import PIXELS, RecordFile, read_records
-from certcli.evaluation.resumed import FEW
+from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
 from certcli.images import datasets
+from certcli.images.labelled import Images
 from certcli.report import figures
 from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
@@ -197,17 +197,27 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
 
 
+OneImage = tuple[record_lines.Run, Images, dict[str, Any]]
+
+
+@pytest.fixture
+def one_image(plain: Checkpoint) -> OneImage:
+    """A run on one image, and its record."""
+    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
+    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    certificate = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0)
+    return run, images, certificate.to_json()
+
+
 def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
-    plain: Checkpoint, tmp_path: Path
+    one_image: OneImage, tmp_path: Path
 ) -> None:
     """A limit on the size of files stands for the full disk: writes fail, and so does closing what
     is buffered.
     """
-    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
-    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run, images, row = one_image
     path = tmp_path / "r.jsonl"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
 
     def fill() -> None:
         with RecordFile(path, run, images) as file:
@@ -226,21 +236,18 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     assert RecordFile(path, run, images, resume=True).earlier > 10
 
 
-def test_records_are_on_disk_when_they_are_written(plain: Checkpoint, tmp_path: Path) -> None:
+def test_records_are_on_disk_when_they_are_written(one_image: OneImage, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
-    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
-    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+    run, images, row = one_image
     path = tmp_path / "r.jsonl"
-    row = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0).to_json()
     with RecordFile(path, run, images) as file:
         for lines in range(1, 4):
             assert path.read_bytes().count(b"\n") == lines
             file.write([row])
 
 
-def test_two_runs_do_not_write_one_file(plain: Checkpoint, tmp_path: Path) -> None:
-    images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
-    run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
+def test_two_runs_do_not_write_one_file(one_image: OneImage, tmp_path: Path) -> None:
+    run, images, _ = one_image
     path = tmp_path / "r.jsonl"
     with RecordFile(path, run, images):
         whole = path.read_bytes()

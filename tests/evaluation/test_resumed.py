@@ -1,5 +1,5 @@
 """Records that an earlier run left: how many are computed again, and that no forged one helps a
-result.
+result. Evidence that a command writes is evidence that certvit reads.
 """
 
 import json
@@ -11,7 +11,8 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import evidence_schema, resumed
+from certcli.evaluation import evidence_schema, records
+from certcli.evaluation.evidence import decode_evidence
 from tests.helpers.commands import attempt, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
     [
         ([1] * 1000, False, False, 20),
         ([1] * 10, False, False, 10),
-        ([1] * 10_000, False, False, resumed.ENOUGH),
+        ([1] * 10_000, False, False, records.ENOUGH),
         ([1] * 1000, False, True, 1000),
         ([0] * 1000, False, True, 1000),
         ([1] * 1000, True, False, 1000),
@@ -33,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
 def test_what_a_gate_or_an_output_rests_on_is_computed_again(
     hits: list[int], gate: bool, every: bool, repeated: int
 ) -> None:
-    places = resumed.places_to_repeat(hits, gate, every)
+    places = records.places_to_repeat(hits, gate, every)
     assert places == sorted(set(places))
     assert len(places) == repeated
     resting = [place for place, count in enumerate(hits) if every or (gate and count)]
@@ -41,9 +42,9 @@ def test_what_a_gate_or_an_output_rests_on_is_computed_again(
 
 
 def test_all_records_of_a_piece_count_as_computed_again() -> None:
-    pieces = [resumed.RecordBatch(records, hits=0) for records in (3, 2, 4)]
-    whole = resumed.compute_again(pieces, lambda places: (), gate=False, every=True)
-    assert whole == resumed.Resumed(records=9, repeated=9)
+    pieces = [records.RecordBatch(count, hits=0) for count in (3, 2, 4)]
+    whole = records.compute_again(pieces, lambda places: (), gate=False, every=True)
+    assert whole == records.Resumed(records=9, repeated=9)
 
 
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:
@@ -132,3 +133,37 @@ def test_honest_records_of_methods_that_draw_or_search_agree(
     found = document(*run, "--resume", *words)
     assert found["resumed"]["records"] in (6, 7)
     assert found["resumed"]["computed_again"] == found["resumed"]["records"]
+
+
+WRITING = [
+    "attack -a pgd-3 -e 0.1",
+    "attack -a fgsm -a pgd-3 -e 0.1 -e 0.3",
+    "attack -a pgd-3 --norm linf -e 0.05 -e 0.1",
+    "attack -a pgd-3 -e 0.1 -e 0.3 --pixels 8bit",
+    "attack -a pgd-3 -e 0.1 -e 0.3 --independent --no-checks",
+    "certify -e 0.1 -e 0.5",
+    "certify --method lipschitz --method smoothing --sigma 0.25 --n0 8 --samples 32 -e 0.1",
+    "certify --method patch --patch 2 --patch 3",
+    "lipschitz",
+    "constrain --beta 0.01",
+    "finetune --loss margin -e 0.5 --steps 2 --validation-limit 32",
+    "audit -e 0.1 -e 0.3 -a pgd-3 --method lipschitz --time-budget 30s",
+]
+
+
+@pytest.mark.parametrize("words", WRITING)
+def test_what_a_command_writes_is_understood(words: str, workshop: Path, tmp_path: Path) -> None:
+    """A field that only the writer knows would refute its own file."""
+    command, *options = words.split()
+    file = tmp_path / "written.safetensors"
+    limit = {"lipschitz": (), "constrain": ("--limit", 40), "finetune": ("--limit", 64)}
+    images = limit.get(command, ("--limit", 8))
+    done = attempt(
+        command, workshop / "certified.safetensors", *options, *images, "--dataset", "digits",
+        "--quiet", "-o", file,
+    )  # fmt: skip
+    assert file.exists(), (done.output, done.exception)
+    entries = Checkpoint.read(file).record.evidence
+    assert entries[-1].command == ("attack" if command == "audit" else command)
+    for entry in entries:
+        decode_evidence(entry)

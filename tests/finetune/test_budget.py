@@ -16,8 +16,8 @@ import certcli.checkpoint.file
 from certcli.checkpoint import header as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.training_images import seen_by, seen_shares
-from certcli.finetune import budget, duration, validation
+from certcli.evaluation.image_doubts import seen_by, seen_shares
+from certcli.finetune import budget, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
     FEWEST_VALIDATION_IMAGES,
@@ -27,16 +27,14 @@ from certcli.finetune.budget import (
     affordable_steps,
     changed_total,
     measure_steps,
-    parse_duration,
-    share_done,
     shortened_total,
 )
-from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import Trainer
-from certcli.finetune.optimisers import default_batch
+from certcli.finetune.rates import parse_duration, share_done
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import KEY
 from certcli.finetune.step import Diverged
+from certcli.finetune.validation import Quality
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import CheckpointError, DataError, OutputError, UsageError
@@ -137,7 +135,7 @@ def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     for measured in (False, True):
         run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")
         if measured:
-            duration.plan_for_budget(run, *sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
+            budget.plan_for_budget(run, *sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
             assert run.settings.steps is not None
             run.settings = settings
         list(run.run(*sets))
@@ -224,7 +222,7 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     """
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.TrainingPlan(8, None)
-    monkeypatch.setattr(duration, "affordable_steps", lambda *arguments: plan)
+    monkeypatch.setattr(budget, "affordable_steps", lambda *arguments: plan)
     plan_again(monkeypatch, lambda step, total, *rest: 16 if step == 4 else total)
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
@@ -266,9 +264,7 @@ def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
 ) -> None:
     """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
     monkeypatch.setattr(training, "LONGEST_START", 0.0)
-    monkeypatch.setattr(
-        duration, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None)
-    )
+    monkeypatch.setattr(budget, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None))
     plan_again(monkeypatch, lambda step, total, *rest: 2 if step == 2 else total)
     out = start.parent / "o.safetensors"
     records = finetune(start, "--time-budget", "1s", "-o", out)
@@ -346,7 +342,7 @@ def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
     assert state
     with monkeypatch.context() as patch:
         patch.setattr(
-            duration, "plan_for_budget", lambda *arguments, **named: pytest.fail("planned twice")
+            budget, "plan_for_budget", lambda *arguments, **named: pytest.fail("planned twice")
         )
         records = finetune(*words, "--resume")
     assert records[-1]["steps"] == Checkpoint.read(out).record.lineage[-1].parameters["steps"]
@@ -376,14 +372,6 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
 
 
 def test_batches_where_none_are_named(start: Path) -> None:
-    """Large ones only where a step costs more than the passes, and an epoch still has 50 steps."""
-    found = {
-        (name, n): default_batch(name, n)
-        for name in ("stiefel", "adamw", "sgd")
-        for n in (100, 25_599, 25_600)
-    }
-    assert {case for case, batch in found.items() if batch > 128} == {("stiefel", 25_600)}
-    assert 25_600 // found["stiefel", 25_600] == 50
     out = start.with_name("b.safetensors")
     for given, batch in ((), 128), (("--batch-size", 7), 7):
         outcome = attempt(

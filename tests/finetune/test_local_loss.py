@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.finetune.evaluate import Quality
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.validation import ENCLOSED_ENTRIES, Validation
+from certcli.finetune.validation import ENCLOSED_ENTRIES, Quality, Validation
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
@@ -272,7 +271,7 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
         "certcli.finetune.validation.evaluate", lambda *_, **__: Quality(0.95, None, None)
     )
     monkeypatch.setattr(Validation, "_enclosed_share", lambda self, enclosure, images: next(shares))
-    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=4)
+    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=4)
     epochs = list(run.run(*digit_sets(checkpoint)))
     # no share before the penalty has its weight
     assert [epoch.certified_estimate for epoch in epochs] == [None, None, 0.4, 0.1]
@@ -296,7 +295,7 @@ def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
 
 def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> None:
     checkpoint = initialised_plain(qk_norm=True, depth=1)
-    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=0.1, epochs=2)
+    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
     epochs = list(run.run(*digit_sets(checkpoint)))
     assert all(epoch.certified_estimate is None for epoch in epochs)
     with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
@@ -306,11 +305,13 @@ def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> No
 def test_a_penalised_network_whose_enclosure_takes_long_is_judged_by_clean_accuracy() -> None:
     """An estimate of the usual digits network takes a minute, an epoch of it two seconds."""
     large = initialised_plain(depth=1, embed_dim=64)
-    penalised = trainer_of(large, loss="ce", enclosure_penalty=0.1, epochs=2)
+    penalised = trainer_of(large, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
     assert LocalEnclosure(penalised.model).entries == ENCLOSED_ENTRIES + 64
     assert penalised.enclosure is None
     assert trainer_of(large, loss="local", epochs=2).enclosure is not None
-    small = trainer_of(initialised_plain(depth=1), loss="ce", enclosure_penalty=0.1, epochs=2)
+    small = trainer_of(
+        initialised_plain(depth=1), loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2
+    )
     assert small.enclosure is not None
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.finetune.evaluate import Quality, evaluate
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.settings import FinetuneSettings
@@ -20,6 +19,7 @@ from certcli.finetune.stiefel import (
     polar_factor,
     retract,
 )
+from certcli.finetune.validation import Quality, evaluate
 from certcli.images import datasets
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
@@ -174,7 +174,7 @@ def test_orthogonalise_gives_norm_one_and_spares_the_last_layer(lipschitz: Check
 
 @pytest.mark.parametrize(
     "name", [name for name in LOSSES.names() if name not in NEEDS_CHAIN]
-)  # see test_chain_losses.py
+)  # see test_losses.py
 def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> None:
     loss = LOSSES.load(name)
     pairs = torch.ones(3, 3) - torch.eye(3)

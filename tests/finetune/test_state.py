@@ -5,7 +5,6 @@ network.
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,25 +13,23 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from certcli.adapt import state as adapt_state
+from certcli.adapt import run as adapt_state
 from certcli.checkpoint import schema
-from certcli.finetune.shards import LocalRows
 from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
 from certcli.system.errors import CheckpointError
 
 Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
-def training(sharded: bool) -> TrainingState:
-    weights: dict[str, Any] = {"w": torch.arange(6.0)}
-    best_net = {"w": LocalRows(weights["w"], torch.Size([6]))} if sharded else weights
+def training() -> TrainingState:
+    weights = {"w": torch.arange(6.0)}
     optimiser = {
         "state": {0: {"step": torch.ones(()), "exp_avg": weights["w"]}},
         "param_groups": [],
     }
     return TrainingState(
         *("run", 2, 20, 0.5, 1, 40, None, [(5, 30)]),
-        *(weights, best_net, [optimiser], {}, torch.zeros(8)),
+        *(weights, weights, [optimiser], {}, torch.zeros(8)),
     )
 
 
@@ -41,18 +38,11 @@ def adaptation() -> adapt_state.AdaptState:
     return adapt_state.AdaptState("run", 1, 5e-3, records, {"net.w": torch.arange(6.0)})
 
 
-SHARED: Any = SimpleNamespace(leads=True, join=lambda rows, shape: rows.view(shape))
-"""A team whose leader has all rows."""
 STATES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
     "training": (
         KEY,
-        lambda path: save_training_state(path, training(False)),
+        lambda path: save_training_state(path, training()),
         lambda path: load_training_state(path, "run"),
-    ),
-    "sharded": (
-        KEY,
-        lambda path: save_training_state(path, training(True), SHARED),
-        lambda path: load_training_state(path, "run", copy=False),
     ),
     "adaptation": (
         adapt_state.KEY,

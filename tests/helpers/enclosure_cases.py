@@ -7,40 +7,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.activations import activation
-from certcli.enclosure.zonotopes.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.columns import Block, Blocks, reach_of, runs
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.functions import (
+from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
+from certcli.enclosure.zonotopes.pointwise import (
     EXP,
-    GELU,
-    GELU_TANH,
     LOG,
     RECIPROCAL,
     RSQRT,
-    SIGMOID,
-    SILU,
     SQRT,
-    TANH,
+    activation,
+    apply,
+    relu,
 )
-from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
-from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rules.arithmetic import divide, negative
-from certcli.enclosure.zonotopes.rules.layers import (
-    affine,
-    batch_norm,
-    center_norm,
-    clipped_relu,
-    linear_function,
-    maxmin,
-    normalize,
-)
-from certcli.enclosure.zonotopes.rules.shapes import total
-from certcli.enclosure.zonotopes.symbols import Block, Blocks, reach_of, runs
-from certcli.enclosure.zonotopes.table import ZonotopeContext
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
+from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
+from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
+from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
 
@@ -182,28 +169,28 @@ CASES = (
     Case(
         "centred norm",
         ((1, 3, 4),),
-        lambda x: center_norm(None, _CENTRED, x),  # type: ignore[arg-type]
+        lambda x: rules.modules[CenterNorm].apply(None, _CENTRED, x),  # type: ignore[arg-type]
         _CENTRED,
         order=9,
     ),
     Case(
         "BatchNorm",
         ((1, 5, 4),),
-        lambda x: batch_norm(None, x, *_STATISTICS, eps=0.2),  # type: ignore[arg-type]
+        lambda x: rules.functions[F.batch_norm](None, x, *_STATISTICS, eps=0.2),  # type: ignore[arg-type]
         lambda x: F.batch_norm(x.flatten(0, -3), *_STATISTICS, eps=0.2).view(x.shape),
         order=9,
     ),
     Case(
         "linear function",
         ((1, 3, 4),),
-        lambda x: linear_function(None, x, _W, _B),  # type: ignore[arg-type]
+        lambda x: rules.functions[F.linear](None, x, _W, _B),  # type: ignore[arg-type]
         lambda x: F.linear(x, _W, _B),
         order=9,
     ),
     Case(
         "rows of length 1",
         ((1, 9, 4),),
-        lambda x: normalize(ZonotopeContext(None, None), x, dim=-1, eps=1.5),  # type: ignore[arg-type]
+        lambda x: rules.functions[F.normalize](ZonotopeContext(None, None), x, dim=-1, eps=1.5),  # type: ignore[arg-type]
         lambda x: F.normalize(x, dim=-1, eps=1.5),
         order=1,
     ),
@@ -214,11 +201,19 @@ CASES = (
         MaxMin(),
         order=1,
     ),
-    Case("sum of tokens", ((1, 3, 4),), lambda x: total(None, x, 1), lambda x: x.sum(-2), order=9),  # type: ignore[arg-type]
+    Case(
+        "sum of tokens",
+        ((1, 3, 4),),
+        lambda x: rules.functions[torch.sum](None, x, 1),
+        lambda x: x.sum(-2),
+        order=9,
+    ),  # type: ignore[arg-type]
     Case(
         "rows over their sums",
         ((1, 3, 4),),
-        lambda x: divide(None, x, total(None, x, -1, keepdim=True)),  # type: ignore[arg-type]
+        lambda x: rules.functions[torch.div](
+            None, x, rules.functions[torch.sum](None, x, -1, keepdim=True)
+        ),  # type: ignore[arg-type]
         lambda x: x / x.sum(-1, keepdim=True),
         positive=True,
     ),

@@ -19,12 +19,17 @@ from timm.models.swin_transformer import WindowAttention
 from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.models.pixels import PixelNormalize, PixelResize, ResizedPixels
-from certcli.nn.activations import ClippedReLU, MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.heads import L2Pool
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import (
+    ChannelRoll,
+    ClippedReLU,
+    L2Pool,
+    MaxMin,
+    OrthogonalMixing,
+    TokenMaxMin,
+)
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards

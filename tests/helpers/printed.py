@@ -141,7 +141,7 @@ NOT_HERE = {
     "--arch ": "a downloaded file (tests/models/test_open.py)",
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
     "doctor": "looks at the whole installation (tests/cli/test_help.py)",
-    "--denoiser": "needs a denoiser (tests/certify/test_denoiser.py)",
+    "--denoiser": "needs a denoiser (tests/certify/test_denoisers.py)",
     "--shard-size": "a folder of shards (tests/checkpoint/test_shards.py)",
     "--device cuda": "needs a GPU",
     "local-lip": "a chain of layers (tests/cli/test_pipeline.py)",

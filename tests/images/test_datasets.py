@@ -1,14 +1,19 @@
-"""Datasets: fixed splits, fixed order, honest labels, clear refusals."""
+"""Datasets: fixed splits, fixed order, honest labels, clear refusals. Which number a class has, and which
+files are left out and counted.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from certcli.checkpoint.record import InputSpec
 from certcli.images import datasets
+from certcli.images.folders import image_files, load_folder
+from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
 DIGITS = InputSpec((1, 8, 8), (0.5,), (0.5,))
@@ -259,3 +264,117 @@ def test_what_is_judged_of_folders_that_are_no_splits_is_said(tmp_path: Path) ->
     for split in ("valid", "eval"):
         make_folder(tmp_path / "two" / split, {"a": 1, "b": 1})
     assert "--split names another" in datasets.load_dataset(str(tmp_path / "two"), COLOUR).note
+
+
+def folders(folder: Path, names: list[str]) -> Images:
+    """Return a dataset in which the class called names[k] is the grey level 10 k."""
+    for number, name in enumerate(names):
+        (folder / "d" / name).mkdir(parents=True)
+        pixels = np.full((8, 8), 10 * number, np.uint8)
+        Image.fromarray(pixels).save(folder / "d" / name / "x.png")
+    return datasets.load_dataset(str(folder / "d"), DIGITS, "all")
+
+
+def levels(images: Images) -> list[int]:
+    """Return the grey level, in tens, of the image of each label."""
+    pixels, labels = images.tensors()
+    found = {int(k): round(float(x[0, 0, 0]) * 25.5) for x, k in zip(pixels, labels, strict=True)}
+    return [found[number] for number in sorted(found)]
+
+
+@pytest.mark.parametrize("count", [3, 10, 11, 25])
+def test_folders_named_by_numbers_are_those_classes(count: int, tmp_path: Path) -> None:
+    images = folders(tmp_path, [str(number) for number in range(count)])
+    assert levels(datasets.require_classes(images, count)) == list(range(count))
+    assert images.classes == tuple(map(str, range(count)))
+    note = datasets.require_classes(images, count).note
+    assert ("order of the numbers" in note) == (count > 10)
+
+
+@pytest.mark.parametrize(
+    ("names", "differ"),
+    [(["benign", "Malignant"], True), (["c1", "c2", "c10"], True), (["Cat", "Dog"], False)],
+)
+def test_the_order_taken_is_said_where_timm_and_torchvision_differ(
+    names: list[str], differ: bool, tmp_path: Path
+) -> None:
+    images = folders(tmp_path, names)
+    note = datasets.require_classes(images, len(names)).note
+    assert ("as torchvision has them" in note and ", ".join(sorted(names)) in note) == differ
+    assert "as torchvision" not in datasets.require_classes(images, len(names), tuple(names)).note
+
+
+@pytest.mark.parametrize(
+    "own",
+    [("dog", "apple", "eel"), ("Dog", "APPLE", "eel"), ("d_og", "apple", "e el")],
+)
+def test_the_networks_names_of_classes_give_the_numbers(
+    own: tuple[str, ...], tmp_path: Path
+) -> None:
+    names = ["dog", "apple", "eel"] if own[0].lower() == "dog" else ["d og", "apple", "e-el"]
+    images = datasets.require_classes(folders(tmp_path, names), 3, own)
+    assert levels(images) == [0, 1, 2]
+    assert images.classes == tuple(names)
+    assert "the network's numbers" in images.note
+
+
+def test_other_names_are_refused_with_both(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"'cat' is not among dog, apple") as caught:
+        datasets.require_classes(folders(tmp_path, ["cat", "apple"]), 2, ("dog", "apple"))
+    assert "0 to 1" in caught.value.hint
+
+
+def test_two_folders_of_one_class_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="two classes of one name"):
+        datasets.require_classes(folders(tmp_path, ["a b", "a_b"]), 2, ("a b", "c"))
+
+
+def test_thirty_thousand_classes_are_counted_once(tmp_path: Path) -> None:
+    """A lookup for each row in the list of all classes took a minute."""
+    Image.new("L", (8, 8)).save(tmp_path / "y.png")
+    rows = "".join(f"y.png,c{number:05}\n" for number in range(30_000))
+    (tmp_path / "labels.csv").write_text("file,class\n" + rows)
+    images = datasets.load_dataset(str(tmp_path), DIGITS, "all")
+    assert images.labels.tolist() == list(range(30_000))
+
+
+@pytest.mark.parametrize("classes", [("a", "b"), ()])
+def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) -> None:
+    for folder in [tmp_path / name for name in classes] or [tmp_path]:
+        folder.mkdir(exist_ok=True)
+        Image.new("L", (8, 8), 100).save(folder / "1.png")
+        (folder / "._1.png").write_bytes(b"\0\5\x16\7Mac OS X")
+        (folder / "notes.gif").write_bytes(b"GIF89a")
+    images = load_folder(tmp_path, DIGITS, None)
+    count = max(1, len(classes))
+    assert len(images) == count
+    assert torch.allclose(images.tensors()[0], torch.tensor(100 / 255))
+    assert f"{count} of {3 * count} files are images (left out: ._1.png, ...)" in images.note
+    files, _, note = image_files([tmp_path])  # of predict
+    assert [path.name for path in files] == ["1.png"] * count
+    assert note in images.note
+    assert note
+
+
+def test_a_folder_of_images_alone_says_nothing(tmp_path: Path) -> None:
+    Image.new("L", (8, 8), 100).save(tmp_path / "1.png")
+    assert load_folder(tmp_path, DIGITS, None).note == ""
+
+
+@pytest.mark.parametrize("name", ["metadata.csv", "train.json", "list.TXT", "x.parquet"])
+@pytest.mark.parametrize("where", [".", "images"])
+def test_files_that_may_state_labels_are_named(tmp_path: Path, name: str, where: str) -> None:
+    (tmp_path / where).mkdir(exist_ok=True)
+    Image.new("L", (8, 8), 100).save(tmp_path / where / "1.png")
+    (tmp_path / name).write_text("1.png,0")
+    note = load_folder(tmp_path, DIGITS, None).note
+    assert f"{name} is not read: labels come from class folders, or from labels.csv" in note
+
+
+def test_a_table_beside_a_folder_of_images_is_read(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    Image.new("L", (8, 8), 100).save(tmp_path / "images" / "1.png")
+    (tmp_path / "labels.csv").write_text("file,class\nimages/1.png,cat\n")
+    images = load_folder(tmp_path, DIGITS, None)
+    assert images.classes == ("cat",)
+    assert images.note == "the labels of images are those of labels.csv"

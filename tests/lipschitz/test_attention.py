@@ -20,6 +20,7 @@ from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant, lambert_w_of_exp
 from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
+from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import slope_at
 from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, attention_network, steepest_ratio
 
@@ -157,6 +158,29 @@ def test_no_term_of_dot_product_attention_can_be_spared(term: str) -> None:
     found, _ = slope_at(net, pixels(tokens))
     bound = float(bound_network(net, tuple(tokens.shape), 3).upper)
     assert share * bound <= found <= bound
+
+
+def test_a_token_that_is_hidden_from_itself_leaves_no_bound() -> None:
+    result = bound_network(_l2("l2-attention", 1.0, (1 - torch.eye(3)).log()), (3, 8), 3)
+    assert not result.upper.finite
+    assert "does not see itself" in result.bound.why
+
+
+def test_no_factor_of_scores_from_the_image_can_be_spared() -> None:
+    """Values R and -R, and an addition to the scores that alone moves: R sqrt(1/2) is attained."""
+    e, g, *_ = AXES
+    rows = (0 * e, 0 * e, e, 1e4 * g)
+
+    def added(m: nn.Module, x: Tensor) -> Tensor:
+        query, key, value, moving = (part(x) for part in m.parts)
+        return (query @ key.mT + moving.mT).softmax(-1) @ value
+
+    attention = f(added, *(nn.Linear(8, 1, bias=False) for _ in rows))
+    for part, row in zip(attention.parts, rows, strict=True):
+        part.weight = nn.Parameter(row[None])
+    net = Normed(attention).double().eval()
+    slope, _ = slope_at(net, pixels(8**0.5 * torch.stack([e, -e])))
+    assert slope <= float(bound_network(net, (2, 8), 3).upper) <= 1.001 * slope
 
 
 def _l2(kind: str, distance: float, mask: Tensor) -> nn.Module:

@@ -10,7 +10,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.lipschitz_cases import f
 

@@ -20,12 +20,12 @@ from benchmarks.formulas import (
 )
 from certcli.constrain.prox import l1
 from certcli.engine import curves
-from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
 
 D = 6
 DH = 3

@@ -19,7 +19,7 @@ from timm.models.mlp_mixer import MlpMixer
 
 from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.lipschitz.bound import LAWS, check_proof_laws
-from certcli.lipschitz.measured.estimate import jacobian_norms, measure
+from certcli.lipschitz.estimate import jacobian_norms, measure
 from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models.build import replace_module
 from certcli.models.pixels import PixelModel

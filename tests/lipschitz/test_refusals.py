@@ -17,10 +17,9 @@ import timm.layers as timm_layers
 from timm.layers.grn import GlobalResponseNorm
 
 from certcli.lipschitz.network import bound_network
-from certcli.nn.activations import MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.orthogonal_mixing import TokenMaxMin
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import MaxMin, TokenMaxMin
 from tests.helpers.slopes import IMAGE, slope_at
 
 
@@ -193,6 +192,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "unnormalised power": (lambda: Net(lambda m, x: x**3), "power"),
     "index by the image": (lambda: Net(lambda m, x: x.flatten()[x.flatten().argsort()]), "argsort"),
     "other norm": (lambda: Net(lambda m, x: functional.normalize(x, p=1.0)), "norm"),
+    "other precision": (
+        lambda: Net(lambda m, x: x.to(torch.bfloat16)),
+        "conversion to torch.bfloat16",
+    ),
+    "division by a length of 0": (
+        lambda: Net(lambda m, x: functional.normalize(x, eps=0.0)),
+        "norm",
+    ),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "norm of groups without eps": (lambda: nn.GroupNorm(1, 2, eps=0.0), "eps"),
     "norm of another width": (

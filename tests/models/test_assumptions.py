@@ -2,12 +2,10 @@
 wrong network fits.
 """
 
-import copy
 import json
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import pytest
@@ -15,16 +13,15 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.evaluation.image_doubts import chance_doubt, image_doubts, order_doubt
+from certcli.evaluation.image_doubts import chance_doubt, image_doubts
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
@@ -305,46 +302,3 @@ def test_an_accuracy_about_chance_is_doubted(
     right: int, count: int, classes: int, doubted: bool
 ) -> None:
     assert (chance_doubt(right, count, classes) is not None) == doubted
-
-
-def test_a_post_norm_file_is_said_to_be_one_where_labels_show_it(
-    monkeypatch: pytest.MonkeyPatch, tiny: Checkpoint
-) -> None:
-    """Labels that the post-norm reading of some tensors gives: read as pre-norm they are right on
-    fewer, and it is said.
-    """
-    model = build.load(tiny)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in model.parameters():  # far from the start, at which both readings nearly agree
-            weight.add_(0.3 * torch.randn(weight.shape, generator=generator))
-    pixels = torch.rand(60, *tiny.record.input.size, generator=generator)
-    post = copy.deepcopy(model)
-    for block in post.net.blocks:
-        block.forward = MethodType(post_norm, block)
-    with torch.no_grad():
-        before = model(pixels)
-        read_as_pre, read_as_post = before.argmax(1), post(pixels).argmax(1)
-    assert (read_as_pre != read_as_post).float().mean() > 0.4
-
-    def doubt(labels: torch.Tensor) -> str | None:
-        images = Images(
-            "made", "test", ("",) * 10, labels, torch.arange(60), lambda asked: pixels[list(asked)]
-        )
-        return order_doubt(model, images, (read_as_pre == labels).tolist())
-
-    told = doubt(read_as_post)
-    assert told is not None
-    assert "read as a post-norm network" in told
-    assert "is right on 60 of 60 images" in told
-    assert doubt(read_as_pre) is None
-    assert (
-        doubt(torch.randint(10, (60,), generator=generator)) is None
-    )  # neither reading is any good
-    with torch.no_grad():
-        assert torch.equal(model(pixels), before)  # the network is as it was
-
-
-def post_norm(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    x = block.norm1(x + block.attn(x))
-    return block.norm2(x + block.mlp(x))

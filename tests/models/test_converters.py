@@ -22,13 +22,15 @@ from torchvision.models.swin_transformer import (
     SwinTransformerBlockV2,
 )
 
-from certcli.lipschitz.network import prove_network
+from certcli.checkpoint.file import Checkpoint
+from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.converters import torchvision
 from certcli.models.converters.base import renamed
-from certcli.models.converters.transformers import FAMILIES, TimmNetwork
+from certcli.models.converters.transformers_families import FAMILIES, TimmNetwork
+from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError
 from tests.models.transformers_logits import FILE, PIXELS, headless, seeded_images, weights
 
@@ -57,42 +59,36 @@ def headless_folder(row: Mapping[str, Any], folder: Path, **more: Tensor) -> str
     )
 
 
-def require_recorded_logits(name: str, folder: Path) -> None:
+@torch.no_grad()
+def require_recorded_logits(name: str, folder: Path) -> tuple[Checkpoint, Tensor]:
     """Require a row's network, opened here, to compute the logits that transformers did."""
     row = TRANSFORMERS[name]
     checkpoint = open_checkpoint(transformers_folder(row, folder))
-    with torch.no_grad():
-        model = build.load(checkpoint, dtype=torch.float64)
-        logits = model(seeded_images(checkpoint.record.input.size))
+    logits = seeded_outputs(checkpoint)
     expected = torch.tensor(row["logits"], dtype=torch.float64)
     # float64 sums in another order
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    return checkpoint, logits
+
+
+@torch.no_grad()
+def seeded_outputs(checkpoint: Checkpoint) -> Tensor:
+    model = build.load(checkpoint, dtype=torch.float64)
+    return model(seeded_images(checkpoint.record.input.size))
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_outputs_of_transformers_are_kept(name: str, tmp_path: Path) -> None:
-    require_recorded_logits(name, tmp_path)
+    checkpoint, logits = require_recorded_logits(name, tmp_path)
     row = TRANSFORMERS[name]
-    checkpoint = open_checkpoint(transformers_folder(row, tmp_path))
-    with torch.no_grad():
-        logits = build.load(checkpoint, dtype=torch.float64)(
-            seeded_images(checkpoint.record.input.size)
-        )
     assert row["config"]["architectures"][0] in checkpoint.reading.line()
     ends = open_checkpoint(headless_folder(row, tmp_path), Hints(features=True))
-    with torch.no_grad():
-        split_images = build.load(ends, dtype=torch.float64)(
-            seeded_images(checkpoint.record.input.size)
-        )
-    torch.testing.assert_close(
-        split_images, torch.tensor(row["features"], dtype=torch.float64), rtol=1e-9, atol=1e-9
-    )
+    features = torch.tensor(row["features"], dtype=torch.float64)
+    torch.testing.assert_close(seeded_outputs(ends), features, rtol=1e-9, atol=1e-9)
     assert "features" in {fact.name for fact in ends.reading.facts}
     saved = tmp_path / "saved.safetensors"
     checkpoint.write(saved)
-    again = build.load(open_checkpoint(str(saved)), dtype=torch.float64)
-    with torch.no_grad():
-        assert torch.equal(again(seeded_images(checkpoint.record.input.size)), logits)
+    assert torch.equal(seeded_outputs(open_checkpoint(str(saved))), logits)
 
 
 def without_logits() -> list[str]:
@@ -135,14 +131,19 @@ def test_a_family_of_another_network_is_caught(
         require_recorded_logits("vit", tmp_path)
 
 
-def test_a_converted_network_has_a_bound(tmp_path: Path) -> None:
+def test_a_converted_network_has_the_bound_of_timms_module(tmp_path: Path) -> None:
     for name in (
         "dinov2, registers",
         "convnext",
     ):  # parts that no network of timm's has: a head, an eps of its own
         (folder := tmp_path / name).mkdir()
         checkpoint = open_checkpoint(transformers_folder(TRANSFORMERS[name], folder))
-        assert prove_network(build.load(checkpoint), 3).upper.finite
+        upper = prove_checkpoint(checkpoint).upper
+        assert upper.finite
+        timms = build.build(checkpoint.record)
+        timms.load_state_dict(checkpoint.tensors)
+        spec = checkpoint.record.input
+        assert prove_checkpoint(open_module(timms, spec.mean, spec.std, spec.size)).upper == upper
 
 
 def test_pixels_are_those_of_the_preprocessor(tmp_path: Path) -> None:

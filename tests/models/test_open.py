@@ -1,16 +1,31 @@
-"""Commands and the Python interface build the network of a checkpoint once and hand it on."""
+"""Networks are built once, within the limits of their tensors, and are what their records describe; two
+sets of weights in one folder are a question, whatever their files are called.
+"""
 
+import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 
 import pytest
+import safetensors.torch
+import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.file import Checkpoint, tensors_digest
+from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.shards import INDEX
 from certcli.models import build
-from tests.helpers.commands import certvit
+from certcli.models.build_limits import Building
+from certcli.models.open import HUB_NAMES, open_checkpoint
+from certcli.models.origins import Hints
+from certcli.nn.reference import SHAPES
+from certcli.system.errors import ArchitectureError, CheckpointError
+from tests.helpers.commands import certvit, console
+from tests.helpers.unreadable import UNREADABLE
 from tests.helpers.workshop import shape
 
 DIGITS = ("--dataset", "digits", "--limit", 4)
@@ -79,3 +94,207 @@ def test_the_network_of_a_checkpoint_is_built_once(
     monkeypatch.setattr(build, "Building", Counting)
     certvit(*COMMANDS[name])
     assert set(built.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224", "convit_tiny", "xcit_nano_12_p8_224"],
+)
+def test_timms_networks_are_built_within_the_limits_of_their_tensors(arch: str) -> None:
+    net = build.create(arch, {}, initialise=False)
+    assert (
+        build.create(arch, {}, initialise=False, like=net.state_dict()).state_dict().keys()
+        == net.state_dict().keys()
+    )
+    with pytest.raises(ArchitectureError, match="larger"), Building({"a": torch.zeros(9)}):
+        torch.zeros(10_000, 10_000)
+
+
+def test_a_truncated_normal_of_unset_memory_ends() -> None:
+    """torch draws again until every value is in range; with skipped draws, building a Hiera never
+    ended.
+    """
+    with Building():
+        weight = torch.full((1000,), 1e9)
+        torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)
+
+
+def test_one_mean_is_that_of_every_channel(tmp_path: Path) -> None:
+    made = build.initialise("certvit_vit_cifar10", {}, mean=(0.5,), std=(0.25,))
+    assert (made.record.input.mean, made.record.input.std) == ((0.5,) * 3, (0.25,) * 3)
+    made = build.initialise(
+        "certvit_vit_cifar10", {"in_chans": 1, "img_size": 28}, mean=(0.5,), std=(0.5,)
+    )
+    assert made.record.input == InputSpec((1, 28, 28), (0.5,), (0.5,))
+    safetensors.torch.save_file(made.tensors, tmp_path / "m.safetensors")
+    hints = Hints("certvit_vit_cifar10", made.record.arch_args, (0.5,), (0.25,), as_stated=True)
+    assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).record.input.std == (0.25,)
+
+
+@pytest.mark.parametrize("arch", sorted(SHAPES))
+def test_a_new_network_records_its_shape_and_an_old_record_keeps_its_own(arch: str) -> None:
+    made = build.initialise(arch, {})
+    assert made.record.arch_args == SHAPES[arch]
+    build.load(made)
+    assert build.initialise(arch, {"depth": 2}).record.arch_args == SHAPES[arch] | {"depth": 2}
+    net = build.create(arch, {}, initialise=True)  # a record from before SHAPES names no arguments
+    old = Checkpoint(dict(net.state_dict()), Record(arch, {}, build.spec_of(net), 10))
+    build.load(old)
+    assert (
+        old.tensors["embed.weight"].shape[0::2]
+        == {"certvit_lip_mnist": (64, 7), "certvit_lip_cifar10": (96, 4)}[arch]
+    )
+
+
+@pytest.mark.parametrize("classes", [2, 9, 11, 1000])
+def test_the_network_has_the_classes_of_its_record(tiny: Checkpoint, classes: int) -> None:
+    """With fewer classes than logits, certificates would compare too few of them."""
+    with pytest.raises(ArchitectureError, match="10 logits"):
+        build.load(Checkpoint(tiny.tensors, replace(tiny.record, classes=classes)))
+
+
+def test_the_network_takes_images_of_its_record(tiny: Checkpoint) -> None:
+    spec = replace(tiny.record.input, size=(1, 12, 12))
+    with pytest.raises(ArchitectureError, match="1x12x12"):
+        build.load(Checkpoint(tiny.tensors, replace(tiny.record, input=spec)))
+
+
+def test_logits_that_overflow_are_refused(tiny: Checkpoint) -> None:
+    """Finite weights can have infinite products."""
+    tensors = {
+        **tiny.tensors,
+        "head.weight": torch.full((10, 16), 3e38),
+        "norm.bias": torch.full((16,), 3e38),
+    }
+    with pytest.raises(ArchitectureError, match="not finite"):
+        build.load(Checkpoint(tensors, tiny.record))
+
+
+def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
+    images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
+    wanted = build.load(tiny, dtype=torch.float64)(images)
+    for names in (["head.bias"], list(tiny.tensors)):
+        tensors = dict(tiny.tensors) | {name: tiny.tensors[name].double() for name in names}
+        model = build.load(Checkpoint(tensors, tiny.record))
+        assert {value.dtype for value in model.net.state_dict().values()} == {torch.float64}
+        assert torch.equal(model(images), wanted)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["lipschitz", "attack -a fgsm", "finetune --loss ce --epochs 1", "adapt --epochs 0"],
+)
+def test_commands_take_double_weights(tmp_path: Path, tiny: Checkpoint, words: str) -> None:
+    command, *options = words.split()
+    Checkpoint({name: value.double() for name, value in tiny.tensors.items()}, tiny.record).write(
+        tmp_path / "m.safetensors"
+    )
+    done = console(
+        command, "m.safetensors", "--dataset", "digits", "--limit", "32", *options, folder=tmp_path
+    )
+    assert done.code == 0, done.err
+
+
+def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(
+    tmp_path: Path, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
+    """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers
+    nothing changes.
+    """
+
+    class Clipped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+            self.register_buffer("low", torch.tensor(-torch.inf))
+            self.register_buffer("high", torch.tensor(torch.inf))
+
+    monkeypatch.setattr(build, "create", lambda arch, arguments, *, initialise: Clipped())
+    spec = InputSpec(size=(1, 2, 2), mean=(0.0,), std=(1.0,))
+    made = build.initialise("clipped", {}, spec, 3, 0)
+    made.write(tmp_path / "a.safetensors")
+    back = Checkpoint.read(tmp_path / "a.safetensors")
+    assert back.digest == made.digest
+    x = torch.tensor([-3e38, -1.0, 0.0, 3e38])
+    assert torch.equal(x.clamp(back.tensors["low"], back.tensors["high"]), x)
+
+
+@pytest.mark.parametrize("arch", ["certvit_4c3f", "certvit_lip_digits", "certvit_sort_mnist"])
+def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: str) -> None:
+    net = build.create(arch, {"in_chans": 3, "img_size": 32}, initialise=False)
+    spec = build.spec_of(net)
+    assert spec.size == (3, 32, 32)
+    assert len(spec.mean) == len(spec.std) == 3
+    assert net(torch.zeros(2, *spec.size)).shape == (2, 10)
+
+
+def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
+    """Exit 4, as any later command would: patches of 16 pixels on images of 8."""
+    path = tmp_path / "made.safetensors"
+    outcome = certvit(
+        "init", "vit_tiny_patch16_224", "--arch-arg", "img_size=8", "-o", path, code=4
+    )
+    assert "does not take an image of size 3x8x8" in str(outcome.exception)
+    assert not path.exists()
+
+
+ARCH = "vit_tiny_patch16_224"
+SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
+HINTS = Hints(ARCH, SMALL, (0.5,), (0.5,))
+
+
+@pytest.fixture(scope="module", name="tensors")
+def folder_tensors() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return dict(build.create(ARCH, {**SMALL, "num_classes": 10}, initialise=True).state_dict())
+
+
+def put_weights(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
+    if name == INDEX:
+        save_file(tensors, folder / "part.safetensors")
+        place = dict.fromkeys(tensors, "part.safetensors")
+        (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": place}))
+    elif name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name)
+
+
+@pytest.mark.parametrize("names", combinations(HUB_NAMES, 2), ids=" ".join)
+def test_two_sets_of_weights_are_a_question(
+    names: tuple[str, str], tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    other = {key: 1.5 * value for key, value in tensors.items()}
+    put_weights(tmp_path, names[0], tensors)
+    put_weights(tmp_path, names[1], other)
+    with pytest.raises(CheckpointError, match="two sets of weights") as asked:
+        open_checkpoint(str(tmp_path), HINTS)
+    for name in names:
+        assert name in asked.value.message
+        assert str(tmp_path / name) in asked.value.hint
+    read = open_checkpoint(str(tmp_path / names[1]), HINTS)
+    assert torch.equal(read.tensors["pos_embed"], other["pos_embed"])
+    put_weights(tmp_path, names[1], tensors)
+    assert torch.equal(
+        open_checkpoint(str(tmp_path), HINTS).tensors["pos_embed"], tensors["pos_embed"]
+    )
+
+
+def test_a_pointer_beside_weights_is_no_second_set(
+    tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    put_weights(tmp_path, "model.safetensors", tensors)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 110367416\n"
+    (tmp_path / "pytorch_model.bin").write_text(pointer)
+    assert open_checkpoint(str(tmp_path), HINTS).record.arch == ARCH
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "a terabyte"])
+def test_weights_that_cannot_be_read_are_not_absent(
+    kind: str, tensors: dict[str, Tensor], tmp_path: Path
+) -> None:
+    """The other weights may be another network."""
+    put_weights(tmp_path, "pytorch_model.bin", tensors)
+    UNREADABLE[kind](tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is"):
+        open_checkpoint(str(tmp_path), HINTS)

@@ -1,25 +1,19 @@
 """Outputs of transformers' networks on weights that names and shapes decide, for
 tests/models/test_converters.py.
 
-make test-converters     # asks transformers itself, in an environment of its own; prints the table of docs/checkpoints.md
+make test-converters     # asks transformers itself, in an environment of its own
 python -m tests.models.transformers_logits --write      # after a new row
 """
 
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from certcli.lipschitz.network import prove_checkpoint
-from certcli.models import build
-from certcli.models.in_memory import open_module
-from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
 
 FILE = Path(__file__).with_name("transformers_logits.json")
 PIXELS = {
@@ -169,130 +163,6 @@ def _transformers_answer(kind: str, arguments: Mapping[str, Any], folder: Path) 
     return row
 
 
-class Tried(NamedTuple):
-    """A file that was recognised: its outputs beside the original's, and its bound beside that of
-    timm's module.
-    """
-
-    kind: str
-    difference: float
-    bound: float
-
-
-def _tried(
-    kind: str,
-    path: str,
-    hints: Hints,
-    original: Callable[[Tensor], Tensor],
-    own: nn.Module | None = None,
-) -> Tried:
-    """Read a file, and compare it with its original.
-
-    Args:
-        original: Pixels -> logits or features, by the library that wrote the file.
-        own: timm's module, where the file was made of its weights; else a new one gets the
-            converted weights.
-    """
-    found = open_checkpoint(path, hints)
-    spec = found.record.input
-    model = build.load(found, dtype=torch.float64)
-    if own is None:
-        own = build.build(found.record)
-        own.load_state_dict(found.tensors)
-    timms = open_module(own, spec.mean, spec.std, spec.size, features=hints.features)
-    here, there = (prove_checkpoint(each).upper for each in (found, timms))
-    assert here.finite
-    apart = 0.0 if here == there else abs(10 ** (here.log10() - there.log10()) - 1)
-    with torch.no_grad():
-        difference = float(
-            (model(seeded_images(spec.size)) - original(seeded_images(spec.size))).abs().max()
-        )
-    return Tried(kind, difference, apart)
-
-
-def _of_transformers(name: str, folder: Path) -> Iterator[Tried]:
-    kind, arguments = ROWS[name]
-    family = "transformers: " + kind.partition("/")[0]
-    whole: Any = transformers_network(kind, arguments, folder / "classifier")
-    yield _tried(
-        family, str(folder / "classifier"), Hints(), lambda pixels: whole(normalised(pixels)).logits
-    )
-    part = transformers_network(kind, arguments, folder / "model", model=True)
-    yield _tried(
-        family,
-        str(folder / "model"),
-        Hints(features=True),
-        lambda pixels: features(part, normalised(pixels)),
-    )
-
-
-def _of_others(folder: Path) -> Iterator[Tried]:
-    import timm
-
-    from tests.models import test_converters as cases
-
-    def timms(
-        arch: str, arguments: Mapping[str, Any], tensors: Mapping[str, Tensor]
-    ) -> tuple[nn.Module, Any]:
-        net = timm.create_model(arch, **{"num_classes": 3, **arguments}).eval()
-        net.load_state_dict(tensors)
-        double = build.load(open_module(net), dtype=torch.float64)
-        return net, double
-
-    tiny = "vit_tiny_patch16_224"
-    raw = cases.plain()
-    averaged = {name: value + 1 for name, value in cases.plain().items()}
-    for wrap in cases.WRAPPINGS.values():
-        torch.save(wrap(), folder / "weights.ckpt")
-        net, double = timms(tiny, cases.SMALL, raw)
-        yield _tried(
-            "timm, wrapped", str(folder / "weights.ckpt"), Hints(tiny, cases.SMALL), double, net
-        )
-    torch.save({"model": raw, "model_ema": averaged}, folder / "both.pth")
-    for choice, tensors in (("raw", raw), ("ema", averaged)):
-        net, double = timms(tiny, cases.SMALL, tensors)
-        hints = Hints(tiny, cases.SMALL, weights=choice)  # type: ignore[arg-type]
-        yield _tried(
-            "timm, `--weights raw` and `ema`", str(folder / "both.pth"), hints, double, net
-        )
-    for name, (arch, arguments, names) in cases.ORIGINAL.items():
-        net, double = timms(arch, arguments, cases.original_network(name).state_dict())
-        path = cases.saved(folder, {"model": names(dict(net.state_dict()))})
-        yield _tried(f"original names: {name}", path, Hints(arch, arguments), double, net)
-    for name, (make, hints) in cases.TORCHVISION.items():
-        theirs = make().eval()
-        theirs.load_state_dict(
-            weights({key: value.shape for key, value in theirs.named_parameters()}), strict=False
-        )
-        path = cases.saved(folder, dict(theirs.state_dict()))
-        double = theirs.double()
-        yield _tried(
-            f"torchvision: {name}", path, hints, lambda pixels, of=double: of((pixels - 0.5) / 0.25)
-        )
-
-
-def logits_table() -> list[str]:
-    """Return the lines of the table of docs/checkpoints.md: all files of a kind in one row."""
-    found: list[Tried] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in ROWS:
-            found += _of_transformers(name, Path(folder) / name)
-        found += _of_others(Path(folder))
-    lines = [
-        "| file | recognised and converted | largest difference of logits or features | bound |",
-        "|---|---|---|---|",
-    ]
-    for kind in dict.fromkeys(each.kind for each in found):
-        rows = [each for each in found if each.kind == kind]
-        apart = max(each.bound for each in rows)
-        difference = max(each.difference for each in rows)
-        lines.append(
-            f"| {kind} | {len(rows)} | "
-            f"{f'{difference:.0e}' if difference else '0'} | {f'{apart:.0e} apart' if apart else 'equal'} |"
-        )
-    return lines
-
-
 def main_of_transformers() -> None:
     import transformers
 
@@ -311,8 +181,6 @@ def main_of_transformers() -> None:
             print(f"{name}: as in {FILE.name}")
     if "--write" in sys.argv:
         FILE.write_text(json.dumps(found, separators=(",", ":")).replace('},"', '},\n"') + "\n")
-    else:
-        print("\n".join(logits_table()))
     print(f"transformers {transformers.__version__}: {len(found)} networks")
 
 

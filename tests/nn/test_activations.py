@@ -2,7 +2,7 @@
 
 import torch
 
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 
 
 def test_the_backward_pass_of_maxmin_is_that_of_its_formula() -> None:

@@ -21,14 +21,14 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
-from certcli.lipschitz.measured.estimate import jacobian_norms
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.attention_weights import AttentionShape, AttentionWeights
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape, AttentionWeights
+from certcli.nn.attention_variants import L2Attention
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import ArchitectureError
 from tests.helpers.grids import crossed

@@ -9,7 +9,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.training_images import seen_by
+from certcli.evaluation.image_doubts import seen_by
 from certcli.finetune.stiefel import orthogonalise
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import OpenCheckpoint, create, initialise, load_double, with_network
@@ -17,7 +17,7 @@ from certcli.models.mean import mean_of
 from certcli.models.open import open_checkpoint
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import ArchitectureError
-from certcli.verification.lineage import compare_lineages, remake_means
+from certcli.verification.report import compare_lineages, remake_means
 from tests.helpers.commands import certvit, document
 
 MEMBERS: dict[str, tuple[str, list[dict[str, Any]], bool]] = {

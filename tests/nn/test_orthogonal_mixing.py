@@ -11,11 +11,8 @@ from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
-from certcli.nn.activations import SOFTMAX_SLOPE
-from certcli.nn.heads import L2Pool
-from certcli.nn.mixers import LipschitzMixer, TokenMixer
-from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
-from certcli.nn.pyramid import LipschitzPyramid
+from certcli.nn.layers import SOFTMAX_SLOPE, ChannelRoll, L2Pool, OrthogonalMixing, TokenMaxMin
+from certcli.nn.lipschitz_networks import LipschitzMixer, LipschitzPyramid, TokenMixer
 from certcli.system.errors import ArchitectureError
 
 

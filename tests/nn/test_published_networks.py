@@ -7,7 +7,7 @@ import torch
 
 from certcli.lipschitz.network import bound_network
 from certcli.models import build
-from certcli.nn.activations import ClippedReLU
+from certcli.nn.layers import ClippedReLU
 from certcli.system.errors import ArchitectureError
 
 PARAMETERS = {

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from certcli.attack.catalogue import ATTACKS
-from certcli.attack.torchattacks_spec import INSTALL, PREFIX
+from certcli.attack.catalogue import ATTACKS, INSTALL, PREFIX
 from certcli.certify.methods import METHODS as CERTIFICATES
 from certcli.cli.doctor import command as doctor
 from certcli.cli.main import COMMANDS, program

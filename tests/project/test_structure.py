@@ -281,7 +281,6 @@ LOOKED_AT = {
     "cli/verify/run.py": "what is no folder is read as a file",
     "images/folders.py": "what is no regular file is refused",
     "images/names.py": "what is no folder is refused",
-    "models/folder.py": "what is no regular file is refused",
     "models/open.py": "what is no folder is read as a file, what is no regular file is refused",
     "system/files.py": "what is no folder is refused",
 }

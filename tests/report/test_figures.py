@@ -23,16 +23,6 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain: bound", "certified: bound"],
     ),
     (
-        ["lipschitz", "plain", "--no-estimate", "--jacobian"],
-        "--plot",
-        ["plain", "12 images of digits (train)", "median"],
-    ),
-    (
-        ["lipschitz", "plain", "--no-estimate", "--jacobian", "--compare", "certified"],
-        "--plot",
-        ["plain", "certified", "12 images of digits (train)"],
-    ),
-    (
         ["certify", "certified"],
         "--plot",
         ["certified", "digits (test)", "n = 12", "radius", "proven"],
@@ -43,10 +33,7 @@ DRAWN = [  # words of the command, its option; what the figure says
         ["plain", "certified", "digits (test)", "attacked images"],
     ),
 ]
-IDS = [
-    " ".join(words[:1] + [word for word in words if word in ("--jacobian", "--compare")])
-    for words, *_ in DRAWN
-]
+IDS = [" ".join(words[:1] + [word for word in words if word == "--compare"]) for words, *_ in DRAWN]
 
 
 def _words(words: list[str], workshop: Path, folder: Path) -> list[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.rounding import PRECISIONS
-from certcli.rounding.algorithms import ALGORITHMS, covered
+from certcli.rounding.arithmetics import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
 from tests.helpers.layouts import FORMATS, KERNELS
 

@@ -16,9 +16,9 @@ from certcli.engine.replay import noise_like
 from certcli.engine.trace import executed
 from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
+from certcli.rounding.arithmetics import Precision
 from certcli.rounding.enclosed import ErrorStep
 from certcli.rounding.operation_errors import Executed, Followed, Steep
-from certcli.rounding.precisions import Precision
 from tests.helpers.layouts import channels_last
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]

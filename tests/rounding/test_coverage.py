@@ -1,6 +1,6 @@
 """Which algorithms a rule of rounding covers: every rule says it, and the page of it is the registry's."""
 
-from certcli.rounding.algorithms import ALGORITHMS, covered
+from certcli.rounding.arithmetics import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
 from tests.rounding.coverage import documents
 

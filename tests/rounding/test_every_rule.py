@@ -17,7 +17,7 @@ from torch.nn import functional
 from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
 from certcli.models.pixels import PixelModel
-from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
+from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
@@ -235,7 +235,7 @@ def test_no_execution_of_a_computed_constant_differs_by_more(
 def test_a_function_of_an_exact_constant_is_rounded(name: str) -> None:
     precision = PRECISIONS["float64"]
     step: Any = SimpleNamespace(result=getattr(torch, name)(torch.zeros(2).double()))
-    error = computed_constants._RULES[name](precision, step, [0.0], [0.0])
+    error = arithmetics._RULES[name](precision, step, [0.0], [0.0])
     assert error >= precision.function * float(step.result.max())
 
 

@@ -17,30 +17,28 @@ from torch import Tensor, nn
 from certcli.certify.box.certifier import BoxCertifier
 from certcli.certify.certificate import Certificate, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
-from certcli.certify.executed_network import ProvingCertifier
-from certcli.certify.lipschitz import LipschitzCertifier
+from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BACKWARD, EFFORTS, NORMS, ZONOTOPE, Local
-from certcli.certify.proof_options import ARITHMETICS, REAL
+from certcli.certify.options import ARITHMETICS, BACKWARD, EFFORTS, NORMS, REAL, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import Near, Normalised
+from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as ball_rules
-from certcli.enclosure.zonotopes.domain import LocalNetwork
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
-from certcli.nn.mixers import PlaceMixer
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import L2Attention
+from certcli.nn.layers import MaxMin
+from certcli.nn.lipschitz_networks import PlaceMixer
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors

@@ -1,6 +1,6 @@
 """Whether a CUDA device's kernels lose more than is proven for a CPU's, in every memory format.
 
-Nothing is claimed of them (`executed_network.neighbour_errors`): a row that fails says why not.
+Nothing is claimed of them (`lipschitz.neighbour_errors`): a row that fails says why not.
 """
 
 import copy

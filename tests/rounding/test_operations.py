@@ -23,18 +23,15 @@ from certcli.engine.derived_constants import Moved
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.heads import L2Pool
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import CosineAttention, L2Attention
+from certcli.nn.layers import L2Pool, OrthogonalMixing
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.nn.scsa_attention import CosineAttention
 from certcli.rounding import PRECISIONS
+from certcli.rounding.arithmetics import BlockMap, LinearMap, Precision, Stored, length
 from certcli.rounding.enclosed import carried, errors_of_pairs
 from certcli.rounding.operation_errors import Executed, Followed, Operation, rules
-from certcli.rounding.precisions import Precision
-from certcli.rounding.stored import BlockMap, LinearMap, Stored, length
 
 FLOAT32 = PRECISIONS["float32"]
 FP16 = PRECISIONS["fp16"]

@@ -19,7 +19,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.table import rules as zonotope_rules
+from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
@@ -28,14 +28,13 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.nn.layers import OrthogonalMixing
 from certcli.nn.norms import FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing
-from certcli.rounding import PRECISIONS, NeighbourErrors, computed_constants
+from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
+from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
 from certcli.rounding.neighbours import _STEPS, _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules
-from certcli.rounding.precisions import FLOAT64, Precision
 from certcli.rounding.stepwise import Stepwise
-from certcli.rounding.stored import BlockMap, LinearMap, Stored, largest
 from tests.certify.test_local_lip import SIZE
 from tests.rounding.test_neighbours import CASES, judged, network
 from tests.rounding.test_operations import (
@@ -269,9 +268,7 @@ def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
     with made:
         computed_of_it = weight * weight.roll(1)
     for precision in (FLOAT64, FP16):
-        exact = sum(
-            computed_constants.error_of(computed_of_it, p, made) for p in (precision, FLOAT64)
-        )
+        exact = sum(arithmetics.error_of(computed_of_it, p, made) for p in (precision, FLOAT64))
         found = Operation(precision, made).operand(computed_of_it)
         assert float(found.difference.max()) == exact > 0
         assert torch.equal(found.number, computed_of_it.abs() + exact)
@@ -279,29 +276,25 @@ def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
 
 def test_of_several_constants_the_largest_error_counts() -> None:
     own = [torch.tensor([0.0]), torch.tensor([1000.3]), torch.tensor([0.5])]
-    assert (
-        computed_constants._error(own, FP16, Moved(own))
-        == float(Stored.of(own[1], FP16).farthest)
-        > 0
-    )
+    assert arithmetics._error(own, FP16, Moved(own)) == float(Stored.of(own[1], FP16).farthest) > 0
 
 
 @pytest.mark.parametrize("sizes", [[2.0, 300.0], [300.0, 2.0]])
 def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[float]) -> None:
     for name, size in (("mul", 600.0), ("add", 302.0)):
-        found = computed_constants._RULES[name](
-            FP16, computed_constants.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
+        found = arithmetics._RULES[name](
+            FP16, arithmetics.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
         )
         assert size * FP16.unit <= found <= 4 * size * FP16.unit
 
 
 def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
     step, (one, other), (first, second) = (
-        computed_constants.Computed("mul", (), {}, torch.zeros(1)),
+        arithmetics.Computed("mul", (), {}, torch.zeros(1)),
         (2.0, 300.0),
         (0.5, 0.25),
     )
-    found = computed_constants._RULES["mul"](FP16, step, [one, other], [first, second])
+    found = arithmetics._RULES["mul"](FP16, step, [one, other], [first, second])
     assert found == one * second + other * first + 3 * FP16.unit * one * other
 
 
@@ -313,20 +306,20 @@ def test_the_executed_size_of_an_operand_counts(monkeypatch: pytest.MonkeyPatch)
         sizes_seen.extend(sizes)
         return 0.0
 
-    monkeypatch.setitem(computed_constants._RULES, "mul", rule)
+    monkeypatch.setitem(arithmetics._RULES, "mul", rule)
     weight = torch.tensor([1000.3, -2.0])
     made = Moved([weight])
     with made:
         computed_of_it = weight * weight
-    computed_constants.error_of(computed_of_it, FP16, made)
+    arithmetics.error_of(computed_of_it, FP16, made)
     assert min(sizes_seen) > 1000.3 + 0.9 * float(Stored.of(weight, FP16).farthest)
 
 
 def test_a_computed_exponential_passes_on_errors_up_to_one() -> None:
     """exp(x + 1) (1 + f) - exp(x), the largest that there is."""
-    step = computed_constants.Computed("exp", (), {}, torch.ones(1))
+    step = arithmetics.Computed("exp", (), {}, torch.ones(1))
     for error in (0.5, 0.75, 1.0):
-        bound = computed_constants._RULES["exp"](FP16, step, [0.0], [error])
+        bound = arithmetics._RULES["exp"](FP16, step, [0.0], [error])
         assert bound >= math.exp(error) * (1 + FP16.function) - 1
     # and by the rule's own estimate, |exp(e) - 1| <= 2 |e|
     assert bound >= (1 + 2 * error) * (1 + FP16.function) - 1

@@ -23,7 +23,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.real import as_real
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import SOFTMAX_SLOPE, SoftMaxMin
+from certcli.nn.layers import SOFTMAX_SLOPE, SoftMaxMin
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.rounding.operation_errors import Steep

@@ -22,17 +22,15 @@ from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.attention_weights import AttentionShape
-from certcli.nn.l2_attention import L2Attention
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import CosineAttention, L2Attention
+from certcli.nn.layers import OrthogonalMixing, TokenMaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.orthogonal_mixing import OrthogonalMixing, TokenMaxMin
 from certcli.nn.residual import ConvexResidual, WeightedResidual
-from certcli.nn.scsa_attention import CosineAttention
-from certcli.rounding import computed_constants
-from certcli.rounding.head import Head
+from certcli.rounding import arithmetics
+from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision
+from certcli.rounding.enclosed import Head
 from certcli.rounding.operation_errors import Executed, Followed, Operation, rules
-from certcli.rounding.precisions import FLOAT64, Precision
-from certcli.rounding.stored import BlockMap, LinearMap
 from tests.rounding.test_operations import draw, given
 
 U = 2.0**-15
@@ -472,7 +470,7 @@ def test_a_computed_matrix_loses_what_its_rows_say() -> None:
     a = draw(3, 6)
     w = draw(6, 5)
     step = Computed("addmm", (bias, a, w), {}, bias + a @ w)
-    found = computed_constants._RULES["addmm"](
+    found = arithmetics._RULES["addmm"](
         P, step, [float(bias.abs().max()), 0.0, 0.0], [0.5, 0.25, 0.125]
     )
     x = a.abs() + 0.25

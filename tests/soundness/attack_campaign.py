@@ -32,11 +32,22 @@ from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BRANCH, EFFORTS, Local
-from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier, defended
-from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.patch.options import PROCEDURES, Patches
-from certcli.certify.proof_options import ARITHMETICS, REAL, Proof
+from certcli.certify.options import (
+    ARITHMETICS,
+    BRANCH,
+    EFFORTS,
+    PROCEDURES,
+    REAL,
+    Local,
+    Patches,
+    Proof,
+)
+from certcli.certify.patch.certifier import (
+    PatchCertificate,
+    PatchCertifier,
+    TouchedPasses,
+    defended,
+)
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
@@ -44,7 +55,7 @@ from certcli.lipschitz.network import prove_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
 from tests.certify.test_local_lip import NETWORKS as CHAINS
-from tests.certify.test_patch_law import Bright
+from tests.certify.test_patch_theorems import Bright
 from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.executions import logits_of_executions, representable

@@ -29,10 +29,10 @@ from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate
 from certcli.certify.methods import certify_images, certify_run
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.functions import Classifier
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.choices import PRECISIONS
 from certcli.evaluation.records import RecordFile, read_records

@@ -34,9 +34,9 @@ from certcli.finetune.state import load_training_state, save_training_state
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
-from certcli.models.overrides import Hints
+from certcli.models.origins import Hints
 from certcli.system.errors import CertvitError
-from certcli.verification.laws import verify_laws
+from certcli.verification.documents import verify_laws
 from tests.helpers.commands import console
 from tests.models.transformers_logits import FILE, PIXELS, weights
 from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, run_edits

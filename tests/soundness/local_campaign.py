@@ -15,9 +15,9 @@ import math
 import sys
 import time
 
-from certcli.certify.local_options import NORMS, ZONOTOPE
-from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.certify.options import NORMS, ZONOTOPE
 from certcli.enclosure.zonotopes.form import Unbounded
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from tests.enclosure.test_zonotope_networks import OPTIONS, SIZE, image, largest_share, network
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import CASES, forms

@@ -15,14 +15,13 @@ from torch import Tensor, fx, nn
 
 from certcli.certify.around import Around, AroundImages
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import BRANCH, NORMS, TOKENS, ZONOTOPE, Local
-from certcli.certify.proof_options import REAL
+from certcli.certify.options import BRANCH, NORMS, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes import activations
-from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes import pointwise
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.engine.tracer import Untraceable
@@ -260,7 +259,7 @@ def slopes_at(model: nn.Module, point: Tensor, label: int, norm: Norm) -> Tensor
 def check_program(seed: int, found: Found) -> None:
     """All laws for the program of this seed, for every third one with all ellipsoids."""
     if seed % 3 == 2:
-        with mock.patch.object(activations, "_ellipsoid_places", all_fibres):
+        with mock.patch.object(pointwise, "_ellipsoid_places", all_fibres):
             _check_laws(seed, found)
     else:
         _check_laws(seed, found)

@@ -20,18 +20,15 @@ from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, attack_run, stages_of, tasks_of
 from certcli.certify import methods
-from certcli.certify.local_options import Local
 from certcli.certify.method_choice import MethodChoice
-from certcli.certify.patch.options import Patches
-from certcli.certify.proof_options import Proof
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify.demands import CertifiedDemand
 from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.certify.run import CertifyTask, run_all
 from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import verdicts
+from certcli.evaluation import intervals
 from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
@@ -44,8 +41,8 @@ IMAGES = 10
 
 def passes(share: float, demand: float | None = None) -> bool:
     """Tell whether a gate passes on a share of the images."""
-    asked = verdicts.Demand(GATE if demand is None else demand)
-    return verdicts.verdict_of(round(share * IMAGES), IMAGES, asked) == verdicts.PASSED
+    asked = intervals.Demand(GATE if demand is None else demand)
+    return intervals.verdict_of(round(share * IMAGES), IMAGES, asked) == intervals.PASSED
 
 
 GATE = max(number / 100 for number in range(100) if passes(1.0, number / 100))

@@ -13,7 +13,7 @@ from torch import nn
 
 from certcli.certify.certificate import Certificate, Certifier
 from certcli.certify.methods import METHODS
-from certcli.certify.proof_options import ARITHMETICS
+from certcli.certify.options import ARITHMETICS
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming

@@ -1,23 +1,36 @@
-"""Hundreds of edits in seconds (`make soundness`: 130,000). Each of the three fuzzers still finds
-what it is for.
+"""Hundreds of edits and a few faults in seconds (`make soundness`: 130,000): each of the fuzzers still
+finds what it is for; planted counterexamples are real, and no certificate reaches them.
 """
 
+import contextlib
+import json
 import pickle
 import socket
 import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
+import certvit
 from certcli.certify.methods import METHODS
-from certcli.evaluation import resumed
+from certcli.checkpoint import file, header
+from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
+from certcli.report import formats
+from certcli.system.errors import CertvitError
 from certcli.verification import evidence
-from tests.soundness import file_fuzz
+from examples.planted import CASES, SIZE
+from examples.planted.__main__ import main
+from tests.helpers.grids import EVERY
+from tests.helpers.runs import M
+from tests.soundness import fault_fuzz, file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
 from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
+from tests.soundness.fault_fuzz import Faults
+from tests.soundness.forked_runs import OTHER
 from tests.soundness.record_fuzz import edited_records
 
 LIES = (
@@ -78,7 +91,7 @@ def test_no_edit_of_records_makes_a_network_better(
         assert report["findings"] == []
         assert 30 < ended(report, "refused") < 60
         # without this check, lies of both commands pass
-        monkeypatch.setattr(resumed, "places_to_repeat", lambda *_: [])
+        monkeypatch.setattr(records, "places_to_repeat", lambda *_: [])
         found = campaign(
             case, 200, seed=1, enough=lambda lies: told(lies) == {"certify", "attack"}
         )["findings"]
@@ -134,3 +147,61 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
 
 def test_the_decoder_knows_every_certificate_method() -> None:
     assert set(OPTIONS) == set(METHODS.names())
+
+
+@pytest.fixture
+def faults(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Faults:
+    if not EVERY:
+        pytest.skip("make soundness: 15 s of CPU time")
+    # a fork of a process that other tests ran on two threads waits for ever for the second one
+    monkeypatch.setattr(fault_fuzz, "FAULTS", [f for f in fault_fuzz.FAULTS if f != "threads"])
+    nets = {M: workshop / "plain.safetensors", OTHER: workshop / "init.safetensors"}
+    return Faults(fault_fuzz.Laboratory(tmp_path, nets, ("init", "log")))
+
+
+def test_faults_lose_nothing(faults: Faults) -> None:
+    report = campaign(faults, 16)
+    assert report["findings"] == []
+    assert {outcome.rsplit(": ")[-1] for outcome in report["outcomes"]} >= {"killed", "8"}
+
+
+def test_writing_in_place_is_found_out(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (file, header, formats):
+        monkeypatch.setattr(module, "atomic_file", contextlib.nullcontext)
+    assert campaign(faults, 16)["findings"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_careless_radius_holds_another_class_and_ours_does_not(name: str) -> None:
+    planted = CASES[name].make()
+    with torch.no_grad():
+        label, other = (
+            planted.net(torch.stack([planted.image, planted.adversary])).argmax(dim=1).tolist()
+        )
+    assert label != other
+    assert planted.distance < planted.careless
+    assert min(float(planted.image.min()), float(planted.adversary.min())) >= 0
+    assert max(float(planted.image.max()), float(planted.adversary.max())) <= 1
+    network = certvit.load(planted.net, mean=0.0, std=1.0, input_size=SIZE)
+    claims = []
+    for method in METHODS.names():
+        if method in ("smoothing", "patch"):  # about another classifier, another threat
+            continue
+        try:
+            (row,) = certvit.certify(
+                network, planted.image[None], torch.tensor([label]), method=method
+            )
+        except CertvitError:  # a refusal claims nothing
+            continue
+        claims.append(row.radius)
+        assert row.radius < planted.distance
+    assert claims
+    assert (
+        name in ("cancelling", "l2-attention") or max(claims) > planted.distance / 20
+    )  # refusing everything is no answer
+
+
+def test_the_cases_are_written_for_other_tools(tmp_path: Path) -> None:
+    main(tmp_path)
+    assert json.loads((tmp_path / "cases.json").read_text()).keys() == CASES.keys()
+    assert {file.stem for file in tmp_path.glob("*.safetensors")} == CASES.keys()

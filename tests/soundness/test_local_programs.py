@@ -15,19 +15,19 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 
 from certcli.certify.local import LocalCertifier
-from certcli.certify.local_options import Local
+from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.balls.ball import rules as norms_rules
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.balls.table import rules as norms_rules
-from certcli.enclosure.zonotopes.domain import LocalNetwork
+from certcli.enclosure.zonotopes.columns import weights
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
-from certcli.enclosure.zonotopes.quadratic import weights
-from certcli.enclosure.zonotopes.table import rules
+from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.table import NoRule
 from certcli.lipschitz.network import bound_network
 from certcli.models.pixels import PixelModel
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.system.errors import NoBoundError
 from tests.helpers.grids import EVERY
 from tests.soundness.local_laws import Found, check_program, least_margin_by_attack

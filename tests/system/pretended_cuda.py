@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from certcli.engine import trace
-from certcli.models import foreign_tensors
+from certcli.models import weights
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _ACROSS = frozenset(
@@ -317,8 +317,8 @@ def pretended_cuda() -> Iterator[torch.device]:
             mock.patch.object(trace, "patched_function", return_value=None)
         )  # it sees what is replaced here
         # a tensor of CUDA is torch's own
-        types = (*foreign_tensors._OWN, OnDevice)
-        stack.enter_context(mock.patch.object(foreign_tensors, "_OWN", types))
+        types = (*weights._OWN, OnDevice)
+        stack.enter_context(mock.patch.object(weights, "_OWN", types))
         for name in ("tensor", "as_tensor", "asarray"):
             stack.enter_context(mock.patch.object(torch, name, _from_data(getattr(torch, name))))
         stack.enter_context(

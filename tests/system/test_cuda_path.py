@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from certcli.adapt import run as adapt_run
+from certcli.adapt import fit as adapt_fit
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import read_tensors
@@ -87,7 +87,7 @@ def test_a_command_on_cuda_answers_as_on_the_cpu(
     row: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # a GPU fits all images as one lot: with the CPU's lots, sums in another order move a bound by 3e-5
-    monkeypatch.setattr(adapt_run, "FEW", 1)
+    monkeypatch.setattr(adapt_fit, "FEW", 1)
     expected = answer(row, folder, "cpu")
     with pretended_cuda():
         found = answer(row, folder, "cuda:0")

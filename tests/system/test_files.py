@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from certcli.checkpoint.file import read_tensors, write_shards
-from certcli.checkpoint.outputs import Outputs, orphans
-from certcli.checkpoint.shards import INDEX, shards_of_index
+from certcli.checkpoint.outputs import Outputs
+from certcli.checkpoint.shards import INDEX, orphans, shards_of_index
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import attempt, certvit

@@ -1,6 +1,4 @@
-"""`certvit verify` refutes evidence that does not follow from the weights and images. The old one
-accepted all.
-"""
+"""`certvit verify` refutes evidence and lineages that do not follow from the weights, the images and each other."""
 
 import json
 from collections.abc import Callable
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("proven_once")
 
 
 def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Checkpoint]:
-    """The checkpoint with one number of the result of `command` changed."""
+    """The checkpoint with one number of the result of `command` changed, or made of the result."""
 
     def forge(checkpoint: Checkpoint) -> Checkpoint:
         entries = []
@@ -31,43 +29,26 @@ def change(command: str, *path: str, value: Any) -> Callable[[Checkpoint], Check
                 place = result
                 for key in path[:-1]:
                     place = place[key]
-                place[path[-1]] = value
+                place[path[-1]] = value(result) if callable(value) else value
             entries.append(replace(entry, result=result))
-        return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=tuple(entries)))
+        return recorded(checkpoint, evidence=tuple(entries))
 
     return forge
 
 
-def text_half_a_percent_below(checkpoint: Checkpoint) -> Checkpoint:
-    *_, upper = [
-        entry.result["upper"] for entry in checkpoint.record.evidence if entry.command == "finetune"
-    ]
-    return change("finetune", "upper_text", value=f"{0.995 * upper:.4g}")(checkpoint)
-
-
-def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
-    def forge(checkpoint: Checkpoint) -> Checkpoint:
-        kept = tuple(step for step in checkpoint.record.lineage if step.command != command)
-        return Checkpoint(checkpoint.tensors, replace(checkpoint.record, lineage=kept))
-
-    return forge
+def recorded(checkpoint: Checkpoint, **fields: Any) -> Checkpoint:
+    """The checkpoint with other fields of its record."""
+    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, **fields))
 
 
 def with_steps(
     change: Callable[[tuple[Any, ...]], tuple[Any, ...]],
 ) -> Callable[[Checkpoint], Checkpoint]:
-    return lambda checkpoint: Checkpoint(
-        checkpoint.tensors, replace(checkpoint.record, lineage=change(checkpoint.record.lineage))
-    )
+    return lambda checkpoint: recorded(checkpoint, lineage=change(checkpoint.record.lineage))
 
 
-def mean_a_little_above(checkpoint: Checkpoint) -> Checkpoint:
-    *_, mean = [
-        entry.result["average_radius"]
-        for entry in checkpoint.record.evidence
-        if entry.command == "certify"
-    ]
-    return change("certify", "average_radius", value=1.001 * mean)(checkpoint)
+def without_step(command: str) -> Callable[[Checkpoint], Checkpoint]:
+    return with_steps(lambda steps: tuple(step for step in steps if step.command != command))
 
 
 def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
@@ -84,16 +65,7 @@ def trained_on_more(checkpoint: Checkpoint) -> Checkpoint:
         else entry
         for entry in checkpoint.record.evidence
     ]
-    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=tuple(entries)))
-
-
-def without_evidence(checkpoint: Checkpoint) -> Checkpoint:
-    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, evidence=()))
-
-
-def other_std(checkpoint: Checkpoint) -> Checkpoint:
-    spec = replace(checkpoint.record.input, std=(1.0,))
-    return Checkpoint(checkpoint.tensors, replace(checkpoint.record, input=spec))
+    return recorded(checkpoint, evidence=tuple(entries))
 
 
 def attacked(robust: float, **more: Any) -> Callable[[Checkpoint], Checkpoint]:
@@ -126,22 +98,17 @@ KEPT = {
 }
 
 
-def strange(checkpoint: Checkpoint) -> Checkpoint:
-    return checkpoint.with_evidence("divination", {}, {"certified": 1.0})
-
-
-def about_a_stranger(checkpoint: Checkpoint) -> Checkpoint:
-    entry = Evidence("certify", {}, {}, "0" * 64)
-    return Checkpoint(checkpoint.tensors, checkpoint.record.with_evidence(entry))
-
-
 FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("certify share", change("certify", "certified", "0.3", value=1.0), "refuted"),
     ("certify radius", change("certify", "certified", value={"9": 0.5}), "refuted"),
     ("certify no radius", change("certify", "certified", value={"nan": 0.5}), "refuted"),
     ("certify clean", change("certify", "clean", value=1.0), "refuted"),
     ("certify mean", change("certify", "average_radius", value=3.0), "refuted"),
-    ("certify mean just above", mean_a_little_above, "refuted"),
+    (
+        "certify mean just above",
+        change("certify", "average_radius", value=lambda result: 1.001 * result["average_radius"]),
+        "refuted",
+    ),
     ("certify images", change("certify", "images", value=10_000), "refuted"),
     ("certify dataset", change("certify", "dataset", "digest", value="0" * 64), "unverified"),
     ("certify method", change("certify", "method", value="divination"), "refuted"),
@@ -152,7 +119,11 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("finetune bound", change("finetune", "upper", value=0.5), "refuted"),
     ("finetune log", change("finetune", "log10_upper", value=-1.0), "refuted"),
     ("finetune text", change("finetune", "upper_text", value="0.5"), "refuted"),
-    ("finetune text just below", text_half_a_percent_below, "refuted"),
+    (
+        "finetune text just below",
+        change("finetune", "upper_text", value=lambda result: f"{0.995 * result['upper']:.4g}"),
+        "refuted",
+    ),
     ("finetune share", change("finetune", "certified", value=1.0), "refuted"),
     ("finetune arithmetic", change("finetune", "arithmetic", value="bf16"), "refuted"),
     ("finetune clean", change("finetune", "clean", value=1.0), "refuted"),
@@ -181,10 +152,25 @@ FORGERIES: list[tuple[str, Callable[[Checkpoint], Checkpoint], str]] = [
     ("lipschitz free text", change("lipschitz", "bound", value="0.01 (proven)"), "refuted"),
     ("finetune free text", change("finetune", "upper_text", value="0.01 (proven)"), "refuted"),
     ("finetune half an image", change("finetune", "clean", value=0.97499), "refuted"),
-    ("strange", strange, "unverified"),
-    ("no evidence", without_evidence, "nothing was verified"),
-    ("std", other_std, "refuted"),
-    ("stranger", about_a_stranger, "refuted"),
+    (
+        "strange",
+        lambda checkpoint: checkpoint.with_evidence("divination", {}, {"certified": 1.0}),
+        "unverified",
+    ),
+    ("no evidence", lambda checkpoint: recorded(checkpoint, evidence=()), "nothing was verified"),
+    (
+        "std",
+        lambda checkpoint: recorded(checkpoint, input=replace(checkpoint.record.input, std=(1.0,))),
+        "refuted",
+    ),
+    (
+        "stranger",
+        lambda checkpoint: Checkpoint(
+            checkpoint.tensors,
+            checkpoint.record.with_evidence(Evidence("certify", {}, {}, "0" * 64)),
+        ),
+        "refuted",
+    ),
     ("no adapt", without_step("adapt"), "refuted"),
     ("no finetune", without_step("finetune"), "refuted"),
     ("no step", with_steps(lambda steps: ()), "refuted"),
@@ -279,3 +265,37 @@ def test_an_accuracy_may_stand_alone(before: float | None, after: float | None) 
     assert accuracies.count("not stated") == unknown % 2
     assert accuracies.count("10 of 20") == 2 - unknown
     assert "(measured)" in text
+
+
+def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:
+    first = workshop / "constrained.safetensors"
+    last = workshop / "certified.safetensors"
+    told = json.loads(console("verify", str(first), str(last), "--json", folder=tmp_path).out)
+    links = [
+        claim
+        for claim in told["checkpoints"][1]["claims"]
+        if claim["entry"].startswith("lineage, step")
+    ]
+    assert [claim["status"] for claim in links] == ["verified"]
+    forged = Checkpoint.read(last)
+    steps = forged.record.lineage
+    steps = (
+        *steps[:-1],
+        replace(steps[-1], command="alchemy"),
+    )  # the file's own step, which no other file tells
+    recorded(forged, lineage=steps).write(tmp_path / "own.safetensors")
+    told = json.loads(
+        console("verify", str(first), "own.safetensors", "--json", folder=tmp_path).out
+    )
+    links = told["checkpoints"][1]["claims"]
+    assert not any(
+        "alchemy" in claim["statement"] for claim in links if claim["status"] == "verified"
+    )
+    steps = forged.record.lineage[1:]
+    recorded(forged, lineage=steps).write(tmp_path / "f.safetensors")
+    done = console("verify", str(first), "f.safetensors", "--json", folder=tmp_path)
+    assert done.code == 7
+    assert any(
+        "whose own lineage is another" in reason
+        for reason in json.loads(done.out)["gate"]["reasons"]
+    )

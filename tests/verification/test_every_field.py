@@ -13,8 +13,12 @@ import pytest
 from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.report.document import from_json
 from certcli.system.errors import Refused
-from certcli.verification.documents import document_contradictions, evidence_of_document, kind_of
-from certcli.verification.laws import verify_laws
+from certcli.verification.documents import (
+    document_contradictions,
+    evidence_of_document,
+    kind_of,
+    verify_laws,
+)
 from tests.helpers.commands import console, document
 from tests.helpers.grids import EVERY
 

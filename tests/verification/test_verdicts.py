@@ -16,8 +16,7 @@ from certcli.evaluation.evidence_schema import SmoothingOptions
 from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document
 from certcli.lipschitz.numerics.real import INF, ZERO, Real
-from certcli.verification import evidence, laws, report
-from certcli.verification import lineage as lineages
+from certcli.verification import documents, evidence, report
 from certcli.verification.evidence import Recertified, Request
 
 V = "verified"
@@ -230,7 +229,7 @@ def test_a_parent_s_own_steps_come_before_the_step() -> None:
         }
         return [
             (int(one.entry.split()[-1]), one.status, one.asked)
-            for _, one in lineages.compare_lineages(files)
+            for _, one in report.compare_lineages(files)
         ]
 
     assert compared("A", "I", "B", "M", "whole") == [
@@ -247,7 +246,7 @@ def lineage(
     steps = [Fields(command=word, parent="p") for word in commands.split()]
     record = Fields(lineage=steps, surgery=surgery, evidence=entries)
     checkpoint: Any = Fields(record=record, digest="own")
-    return [claim.status for claim in lineages.check_lineage(checkpoint)]
+    return [claim.status for claim in report.check_lineage(checkpoint)]
 
 
 def test_what_contradicts_a_lineage_is_found() -> None:
@@ -285,15 +284,15 @@ def test_logarithms_and_words_of_bounds() -> None:
     assert report.below_text("9.9e+968", Real(10.0) * Real.from_json([0.5, 3300]))
     assert not report.below_text("9.9e+968", Real.from_json([0.5, 3210]))
     assert report.below_text("lots", TEN)
-    assert laws._same_log10(1.0, TEN)
-    assert not laws._same_log10(1.0 + 1e-11, TEN)
-    assert not laws._same_log10(None, TEN)
+    assert documents._same_log10(1.0, TEN)
+    assert not documents._same_log10(1.0 + 1e-11, TEN)
+    assert not documents._same_log10(None, TEN)
     for value in (ZERO, INF):
-        assert laws._same_log10(None, value)
-        assert not laws._same_log10(1.0, value)
+        assert documents._same_log10(None, value)
+        assert not documents._same_log10(1.0, value)
     assert not report.below_log10(None, INF)  # the logarithm of an infinite bound is not stated
-    assert laws._same_log10(1e-13, Real(1.0))
-    assert laws._same_log10(
+    assert documents._same_log10(1e-13, Real(1.0))
+    assert documents._same_log10(
         bound_document(Real.from_json([0.5, 3210]))["log10_upper"] + 1e-10,
         Real.from_json([0.5, 3210]),
     )
@@ -304,7 +303,7 @@ def reported(root: Bound, **other: Any) -> list[str]:
     given: Any = Fields(
         **{"proof": rows, "bound_of": "logits", **bound_document(root.value), **other}
     )
-    told = laws.verify_laws(given)
+    told = documents.verify_laws(given)
     problems = [one.why for one in told if one.status == "refuted"]
     if not problems:
         theorems = sum(row.law == "theorem" for row in given.proof)

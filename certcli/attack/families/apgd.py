@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.fab import fab_within
-from certcli.attack.families.gradient import log_odds
-from certcli.attack.families.margin import lost_margin, targeted_margin
+from certcli.attack.families.ascent import log_odds, lost_margin, targeted_margin
+from certcli.attack.families.smallest import fab_within
 from certcli.attack.families.square import square_attack
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings, Craft

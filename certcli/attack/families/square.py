@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.margin import lost_margin
+from certcli.attack.families.ascent import lost_margin
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import AttackSearch, climb_with
 from certcli.evaluation.perturbation import Region, image_norms, per_image

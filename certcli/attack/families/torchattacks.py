@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from torch import OutOfMemoryError, Tensor, nn
 
+from certcli.attack.catalogue import BUDGET, Spec, signature, torchattacks_library
 from certcli.attack.settings import AttackSettings
-from certcli.attack.torchattacks_spec import BUDGET, Spec, signature, torchattacks_library
 from certcli.attack.watched_model import Watched, count_classes, craft_with
 from certcli.evaluation.perturbation import Region
 from certcli.system.errors import CertvitError, UsageError, one_line

@@ -32,13 +32,11 @@ from certcli.certify.certificate import (
     RecheckSettings,
     whole_batch,
 )
-from certcli.certify.executed_network import as_executed
 from certcli.certify.lipschitz import METHOD as GLOBAL
-from certcli.certify.lipschitz import LipschitzCertifier, pair_radii
-from certcli.certify.proof_options import Proof
+from certcli.certify.lipschitz import LipschitzCertifier, as_executed, pair_radii
+from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import proven_radius
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
@@ -301,12 +299,9 @@ class BoxCertifier(LipschitzCertifier):
                 (repeated,) = self._certified(
                     [claim.index], image[None], [claim.prediction], 2 * STEPS
                 )
-                if claim.prediction == repeated.prediction and claim.radius <= repeated.radius * (
-                    1 + AGAIN
-                ):
-                    confirmed = claim.checked(
-                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
-                    )
+                again = claim.radius <= repeated.radius * (1 + AGAIN)
+                if claim.prediction == repeated.prediction and again:
+                    confirmed = claim.proven_again(repeated.prediction, True)
             confirmations.append(confirmed)
         return confirmations
 

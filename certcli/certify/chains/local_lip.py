@@ -13,19 +13,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings
+from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings, require_logits
 from certcli.certify.chains.sequential import SequentialNetwork, Values
-from certcli.certify.executed_network import ProvingCertifier, as_executed
-from certcli.certify.lipschitz import certified_radii
-from certcli.certify.proof_options import Proof
+from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_radii
+from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.zonotopes.rounding import TINY
+from certcli.enclosure.zonotopes.columns import TINY
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import proven_radius
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import DataError
 
 GLOBAL = "global"
 _FIRST = 1e-6
@@ -104,10 +101,8 @@ class LocalLipCertifier(ProvingCertifier):
         self._weights.require_unchanged()
         pixels = pixels.double().to(self._device)
         values = self.network.values(pixels)
-        logits = values.centre[-1]
-        if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
-        return pixels, values, logits.argmax(1)
+        require_logits(values.centre[-1], pixels)
+        return pixels, values, values.centre[-1].argmax(1)
 
     def _start(self, values: Values, top: Tensor, nearby: Tensor | None = None) -> Tensor:
         """Return the global bound's radii."""
@@ -136,26 +131,8 @@ class LocalLipCertifier(ProvingCertifier):
         if self._neighbours is not None and not bool(verified.all()):
             recomputed = self.batch(range(len(pixels)), pixels, top.tolist())
             verified |= claimed <= torch.tensor([row.radius for row in recomputed]).to(claimed)
-        confirmations = []
-        for claim, now, good in zip(claims, top.tolist(), verified.tolist(), strict=True):
-            if now != claim.prediction:
-                confirmations.append(
-                    claim.checked(
-                        "refuted", f"class {claim.prediction} is stated, the network says {now}"
-                    )
-                )
-            elif good:
-                confirmations.append(
-                    claim.checked(
-                        "verified", f"radius {proven_radius(claim.radius)} is proven again"
-                    )
-                )
-            else:
-                said = (
-                    f"radius {proven_radius(claim.radius)} is stated, and not proven by this method"
-                )
-                confirmations.append(claim.checked("refuted", said))
-        return confirmations
+        rows = zip(claims, top.tolist(), verified.tolist(), strict=True)
+        return [claim.proven_again(now, good) for claim, now, good in rows]
 
     def radii(self, pixels: Tensor, values: Values, labels: Tensor, start: Tensor) -> Tensor:
         """Return proven radii of images (b, c, h, w), from the proven `start` (b,) on."""

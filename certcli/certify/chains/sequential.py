@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm2, up
+from certcli.enclosure.zonotopes.columns import TINY, gamma, norm2, up
 from certcli.lipschitz.chain import Activation, LinearLayer, Run, read_chain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.spectral import spectral_norms

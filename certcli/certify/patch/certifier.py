@@ -1,4 +1,6 @@
-"""--method patch: a defended classifier, and one record an image of what no patch changes."""
+"""--method patch: a defended classifier, one record an image of what no patch changes, what attacks
+climb, and the classes of images, by a network or by the defence.
+"""
 
 import time
 from collections import Counter
@@ -10,15 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.options import VOTING, Patches
 from certcli.certify.patch.double_masking import DoubleMasking, Procedure, Voting
-from certcli.certify.patch.options import VOTING, Patches
-from certcli.certify.patch.passes import NONE, MaskedPasses
+from certcli.certify.patch.passes import NONE, MaskedPasses, seen
 from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.choices import Defence
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
+from certcli.images.labelled import sent
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.models.visible_part import AUTO, seen_part
+from certcli.system.errors import UsageError
 
 METHOD = "patch"
 ROWS = {"cpu": 8, "cuda": 128}
@@ -205,3 +210,119 @@ def defended(model: PixelModel, options: Patches) -> PatchCertifier:
         procedure = DoubleMasking(part.grid, patches, options.masks or 3)
     rows = options.rows or ROWS.get(device.type, ROWS["cpu"])
     return PatchCertifier(procedure, MaskedPasses(part, procedure.views, rows), patches)
+
+
+_MOST = 32
+"""Passes that are put together, evenly chosen: each costs a gradient a step."""
+
+
+class TouchedPasses(nn.Module):
+    """log of the mean softmax over views that see the patch here: what has to change together.
+
+    Of double masking those of the first round, whose majority a patch must turn.
+    """
+
+    def __init__(self, certifier: PatchCertifier, patch: Patch, corner: tuple[int, int]) -> None:
+        super().__init__()
+        self.part = certifier.passes.part
+        procedure = certifier.procedure
+        views = (
+            procedure.views[: procedure.count]
+            if isinstance(procedure, DoubleMasking)
+            else procedure.views
+        )
+        (down, across), (top, column) = self.part.grid.cell, corner
+        block = (
+            (top // down, (top + patch.height - 1) // down + 1),
+            (column // across, (column + patch.width - 1) // across + 1),
+        )
+        touched = views[seen(views, [block]).flatten()]
+        self.views = touched[:: max(1, -(-len(touched) // _MOST))]
+        self.eval()
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        views = self.views.to(pixels.device)
+        count = len(pixels)
+        kinds = self.part.alike(views)
+        shares: list[Tensor] = []
+        for kind in kinds.unique().tolist():
+            some = views[kinds == kind]
+            logits = self.part(pixels.repeat_interleave(len(some), 0), some.repeat(count, 1, 1))
+            shares.append(logits.softmax(dim=1).unflatten(0, (count, len(some))).sum(dim=1))
+        return (torch.stack(shares).sum(dim=0) / len(views)).clamp_min(1e-30).log()
+
+
+MOST_LIKELY = 5
+"""Classes that are listed of each image, where nobody says how many."""
+
+
+@dataclass(frozen=True)
+class ClassProbability:
+    """A class, and its softmax probability: the network's own word, which proves nothing."""
+
+    prediction: int
+    probability: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a network, or a defence, says of an image.
+
+    Args:
+        prediction: the class, None where the network gives NaN.
+        proven: the patches that cannot change it, as spelled.
+        top: the most likely classes, the most likely first; a defence has votes and none of them.
+    """
+
+    prediction: int | None
+    proven: tuple[str, ...] = ()
+    top: tuple[ClassProbability, ...] = ()
+
+
+class Predictor:
+    """Images in, predictions out. options: of the defence, as its method of `certify` takes them.
+
+    at_once: images that are best given together.
+    """
+
+    at_once = AT_ONCE
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: torch.device,
+        defence: Defence = "none",
+        options: Patches | None = None,
+        top: int = MOST_LIKELY,
+    ) -> None:
+        if top < 1:
+            raise UsageError(f"top is {top}: at least one class must be listed", "5, or 1")
+        self._top = min(top, checkpoint.record.classes)
+        self.defended: PatchCertifier | None = None
+        if defence == METHOD:
+            self.defended = prepare_patch(checkpoint, device, options or Patches())
+        else:
+            self._model = build.load(checkpoint, device)
+            self._device = device
+
+    @torch.no_grad()
+    def __call__(self, pixels: Tensor, prove: bool = False) -> list[Prediction]:
+        """Predict pixels (b, c, h, w) in [0, 1]. prove: also whether a patch can change it."""
+        if self.defended is None:
+            return [self._likely(row) for row in self._model(sent(pixels, self._device))]
+        predictions = self.defended.predict(pixels)
+        if not prove:
+            return [Prediction(top) for top in predictions]
+        rows = self.defended.certificates(
+            range(len(predictions)), pixels, [-1 if top is None else top for top in predictions]
+        )
+        proven = [row.proven if isinstance(row, PatchCertificate) else () for row in rows]
+        return [Prediction(top, its) for top, its in zip(predictions, proven, strict=True)]
+
+    def _likely(self, logits: Tensor) -> Prediction:
+        """Return the most likely classes: logits (k,)."""
+        if not bool(torch.isfinite(logits).all()):
+            return Prediction(None)
+        top = logits.double().softmax(0).topk(self._top)
+        choices = map(ClassProbability, top.indices.tolist(), top.values.tolist())
+        return Prediction(int(logits.argmax()), top=tuple(choices))

@@ -20,11 +20,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.patch.masks import hole, met_views, square_masks
-from certcli.certify.patch.options import DOUBLE_MASKING, VOTING
-from certcli.certify.patch.passes import NONE, Answer, MaskedPasses
+from certcli.certify.options import DOUBLE_MASKING, VOTING
+from certcli.certify.patch.passes import NONE, Answer, MaskedPasses, hole, met_views, square_masks
 from certcli.evaluation.threat import Patch
-from certcli.models.views import Grid, band_views
+from certcli.models.visible_part import Grid, band_views
 from certcli.system.errors import UsageError
 
 

@@ -13,17 +13,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from certcli.certify.options import Smoothing
 from certcli.certify.smoothing.pixel_denoiser import (
     DenoiserSource,
     Diffusion,
     PixelDenoiser,
+    from_memory,
     millions,
 )
-from certcli.checkpoint.file import tensors_digest
+from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.models.diffusion import read_diffusers, unwrapped_tensors
 from certcli.models.guided import MARK, read_guided
 from certcli.models.hub import fetched_diffusers
-from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.system.errors import ArchitectureError, CheckpointError, DataError
 from certcli.system.reading import is_absent
 
 EPS = 1e-4
@@ -124,3 +126,17 @@ def _load_exactly(net: Denoiser, tensors: Mapping[str, Tensor], path: Path) -> d
     plain = {name: tensors[name].float() for name in expected if name not in optional}
     net.load_state_dict({**plain, **counted}, strict=True, assign=True)
     return plain
+
+
+def named_denoiser(checkpoint: Checkpoint, options: Smoothing) -> DenoiserSource | None:
+    """Read the denoiser that is named; DataError where records are of one and none is named."""
+    channels = checkpoint.record.input.size[0]
+    if options.denoiser_module is not None:
+        return from_memory(options.denoiser_module, channels)
+    file = options.denoiser_file
+    if file is None:
+        if options.denoiser is None:
+            return None
+        message = f"these certificates are of the network behind a denoiser, digest {options.denoiser[:16]}"
+        raise DataError(message, "name its file: --denoiser FILE")
+    return read_denoiser(file, channels)

@@ -9,17 +9,20 @@ early stops and their proofs: docs/smoothing.md.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.forecast import duration, seconds_a_draw
+from certcli.certify.options import SAME, Smoothing, normal_chance
 from certcli.certify.smoothing import noise
-from certcli.certify.smoothing.cost import duration, seconds_a_draw
-from certcli.certify.smoothing.functions import Classifier, Smoothed
-from certcli.certify.smoothing.options import SAME, Smoothing, normal_chance
-from certcli.evaluation.claim import Claim
+from certcli.certify.smoothing.denoiser import named_denoiser
+from certcli.certify.smoothing.noise import Classifier, Smoothed, smoothed_classifier
+from certcli.checkpoint.file import Checkpoint
+from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent
@@ -219,11 +222,10 @@ class SmoothingCertifier(Certifier):
                 continue
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = normal_chance(raw_radii[row] / self.settings.sigma)
-            if _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level:
-                message = f"{message}, {probability:.4f} of all are stated"
-                confirmations.append(claim.checked("refuted", message))
-            else:
-                confirmations.append(claim.checked("verified", message))
+            few = _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level
+            stated = f", {probability:.4f} of all are stated" if few else ""
+            status: Status = "refuted" if few else "verified"
+            confirmations.append(claim.checked(status, message + stated))
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
@@ -238,19 +240,13 @@ class SmoothingCertifier(Certifier):
             )
             shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
+            found = proven_radius(now.radius)
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
-                message = f"radius {proven_radius(now.radius)} is found again"
-                confirmations.append(claim.checked("verified", message))
-            else:
-                said = (
-                    f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
-                )
-                confirmations.append(
-                    claim.checked(
-                        "refuted",
-                        f"{said}, {now.prediction} and {proven_radius(now.radius)} found again",
-                    )
-                )
+                confirmations.append(claim.checked("verified", f"radius {found} is found again"))
+                continue
+            said = f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
+            message = f"{said}, {now.prediction} and {found} found again"
+            confirmations.append(claim.checked("refuted", message))
         return confirmations
 
     def stands(
@@ -357,3 +353,24 @@ def _chance_of_so_few(hits: int, draws: int, p: float) -> float:
     from scipy.special import betaincc
 
     return 1.0 if hits >= draws else float(betaincc(hits + 1, draws - hits, p))
+
+
+def prepare_smoothing(
+    checkpoint: Checkpoint, device: torch.device, options: Smoothing
+) -> SmoothingCertifier:
+    """Return the certifier under noise, behind the denoiser that is named."""
+    source = named_denoiser(checkpoint, options)
+    options.require_reach()  # before the network is built
+    about: dict[str, Any] = {}
+    denoiser = None
+    if source is not None:
+        denoiser = source.at(options.sigma)
+        if options.denoiser not in (None, denoiser.digest):  # as records state it
+            raise DataError(
+                f"{options.denoiser_file} is another denoiser (digest {denoiser.digest[:16]}) "
+                f"than that of the records: {str(options.denoiser)[:16]}"
+            )
+        options = replace(options, denoiser=denoiser.digest)
+        about = {**denoiser.about, "denoiser_line": denoiser.line}
+    classify = smoothed_classifier(checkpoint, device, options.precision, denoiser)
+    return SmoothingCertifier(classify, checkpoint.record.classes, options, device, about=about)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt import adaptation, keep, run, state
-from certcli.adapt.pixels import compact
+from certcli.adapt import keep, run
+from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.options import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import radii, training_images
+from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz.bound import bound_document
@@ -131,7 +131,7 @@ def fit(
                 bar.advance(remark=remark)
         return
     if team().agree(lambda: resume and not reading.is_absent(state_path)):
-        adapter.restore(state.load_adaptation_state(state_path, adapter.identity))
+        adapter.restore(run.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -139,18 +139,18 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if team().leads:
-                state.save_adaptation_state(state_path, adapter.state())
+                run.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
 
-def trade_document(trade: adaptation.Trade) -> dict[str, Any]:
+def trade_document(trade: keep.Trade) -> dict[str, Any]:
     """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
 
     return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
 
-def show_trade(trade: adaptation.Trade, sink: Sink) -> None:
+def show_trade(trade: keep.Trade, sink: Sink) -> None:
     """Print the rungs; nothing where no parts were chosen."""
     if not trade.rungs:
         return
@@ -199,7 +199,7 @@ def write_adapted(
 
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
-    path = output.target("adapt", source.ckpt, source, data, mode, state=state.KEY)
+    path = output.target("adapt", source.ckpt, source, data, mode, state=run.KEY)
     state_path = inputs.path_beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
@@ -236,10 +236,10 @@ def write_adapted(
     reference = fidelity.measure_reference(
         adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
     )
-    outputs.require_own_state(state_path, state.KEY, adapter.identity, output.force or mode.resume)
+    outputs.require_own_state(state_path, run.KEY, adapter.identity, output.force or mode.resume)
     outputs.hold_state(state_path, locks)
     fit(adapter, state_path, mode.resume, locks, sink)
-    result = training_images.remember_images(
+    result = image_doubts.remember_images(
         adapter.result(), used
     )  # before the comparison: `result` folds norms
     end_to_end = fidelity.fidelity_document(
@@ -253,14 +253,15 @@ def write_adapted(
     before = team().everyone(
         None if team().several else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
-    trade = trade_document(adapter.trade)
+    chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
+    trade = trade_document(chosen)
     inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
         path,
         mode.resume,
     )
-    outputs.discard_state(state_path, state.KEY, adapter.identity)
+    outputs.discard_state(state_path, run.KEY, adapter.identity)
     memory = _peak_memory()
     sink.document(
         {
@@ -269,9 +270,7 @@ def write_adapted(
             **before,
             **after,
             **trade,
-            "options": [
-                candidate.to_json(adapter.trade.placed) for candidate in adapter.trade.candidates
-            ],
+            "options": [candidate.to_json(chosen.placed) for candidate in chosen.candidates],
             "replaced": [
                 {"path": r.path, "from": r.before, "to": r.after, "error": r.error}
                 for r in adapter.records
@@ -281,7 +280,7 @@ def write_adapted(
     )
     fidelity.show_fidelity(end_to_end, sink)
     sink.text(f"network's bound: {before['upper_before_text']} -> {after['upper_after_text']}")
-    show_trade(adapter.trade, sink)
+    show_trade(chosen, sink)
     sink.table(
         PARTS if settings.refit else PARTS_ALONE,
         ["part", "was", "is", "error"],

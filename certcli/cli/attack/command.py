@@ -1,6 +1,6 @@
 """certvit attack: the empirical upper bound, judged by us."""
 
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk

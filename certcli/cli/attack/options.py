@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 def list_attacks(context: typer.Context, enabled: bool) -> None:
     """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
-    from certcli.attack.catalogue import ATTACKS
-    from certcli.attack.torchattacks_spec import PREFIX, signature, torchattacks_names
+    from certcli.attack.catalogue import ATTACKS, PREFIX, signature, torchattacks_names
     from certcli.cli.shared.output import Sink
 
     if not enabled:

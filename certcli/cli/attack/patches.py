@@ -12,15 +12,15 @@ from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
 from certcli.attack.judge import predict_classes
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
-from certcli.certify.patch import climbed, options
-from certcli.certify.patch.certifier import PatchCertificate, prepare_patch
+from certcli.certify import options
+from certcli.certify.patch.certifier import PatchCertificate, TouchedPasses, prepare_patch
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation import evidence, radii, record_lines, records, threat
 from certcli.evaluation.intervals import number_of, share_interval
-from certcli.evaluation.resumed import RecordBatch, Resumed, compute_again
+from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
@@ -289,7 +289,7 @@ def _targets(
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare_patch(checkpoint, device, defended)
     targets = {
-        patch: PatchTarget(partial(climbed.TouchedPasses, certifier, patch), certifier.predict)
+        patch: PatchTarget(partial(TouchedPasses, certifier, patch), certifier.predict)
         for patch in sizes
     }
     return targets, dict(certifier.parameters)

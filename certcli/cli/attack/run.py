@@ -19,7 +19,7 @@ from certcli.attack.stages import (
     parameters_of,
     tasks_of,
 )
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
 from certcli.cli.attack import options
 from certcli.cli.attack import patches as patch_attacked
@@ -36,7 +36,7 @@ from certcli.evaluation.radii import (
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images.labelled import Images
 from certcli.images.names import names_of_classes
-from certcli.models import build, overrides
+from certcli.models import build, origins
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.processes import require_one, team
 
@@ -268,19 +268,23 @@ def _draw(
 ) -> None:
     from certcli.report.gallery import AttackedImage, draw_gallery
 
-    def picture(shown: examples.Exhibit) -> AttackedImage:
+    def picture(exhibit: examples.Exhibit) -> AttackedImage:
+        shown = exhibit.record
+        assert shown.image is not None
+        assert shown.adversarial is not None
+        assert shown.norm is not None
         caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
-        if not shown.crafted_here:
-            caption = f"{'withstands' if shown.prediction == shown.label else 'wrong already'}: that of the left"
+        if not exhibit.crafted_here:
+            caption = f"{'withstands' if shown.correct else 'wrong already'}: that of the left"
         return AttackedImage(
             image=shown.image,
             adversarial=shown.adversarial,
-            heading=f"image {shown.index}, {shown.network}",
+            heading=f"image {shown.index}, {exhibit.network}",
             clean_class=names[shown.prediction],
-            clean_right=shown.prediction == shown.label,
+            clean_right=shown.correct,
             adversarial_class=names[shown.adversarial_prediction],
             adversarial_right=shown.adversarial_prediction == shown.label,
-            as_file=shown.as_8bit,
+            as_file=shown.as_8bit is True,
             norm=caption,
             file=images.file_of.get(shown.index, ""),
         )
@@ -382,7 +386,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
 
     if path is None:
         return None
-    other = open_checkpoint(path, overrides.Hints())
+    other = open_checkpoint(path, origins.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
         raise UsageError(

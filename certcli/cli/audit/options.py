@@ -90,9 +90,9 @@ class AuditOptions:
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
-        from certcli.evaluation.records import require_radii
+        from certcli.evaluation.radii import require_radii
         from certcli.evaluation.threat import Threat
-        from certcli.finetune.budget import parse_duration
+        from certcli.finetune.rates import parse_duration
 
         for method in self.methods:
             if method not in METHODS:

@@ -18,7 +18,7 @@ from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import inputs
 from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import radii, records, training_images, verdicts
+from certcli.evaluation import image_doubts, intervals, radii, records
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import compare, formats
@@ -76,7 +76,7 @@ def report_audit(
     if not team().leads:
         return
     if images is not None:
-        findings.seen = training_images.doubts(checkpoint.record, images)[1]
+        findings.seen = image_doubts.doubts(checkpoint.record, images)[1]
         findings.seen += inputs.differing_answers(checkpoint, images)
     dataset = data.dataset or (checkpoint.record.dataset if images is not None else None)
     folder = None if data.data_dir is None else str(data.data_dir)
@@ -171,7 +171,7 @@ def _audit_gate(document: Audit) -> Gate:
     gate = Gate()
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
-        if row.verdict == verdicts.UNDECIDED:
+        if row.verdict == intervals.UNDECIDED:
             gate.demand(False, UndecidedError(message, MORE))
         else:
             gate.demand(row.passed, GateError(message))

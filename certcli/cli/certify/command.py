@@ -1,20 +1,11 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
-from typing import TYPE_CHECKING
-
 import typer
 
-from certcli.certify.local_options import Local
-from certcli.certify.patch.options import Patches
-from certcli.certify.proof_options import Proof
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.shared.command import command
 from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
-
-if TYPE_CHECKING:
-    pass
-
 
 PANELS = {
     "smoothing": "Smoothing",

@@ -6,7 +6,7 @@ from typing import Any
 
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.cli.certify.options import ASKED, LARGEST, RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation import radii, records
@@ -72,7 +72,9 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
         if method != AUTO:
             METHODS[method]
     if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
-        raise UsageError(f"--method {' '.join(methods)}: name each method once, and auto alone")
+        raise UsageError(
+            f"--method {' '.join(methods)}: name each method once, and auto alone", "--method auto"
+        )
     if norm == "linf" and methods != ["local"]:
         raise UsageError(
             "--norm linf works with --method local only",

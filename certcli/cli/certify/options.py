@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from certcli.certify import local_options, proof_options
-from certcli.certify.patch.options import Patches
-from certcli.certify.smoothing.options import Smoothing
+from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.shared import command, groups, options
 from certcli.evaluation.radii import parse_radius
 from certcli.system.options import option
@@ -76,9 +74,9 @@ class CertifyOptions:
 
     source: groups.Source
     target: CertifyTarget
-    proof: proof_options.Proof
+    proof: Proof
     smoothing: Smoothing
-    local: local_options.Local
+    local: Local
     patches: Patches
     data: groups.Evaluation
     machine: groups.BatchDevice

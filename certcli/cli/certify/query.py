@@ -13,8 +13,9 @@ from torch import nn
 from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
-from certcli.certify import local_options, vnnlib
+from certcli.certify import vnnlib
 from certcli.certify.methods import prepare_method
+from certcli.certify.options import AUTO, BRANCH
 from certcli.certify.query_network import QueryNetwork, query_network
 from certcli.cli.certify.options import CertifyOptions
 from certcli.cli.shared.output import Sink
@@ -172,7 +173,7 @@ def _proof_of_query(
     By --effort, or by branching; where that has no room or no rule, by the enclosures that fit.
     """
     asked = options.local.effort
-    searching = (local_options.BRANCH, local_options.AUTO)
+    searching = (BRANCH, AUTO)
     remark = ""
     for effort in searching if asked in searching else (asked,):
         try:
@@ -194,7 +195,7 @@ def _certified_query(
         effort=effort,
         norm="linf",
         at=[0.5],
-        seconds=seconds if effort == local_options.BRANCH else None,
+        seconds=seconds if effort == BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
     certifier: Any = prepare_method(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import typer
 
-from certcli.certify import certificate, local_options, method_choice, methods, record_check
-from certcli.certify.options import CertifierOptions as MethodOptions
+from certcli.certify import certificate, method_choice, methods
+from certcli.certify.options import BRANCH, CertifierOptions, Effort
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import query, view
 from certcli.cli.certify.demands import (
@@ -25,10 +25,11 @@ from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.records import (
+    RecordBatch,
     RecordFile,
+    compute_again,
     digested,
 )
-from certcli.evaluation.resumed import RecordBatch, compute_again
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
 from certcli.system.errors import NoBoundError, UsageError
@@ -84,7 +85,7 @@ def _method_options(
     choice: method_choice.MethodChoice,
     task: CertifyTask,
     options: CertifyOptions,
-) -> MethodOptions | None:
+) -> CertifierOptions | None:
     if method == "local":
         return _local_options(choice.effort, task, options)
     if method in PROVING:
@@ -96,9 +97,7 @@ def _method_options(
     return options.patches if method == "patch" else None
 
 
-def _local_options(
-    effort: local_options.Effort, task: CertifyTask, options: CertifyOptions
-) -> MethodOptions:
+def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> CertifierOptions:
     """Return the options of `local`: the radii of -e are decided, others searched."""
     return replace(
         options.local,
@@ -106,7 +105,7 @@ def _local_options(
         at=[threat.radius for threat in task.threats if threat.radius > 0]
         if _decides(options)
         else options.local.at,
-        seconds=options.local.seconds if effort == local_options.BRANCH else None,
+        seconds=options.local.seconds if effort == BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
 
@@ -177,9 +176,7 @@ def _certify_by(
         claims = rows[: file.taken]
         resumed = compute_again(
             [RecordBatch(1, int(claim.holds_at(demand.threat))) for claim in claims],
-            partial(
-                record_check.disagreements, certifier, claims, images, batch_size, str(records)
-            ),
+            partial(methods.disagreements, certifier, claims, images, batch_size, str(records)),
             gate=demand.share > 0,
             every=demand.every,
         )

@@ -16,7 +16,7 @@ from certcli.evaluation.radii import (
     proven_percent,
     proven_radius,
 )
-from certcli.evaluation.resumed import Resumed
+from certcli.evaluation.records import Resumed
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError

@@ -17,7 +17,7 @@ from certcli.constrain.layers import refusal
 from certcli.constrain.network import LayerCalibration
 from certcli.constrain.settings import BETA, ConstrainSettings
 from certcli.evaluation.fidelity import MANY_JUDGES, Fidelity, ReferenceLogits
-from certcli.evaluation.training_images import kept_of
+from certcli.evaluation.image_doubts import kept_of
 from certcli.images.calibration import hold_out
 from certcli.images.labelled import at_once
 from certcli.lipschitz.bound import bound_document

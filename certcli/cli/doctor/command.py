@@ -5,7 +5,7 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from certcli.attack.torchattacks_spec import INSTALL, PREFIX
+from certcli.attack.catalogue import INSTALL, PREFIX
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import command
 from certcli.system.errors import GateError

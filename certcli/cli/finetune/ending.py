@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from certcli.certify.certificate import certified_accuracy
-from certcli.certify.hopeless import why_hopeless
+from certcli.certify.method_choice import why_hopeless
 from certcli.certify.methods import certify_images, prepare_method
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser

@@ -46,11 +46,6 @@ class Order:
     resume: bool = option(
         False, "Continue an interrupted run of the same command.", panel="Length of the run"
     )
-    shard_weights: bool = option(
-        False,
-        "Under torchrun: each process holds a part of the weights (ce, with adamw or sgd).",
-        panel="Optimiser",
-    )
     teacher: str | None = option(
         None,
         "Also learn from this network's outputs (distillation).",

@@ -18,16 +18,22 @@ from certcli.checkpoint.record import SEEN
 from certcli.cli.finetune import ending, options
 from certcli.cli.shared import inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation.training_images import kept_of
-from certcli.finetune import loop, optimisers, shards, start
-from certcli.finetune.budget import Costs, changed_total, parse_duration, shortened_total
-from certcli.finetune.duration import expected_duration, plan_for_budget
+from certcli.evaluation.image_doubts import kept_of
+from certcli.finetune import loop, start
+from certcli.finetune.budget import (
+    Costs,
+    changed_total,
+    expected_duration,
+    plan_for_budget,
+    shortened_total,
+)
+from certcli.finetune.objective import Teacher
+from certcli.finetune.rates import parse_duration
 from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
-from certcli.finetune.teacher import Teacher
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.models import build, overrides
+from certcli.models import build, origins
 from certcli.system import errors, reading
 from certcli.system.processes import require_one, team
 
@@ -51,8 +57,6 @@ class Training:
         if self.settings.time_budget is not None:
             self.ends = self.started + parse_duration(self.settings.time_budget)
             require_one("a time budget is planned", "--epochs or --steps")
-        if order.shard_weights:
-            shards.require_shardable(self.settings, team())
         reads = (order, order.source, order.data)
         self.path = order.output.target("finetune", order.source.ckpt, *reads, last=True, state=KEY)
         self.state_path, self.last_path = (
@@ -80,7 +84,7 @@ class Training:
         device = order.machine.pick()
         teacher = None
         if order.teacher is not None:
-            teaching = open_checkpoint(order.teacher, overrides.Hints())
+            teaching = open_checkpoint(order.teacher, origins.Hints())
             self.settings = replace(self.settings, teacher=teaching.digest)
             teacher = Teacher(
                 build.load(teaching, device), teaching.record, self.checkpoint.record, train.classes
@@ -92,16 +96,8 @@ class Training:
         )
         if before is not None:
             self.settings = replace(self.settings, denoiser=before.digest)
-        # sharded weights stay in the file until each process takes its rows
-        model = build.load(
-            self.checkpoint,
-            "cpu" if order.shard_weights else device,
-            writable=not order.shard_weights,
-        )
-        if order.shard_weights:
-            inputs.return_large_blocks()  # the memory of one block's pass is not kept for the next block
-            shards.share_out(model, device, team(), self.settings.precision)
-        if team().leads and not order.shard_weights:
+        model = build.load(self.checkpoint, device, writable=True)
+        if team().leads:
             self.before = ending.accuracy(model, validation)
         run = training_identity(self.checkpoint.digest, self.settings, train, validation)
         trainer = loop.Trainer(
@@ -111,7 +107,6 @@ class Training:
             run,
             teacher,
             team(),
-            order.shard_weights,
             before,
         )
         if self.before is not None and self.begin.trained and trainer.orthogonal:
@@ -120,7 +115,7 @@ class Training:
         if team().leads:
             hold_state(self.state_path, self.held)
         if order.resume and not reading.is_absent(self.state_path):
-            trainer.restore(load_training_state(self.state_path, run, copy=not order.shard_weights))
+            trainer.restore(load_training_state(self.state_path, run))
             sink.note(f"continuing after epoch {trainer.epoch}, step {trainer.step}")
         elif order.resume:
             sink.note(f"no {self.state_path.name} to resume from: starting from the beginning")
@@ -140,10 +135,7 @@ class Training:
                     raise
                 return
             diverged = failure
-        if not team().leads:  # sharded weights come together in the leader, which writes them
-            trainer.whole(trainer.best_net)
-            if diverged is None and trainer.epoch != trainer.best_epoch:
-                trainer.whole(trainer.last_net())
+        if not team().leads:
             return
         try:
             self._write(trainer, train, validation, diverged is None)
@@ -162,16 +154,11 @@ class Training:
     def _choose(self, images: int) -> None:
         """Take the defaults that suit the network, fresh or trained already, and say which."""
         settings = self.order.settings
-        machine = self.order.machine
         parameters = sum(tensor.numel() for tensor in self.checkpoint.tensors.values())
-        batch = (
-            machine.batch_size
-            or start.default_batch_size(self.begin, settings, parameters)
-            or optimisers.default_batch(settings.optimiser, images)
-        )
+        usual = start.default_batch_size(self.begin, settings, parameters, images)
         self.settings = replace(
             self.settings,
-            batch_size=batch,
+            batch_size=self.order.machine.batch_size or usual,
             **start.defaults_of_start(self.begin, settings, parameters),
         )
         self.defaulted = "epochs" in settings.unsaid and settings.steps is None
@@ -293,14 +280,13 @@ class Training:
 
     def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""
-        if not team().leads and not self.order.shard_weights:
+        if not team().leads:
             return
         try:
-            save_training_state(self.state_path, trainer.state(), team())
+            save_training_state(self.state_path, trainer.state())
         except errors.OutputError as failure:
             raise self._resumable(failure) from failure
-        if team().leads:
-            hold_state(self.state_path, self.held)
+        hold_state(self.state_path, self.held)
 
     def _resumable(self, failure: errors.OutputError) -> errors.OutputError:
         """Return the failure with a way on from the last state, where there is one."""
@@ -318,7 +304,7 @@ class Training:
         best = trainer.best_epoch
         last = trainer.epoch
         epsilon = settings.epsilon
-        derived = self._derived(trainer, trainer.whole(trainer.best_net), train)
+        derived = self._derived(trainer, trainer.best_net, train)
         inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
@@ -357,7 +343,7 @@ class Training:
         line = ""
         if finished and last != best:
             output.write(
-                self._derived(trainer, trainer.whole(trainer.last_net()), train),
+                self._derived(trainer, trainer.last_net(), train),
                 self.last_path,
                 self.order.resume,
             )

@@ -41,7 +41,7 @@ class Architecture:
         from certcli.models.build import initialise
         from certcli.models.mean import mean_of
         from certcli.models.open import open_checkpoint
-        from certcli.models.overrides import Hints
+        from certcli.models.origins import Hints
         from certcli.system.errors import UsageError
 
         from_options = Hints(

@@ -12,7 +12,7 @@ from certcli.system.errors import UsageError
 from certcli.system.options import option
 
 if TYPE_CHECKING:
-    from certcli.models.overrides import Hints
+    from certcli.models.origins import Hints
 
 
 @command.group("Checkpoints of others")
@@ -66,16 +66,7 @@ class Views:
         metavar="CKPT",
         mark=options.Reads(),
     )
-    jacobian: bool = option(False, "Largest singular value of each block at real images.")
     plot: options.Plot = None
-
-    def require_agreement(self, near: NearImages) -> None:
-        """Raise UsageError where one file would hold two pictures."""
-        if near.around and self.jacobian and self.plot is not None:
-            raise UsageError(
-                "--around, --jacobian, --plot do not go together",
-                "one of --around and --jacobian: a file holds one picture",
-            )
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,10 @@
 """The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import view
@@ -23,13 +19,11 @@ from certcli.cli.lipschitz.view import Audited
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import fidelity, image_doubts
-from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.evaluation.record_lines import describe_images
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
-from certcli.lipschitz.measured.estimate import measure
-from certcli.lipschitz.measured.jacobian import block_jacobian_norms, hoelder_bounds
+from certcli.lipschitz.estimate import measure
 from certcli.models import build, weights
 from certcli.system.errors import UsageError
 from certcli.system.processes import require_one, team
@@ -54,13 +48,12 @@ def report_bound(
     """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
     has slope >= lower."""
     sink = talk.sink()
-    show.require_agreement(near)
     output.claim(source, show, data)
     chosen = LipschitzOptions(source, near, show, slope, data, machine)
-    if show.other is not None or show.jacobian or near.around:
+    if show.other is not None or near.around:
         require_one(
-            "networks are compared, blocks measured and slopes near images proven",
-            "leave out --compare, --jacobian and --around, or torchrun",
+            "networks are compared and slopes near images proven",
+            "leave out --compare and --around, or torchrun",
         )
     if not team().leads:  # another process measures while the leader proves
         if slope.estimate:
@@ -168,47 +161,9 @@ def show_views(
         documents["compare"] = view.compare_bounds(audited, other, sink)
     if near is not None:
         documents["around"] = show_near_images(audited, near, options, sink)
-    if views.jacobian:
-        documents["jacobian"] = _jacobians(audited, other, options, sink)
-    elif views.plot is not None and not options.near.around:
+    if views.plot is not None and not options.near.around:
         view.draw_bound(audited, other, views.plot, sink)
     return documents
-
-
-def _jacobians(
-    audited: Audited, other: Audited | None, options: LipschitzOptions, sink: Sink
-) -> list[dict[str, Any]]:
-    """Measure both networks' blocks at the same images; return the first network's report."""
-    record = audited.checkpoint.record
-    device = options.machine.pick()
-    if other is not None and other.checkpoint.record.input.size != record.input.size:
-        raise UsageError(
-            "--jacobian --compare needs networks of one input size",
-            "leave out --compare or --jacobian",
-        )
-    images = options.data.images(record, sink)
-    measured = [
-        measure_block_slopes(
-            name,
-            network.model,
-            lambda: (
-                pixels.to(device) for _, pixels, _ in images.batches(options.machine.batch_size)
-            ),
-            ITERATIONS,
-            options.data.seed,
-        )
-        for name, network in view.networks_by_label(audited, other).items()
-    ]
-    for slopes in measured:
-        show_block_slopes(slopes, sink)
-    if options.views.plot is not None:
-        draw_block_slopes(
-            measured,
-            f"{number_of(len(images))} of {images.name} ({images.split})",
-            options.views.plot,
-            sink,
-        )
-    return measured[0].to_json()
 
 
 Row = tuple[int, NearImage]
@@ -333,83 +288,3 @@ def _draw_near_images(rows: list[Row], audited: Audited, path: Path) -> None:
     draw_around(
         points, rows[0][1].around.norm, path, f"{audited.name}: slopes near {len(rows)} images"
     )
-
-
-@dataclass(frozen=True)
-class BlockSlopes:
-    """The slopes of one network's blocks.
-
-    Attributes:
-        largest: Block -> largest singular value of its Jacobian at each image.
-        above: Block -> the mean of Hoelder's bound on it, for small networks.
-    """
-
-    name: str
-    largest: dict[str, Tensor]
-    above: dict[str, float]
-
-    def to_json(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "path": path,
-                "mean": float(values.mean()),
-                "deviation": float(values.std(correction=0)),
-                "largest": float(values.max()),
-                "hoelder_bound_mean": self.above.get(path),
-                "images": len(values),
-            }
-            for path, values in self.largest.items()
-        ]
-
-
-def measure_block_slopes(
-    name: str, model: Any, batches: Callable[[], Iterable[Tensor]], iterations: int, seed: int
-) -> BlockSlopes:
-    """Measure every block's largest singular value at every image; small nets: Hoelder's bound."""
-    slopes: dict[str, list[Tensor]] = {}
-    above: dict[str, float] = {}
-    for images in batches():
-        for path, values in block_jacobian_norms(model, images, iterations, seed).items():
-            slopes.setdefault(path, []).append(values.cpu())
-        if not above:  # dense Jacobians are slow: two images are enough for a comparison
-            above = {
-                path: float(values[0].mean())
-                for path, values in hoelder_bounds(model, images[:2]).items()
-            }
-    return BlockSlopes(name, {path: torch.cat(parts) for path, parts in slopes.items()}, above)
-
-
-def show_block_slopes(slopes: BlockSlopes, sink: Sink) -> None:
-    rows = slopes.to_json()
-    sink.table(
-        f"{slopes.name}: largest singular value of each block's Jacobian at real images (measured, not a bound)",
-        ["block", "mean", "deviation", "largest", "sqrt(norm1 norminf)"],
-        [
-            (
-                str(row["path"]),
-                f"{row['mean']:.4g}",
-                f"{row['deviation']:.3g}",
-                rounded_down(row["largest"], 4),
-                "-"
-                if row["hoelder_bound_mean"] is None
-                else rounded_up(row["hoelder_bound_mean"], 4),
-            )
-            for row in rows
-        ],
-    )
-    if not rows:
-        sink.text(f"no repeated blocks found in {slopes.name}")
-
-
-def draw_block_slopes(measured: list[BlockSlopes], images: str, path: Path, sink: Sink) -> None:
-    """Draw the slopes as violins, with the images' description in the title."""
-    from certcli.report.figures import draw_violins
-
-    drawn = {
-        slopes.name: {name: each.tolist() for name, each in slopes.largest.items()}
-        for slopes in measured
-        if slopes.largest
-    }
-    if drawn:
-        draw_violins(drawn, path, f"Slope of each block (measured)\n{images}")
-        sink.note(f"wrote {path}")

@@ -39,8 +39,8 @@ def merge(
     The lineage names the adapter; evidence about the base counts as stale.
     """
     from certcli.models import build
-    from certcli.models.adapters import read_adapter
     from certcli.models.open import open_checkpoint
+    from certcli.models.origins import read_adapter
 
     sink = talk.sink()
     path = output.target("merge", base.ckpt, base, folder)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from certcli.certify.patch.options import Patches
+from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.cli.shared.output import percent
@@ -17,7 +17,7 @@ from certcli.system import errors, processes
 from certcli.system.options import option
 
 if TYPE_CHECKING:
-    from certcli.certify.predictor import ClassProbability
+    from certcli.certify.patch.certifier import ClassProbability
 
 
 COLOURS = 3
@@ -65,7 +65,7 @@ def predict(
     """
     import torch
 
-    from certcli.certify.predictor import Predictor
+    from certcli.certify.patch.certifier import Predictor
     from certcli.images.folders import Decoder, image_files
     from certcli.images.names import known_class_names
 

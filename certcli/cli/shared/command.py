@@ -11,7 +11,7 @@ Typer reads.
 A field made by `option`, or whose type holds an `Option`, is an option of the panel's name; its
 default is the field's, or that of the instance which the command gives as its own default. A field
 may be a group again. Two groups of one command may not share a field. A dataclass of another room
-with such fields and the attribute `panel`, as `certify.local_options.Local`, is a group, too.
+with such fields and the attribute `panel`, as `certify.options.Local`, is a group, too.
 """
 
 import inspect

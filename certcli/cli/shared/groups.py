@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from certcli.checkpoint.record import Record
     from certcli.images.labelled import Images
     from certcli.models.build import OpenCheckpoint
-    from certcli.models.overrides import Hints
+    from certcli.models.origins import Hints
 
 
 @group("Checkpoints of others")
@@ -54,7 +54,7 @@ class Reading:
     )
 
     def hints(self) -> Hints:
-        from certcli.models.overrides import Hints
+        from certcli.models.origins import Hints
 
         return Hints(
             self.arch,
@@ -148,7 +148,7 @@ class Evaluation(Data):
             unlabelled: the command takes images without labels, for the network's own answers
                 (`inputs.answered`).
         """
-        from certcli.evaluation.training_images import seen_by, trained_on
+        from certcli.evaluation.image_doubts import seen_by, trained_on
         from certcli.images import datasets
 
         name = self.dataset or record.dataset

@@ -207,7 +207,7 @@ def say_seen(checkpoint: OpenCheckpoint, images: Images, sink: Sink) -> dict[str
     """Print and return how many of these images the network was trained or calibrated on; print
     where the program that runs its file answers otherwise.
     """
-    from certcli.evaluation.training_images import doubts
+    from certcli.evaluation.image_doubts import doubts
 
     shares_seen, lines = doubts(checkpoint.record, images)
     for doubt in [*lines, *differing_answers(checkpoint, images)]:

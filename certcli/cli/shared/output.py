@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from certcli.cli.shared.tables import Layout
-from certcli.evaluation.verdicts import FAILED, PASSED, UNDECIDED, Demand, judge_all
+from certcli.evaluation.intervals import FAILED, PASSED, UNDECIDED, Demand, judge_all
 from certcli.system.errors import CertvitError, GateError, UndecidedError, plain_text
 
 WIDE = 160

@@ -10,14 +10,21 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.attack.families.margin import margin_pgd
+from certcli.attack.families.ascent import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import certify_run, options_of_method, prepare_method
-from certcli.certify.patch.certifier import PatchCertifier
-from certcli.certify.patch.climbed import TouchedPasses
-from certcli.certify.record_check import FALSE_ALARM, Attack, read_claims, recheck, require_same_way
+from certcli.certify.methods import (
+    FALSE_ALARM,
+    Attack,
+    certify_run,
+    options_of_method,
+    prepare_method,
+    read_claims,
+    recheck,
+    require_same_way,
+)
+from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
 from certcli.cli.verify.options import VerifyOptions

@@ -39,9 +39,9 @@ from certcli.system.errors import (
     Refused,
 )
 from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
-from certcli.verification import documents, lineage
+from certcli.verification import documents
 from certcli.verification import report as reports
-from certcli.verification.documents import kind_of, unread_fields
+from certcli.verification.documents import kind_of, theorems, unread_fields, verify_laws
 from certcli.verification.evidence import (
     Certified,
     Certify,
@@ -50,7 +50,6 @@ from certcli.verification.evidence import (
     check_entries,
     check_record_evidence,
 )
-from certcli.verification.laws import theorems, verify_laws
 from certcli.verification.report import SLACK
 
 
@@ -186,7 +185,7 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
-    linked = [*lineage.compare_lineages(by_name), *lineage.remake_means(by_name)]
+    linked = [*reports.compare_lineages(by_name), *reports.remake_means(by_name)]
     gate = Gate()
     documents = []
     for path, checkpoint in checkpoints.items():

@@ -3,11 +3,4 @@
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
-from certcli.enclosure.balls import (  # noqa: F401 (for their decorators)
-    activations,
-    attention,
-    fused_attention,
-    layers,
-    spelled_attention,
-    windows,
-)
+from certcli.enclosure.balls import attention, layers  # noqa: F401 (for their decorators)

@@ -1,18 +1,29 @@
-"""Balls of norms: a tensor's distance from its value at one image. docs/local.md, 10."""
+"""Balls of norms: a tensor's distance from its value at one image, and the table of rules for it. docs/local.md, 10."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from certcli.enclosure.zonotopes.executed import Bounds
+from certcli.enclosure.zonotopes.columns import gamma, norm2, up
 from certcli.enclosure.zonotopes.form import fitting
-from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
+from certcli.enclosure.zonotopes.space import Bounds
+from certcli.engine.table import RuleTable
 from certcli.evaluation.perturbation import Norm
+from certcli.lipschitz.numerics.outward import frobenius_norm
+from certcli.lipschitz.numerics.outward import up as next_up
+from certcli.lipschitz.numerics.spectral import spectral_norm
 
 _UNEVEN = 64.0
 """Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide errors by the least one."""
+
+
+def fibres(t: Tensor) -> Tensor:
+    """|t_i|_2 of each fibre, rounded up."""
+    return norm2(t.movedim(-1, 0))
 
 
 @dataclass(frozen=True)
@@ -47,7 +58,7 @@ class Near:
     @property
     def size(self) -> Tensor:
         """Return |centre_i|_2 of each fibre, rounded up."""
-        return norm2(self.centre.movedim(-1, 0))
+        return fibres(self.centre)
 
     @property
     def consistent(self) -> bool:
@@ -106,18 +117,23 @@ class Near:
         """Return x + constant (broadcast to the shape of x)."""
         constant = fitting(constant, self.shape)
         centre = self.centre + constant
-        return replace(self, centre=centre).noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+        return replace(self, centre=centre).noisy(gamma(0) * fibres(centre))
 
     def scale(self, factor: Tensor) -> "Near":
         """Return factor * x (broadcast to the shape of x)."""
         factor = fitting(factor, self.shape)
         centre = self.centre * factor
-        return self.moved(centre, factor.abs().max(), gamma(1) * norm2(centre.movedim(-1, 0)))
+        return self.moved(centre, factor.abs().max(), gamma(1) * fibres(centre))
+
+    def over(self, divisor: Tensor) -> "Near":
+        """Return x / divisor (broadcast to the shape of x)."""
+        centre = self.centre / divisor
+        return self.moved(centre, up((1 / divisor).abs().max()), gamma(1) * fibres(centre))
 
     def __add__(self, other: "Near") -> "Near":
         centre = self.centre + other.centre
         total = Near.of(centre, up(self.fibre + other.fibre), up(self.whole + other.whole))
-        return total.noisy(gamma(0) * norm2(centre.movedim(-1, 0)))
+        return total.noisy(gamma(0) * fibres(centre))
 
     def choose(self, token: int) -> "Near":
         """Return the one token at this place of axis 1."""
@@ -220,3 +236,47 @@ def rearranged(x: Near, places: Tensor, filled: float = 0.0) -> Near:
             rearranged_norm = up((squares * first).sum(-1), of.shape[-1] + 2).sqrt() * (1 + 2**-50)
         fibre = torch.minimum(fibre, rearranged_norm)
     return Near.of(centre, fibre, whole)
+
+
+rules = RuleTable("norms")
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class BallContext:
+    """The context of one call.
+
+    Args:
+        node: the node in the traced graph.
+        token: the only token of the result that is read later; None: all.
+        weights: proven facts of the weights, for all images.
+        facts: values computed at the centres of these images.
+    """
+
+    node: fx.Node
+    token: int | None
+    weights: dict[Any, Any]
+    facts: dict[Any, Any]
+
+    def of_weights(self, name: str, compute: Callable[[], Found]) -> Found:
+        """Return compute(), computed once for the network."""
+        return _once(self.weights, (self.node, name), compute)
+
+    def at_centre(self, name: str, compute: Callable[[], Found]) -> Found:
+        """Return compute(), computed once for all radii around these images."""
+        return _once(self.facts, (self.node, name), compute)
+
+
+def _once(cache: dict[Any, Any], key: Any, compute: Callable[[], Found]) -> Found:
+    if key not in cache:
+        cache[key] = compute()
+    value: Found = cache[key]
+    return value
+
+
+def folded_norm(weight: Tensor, gain: Tensor | None) -> float:
+    """Return an upper bound of sigma(W diag(gain)), rounding included: (m, n), (n)."""
+    if gain is None:
+        return spectral_norm(weight)
+    folded = weight * gain
+    return spectral_norm(folded, next_up(2.0**-52 * frobenius_norm(folded)))

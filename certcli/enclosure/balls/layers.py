@@ -1,71 +1,50 @@
-"""Modules and operations whose effect on norms is known near one image."""
+"""Modules and operations whose effect on norms is known near one image. docs/local.md, 10."""
 
 import math
 import operator
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from timm.layers import DropPath, LayerScale
-from timm.layers.norm import LayerNorm as TimmLayerNorm
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from certcli.enclosure.balls.ball import Near, Normalised, rearranged, settled
-from certcli.enclosure.balls.table import BallContext, folded_norm, rules
-from certcli.enclosure.zonotopes.form import fitting
-from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
-from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, register_arithmetic
-from certcli.enclosure.zonotopes.rules.layers import (
-    of_statistics,
-    require_last_axis,
-    unit_length,
+import certcli.engine.activations  # noqa: F401 (for the names it enters)
+from certcli.enclosure.balls.ball import (
+    BallContext,
+    Near,
+    Normalised,
+    fibres,
+    folded_norm,
+    rearranged,
+    rules,
+    settled,
 )
-from certcli.enclosure.zonotopes.rules.shapes import (
+from certcli.enclosure.operations import (
+    CONVOLUTIONS,
+    register_arithmetic,
     register_choices,
+    register_convolutions,
+    register_joins,
+    register_layers,
+    register_max_pooling,
+    register_maxima,
+    register_norms,
+    register_sums,
     register_types,
     require_entries,
-    summed_axes,
-    unsqueezed,
 )
+from certcli.enclosure.zonotopes.columns import FUNCTION, gamma, norm2, up
+from certcli.engine.averages import Separable, register_averages, register_interpolation
+from certcli.engine.curves import Curve, register_curves
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
-from certcli.engine.walk import Constant
+from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
-from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.nn.layers import ClippedReLU, MaxMin
+from certcli.nn.norms import Spread
 
-
-def fibres(t: Tensor) -> Tensor:
-    """|t_i|_2 of each fibre, rounded up."""
-    return norm2(t.movedim(-1, 0))
-
-
-@rules.module(nn.Identity, nn.Dropout, DropPath)
-def nothing(ctx: BallContext, module: nn.Module, x: Any) -> Any:
-    return x
-
-
-@rules.module(PixelNormalize)
-def pixels(ctx: BallContext, module: PixelNormalize, x: Near) -> Near:
-    mean = module.mean.to(x.centre)
-    std = fitting(module.std.to(x.centre), x.shape)
-    off = x.shift(-mean)
-    centre = off.centre / std
-    return off.moved(centre, up((1 / std).abs().max()), gamma(1) * fibres(centre))
-
-
-@rules.module(nn.Linear)
-def linear(ctx: BallContext, module: nn.Linear, x: Any) -> Near:
-    return affine(ctx, x, module.weight, module.bias)
-
-
-@rules.function(F.linear)
-def linear_function(ctx: BallContext, x: Any, weight: Any, bias: Any = None) -> Near:
-    if any(isinstance(part, (Near, Normalised)) for part in (weight, bias)):
-        raise NoRule("a linear map whose weights depend on the image")
-    weight, bias = (part.tensor if isinstance(part, Constant) else part for part in (weight, bias))
-    return affine(ctx, x, weight, bias)
+VALUES = (Near, Normalised)
 
 
 def affine(ctx: BallContext, x: Any, weight: Tensor, bias: Tensor | None) -> Near:
@@ -89,85 +68,17 @@ def _row_lengths(x: Any, near: Near, centre: Tensor) -> Tensor:
     return size
 
 
-@rules.module(nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1)
-@rules.module(FloorNorm)
-def layer_norm(ctx: BallContext, module: Any, x: Any) -> Normalised:
-    return normalised(module, x)
-
-
-@rules.function(F.layer_norm, torch.layer_norm)
-def layer_norm_function(
-    ctx: BallContext, x: Any, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    *_: Any,
-) -> Normalised:  # fmt: skip
-    require_last_axis(x.shape, shape)
-    gain, offset = (part.tensor if isinstance(part, Constant) else part for part in (weight, bias))
-    return normalised(SimpleNamespace(eps=eps, weight=gain, bias=offset), x)
-
-
-@rules.module(CenterNorm)
-def center_norm(ctx: BallContext, module: CenterNorm, x: Any) -> Near:
-    """Centring lengthens nothing; the gain, as any, multiplies what is left."""
-    x = settled(x)
-    y = x.centre - x.centre.mean(-1, keepdim=True)
-    gain = module.weight * (module.width / (module.width - 1))
-    near = Near.of(y, x.fibre, x.whole).noisy(2 * gamma(module.width + 6) * fibres(x.centre))
-    scaled = near.scale(gain)
-    return scaled.noisy(gamma(2) * fibres(scaled.centre)).shift(module.bias)
-
-
-@rules.function(F.normalize)
-def normalize(
-    ctx: BallContext, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
-) -> Near:
-    x = settled(x)
-    spread = unit_length(x.shape, p, dim, eps)
-    y = _scaled(x, x.centre, spread, None, None).settled()
-    scaled = y.scale(torch.tensor(x.shape[-1] ** -0.5, dtype=torch.float64))
-    return scaled.noisy(gamma(4) * fibres(scaled.centre))  # the factor and eps^2 / d are rounded
-
-
-@rules.function(F.batch_norm)
-def batch_norm(
-    ctx: BallContext, x: Any, running_mean: Any, running_var: Any, weight: Any = None,
-    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
-) -> Near:  # fmt: skip
-    x = settled(x)
-    mean, gain, offset = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
-    out = x.shift(-mean).scale(gain)
-    out = out.noisy(gamma(6) * fibres(out.centre))
-    return out if offset is None else out.shift(offset)
-
-
-@rules.function(F.rms_norm)
-def rms_norm(
-    ctx: BallContext, x: Any, shape: Any, weight: Any = None, eps: float | None = None
+def normalised(
+    ctx: BallContext | None, x: Any, spread: Spread, weight: Any, bias: Any, center: bool = True
 ) -> Normalised:
-    """LayerNorm without the mean."""
+    """Return a norm over the last axis."""
     x = settled(x)
-    if eps is None or tuple(shape) != x.shape[-1:]:
-        raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
-    return _scaled(
-        x,
-        x.centre,
-        Spread(eps),
-        None if weight is None else constant_operand(weight, x.centre, x.shape),
-        None,
-    )
-
-
-def normalised(module: Any, x: Any) -> Normalised:
-    """Return a LayerNorm, or a FloorNorm, over the last axis."""
-    x = settled(x)
+    if not center:
+        return _scaled(x, x.centre, spread, weight, bias)
     y = x.centre - x.centre.mean(-1, keepdim=True)
     # y is off by 2 gamma |c|: as if the image's tensor were, so it counts into the radius
-    return _scaled(
-        x.noisy(2 * gamma(x.shape[-1] + 4) * x.size),
-        y,
-        spread_of(module),
-        module.weight,
-        module.bias,
-    )
+    x = x.noisy(2 * gamma(x.shape[-1] + 4) * x.size)
+    return _scaled(x, y, spread, weight, bias)
 
 
 def _scaled(
@@ -194,11 +105,6 @@ def _scaled(
     return Normalised(Near.of(centre, torch.minimum(scaled.fibre, far), scaled.whole), weight, bias)
 
 
-@rules.module(LayerScale)
-def layer_scale(ctx: BallContext, module: LayerScale, x: Any) -> Near:
-    return settled(x).scale(module.gamma)
-
-
 def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """function(x, ...) for a function that moves, repeats or drops entries of one tensor."""
     x = settled(x)
@@ -211,61 +117,6 @@ def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     require_entries(places)
     parts = [rearranged(x, part, move.filled) for part in places]
     return parts if move.several(x.shape) else parts[0]
-
-
-def _move_ball(ctx: BallContext, x: Any, move: Move) -> Any:
-    return arranged(move, x)
-
-
-register_moves(rules, (Near, Normalised), _move_ball)
-register_choices(rules)
-register_types(rules)
-
-
-@rules.function(torch.mean)
-@rules.method("mean")
-def mean(ctx: BallContext, x: Any, dim: Any, keepdim: bool = False) -> Near:
-    """A mean of k numbers is 1 / sqrt(k) as long as they are, at most the mean of lengths."""
-    x = settled(x)
-    axes = len(x.shape)
-    dims = sorted(d % axes for d in ([dim] if isinstance(dim, int) else dim))
-    if 0 in dims or not dims:  # no axes: all of them
-        raise NoRule("a mean over the batch")
-    count = math.prod(x.shape[d] for d in dims)
-    over = [d + 1 for d in dims]
-    centre = x.centre.mean(over, keepdim)
-    whole = up(x.whole / math.sqrt(count), 4)
-    if axes - 1 in dims:
-        fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
-    else:
-        fibre = up(x.fibre.mean(over, keepdim), count)
-    return Near.of(centre, fibre, whole).noisy(
-        gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim))
-    )
-
-
-@rules.function(torch.stack)
-def stack(ctx: BallContext, parts: Any, dim: int = 0) -> Near:
-    return cat(ctx, unsqueezed(parts, dim, arranged), dim)
-
-
-@rules.function(torch.cat, torch.concat)
-def cat(ctx: BallContext, parts: Any, dim: int = 0) -> Any:
-    if len(parts) == 1 and not isinstance(parts[0], Constant):
-        return parts[0]
-    images = next(len(part.centre) for part in parts if isinstance(part, (Near, Normalised)))
-    values = [
-        still(part.tensor, images) if isinstance(part, Constant) else settled(part)
-        for part in parts
-    ]
-    axis = dim % len(values[0].shape)
-    if axis == 0:
-        raise NoRule("a concatenation along the batch")
-    whole = up(torch.stack([value.whole for value in values]).norm(dim=0), len(values))
-    centre = torch.cat([value.centre for value in values], axis + 1)
-    if axis == len(values[0].shape) - 1:
-        return Near.of(centre, norm2(torch.stack([value.fibre for value in values])), whole)
-    return Near.of(centre, torch.cat([value.fibre for value in values], axis + 1), whole)
 
 
 def still(constant: Tensor, images: int) -> Near:
@@ -282,26 +133,6 @@ def product(x: Near, y: Near) -> Near:
     return Near.of(centre, fibre).noisy(gamma(1) * fibres(centre))
 
 
-register_arithmetic(
-    rules,
-    Near,
-    operator.add,
-    lambda x: x.scale(torch.tensor(-1.0, dtype=torch.float64)),
-    product,
-    arranged,
-    lambda x: settled(x) if isinstance(x, Normalised) else x,
-)
-
-
-@rules.method("sum")
-@rules.function(torch.sum)
-def total(ctx: BallContext, x: Any, dim: Any = None, keepdim: bool = False) -> Near:
-    x = settled(x)
-    dims = summed_axes(x.shape, dim)
-    count = math.prod(x.shape[d] for d in dims)
-    return mean(ctx, x, dims, keepdim).scale(torch.tensor(float(count), dtype=torch.float64))
-
-
 def ratio(x: Near, y: Near) -> Near:
     """|a / b - c / d| <= |a - c| / |b| + |c / d| |b - d| / |b|, for one number b a row."""
     centre = x.centre / y.centre
@@ -312,22 +143,174 @@ def ratio(x: Near, y: Near) -> Near:
     return Near.of(centre, fibre).noisy(gamma(4) * length)
 
 
-@rules.function(operator.truediv, operator.itruediv, torch.div)
-@rules.method("div")
-def divide(ctx: BallContext, x: Any, y: Any) -> Near:
-    """By a number: what is divided by it is as far off as the product with a rounded inverse, and
-    one rounding more. By one number a row: `ratio`.
-    """
-    if isinstance(x, Constant):
-        raise NoRule("a division by something other than a number")
+@rules.module(MaxMin)
+def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
+    """Sorted pairs are no farther apart than the pairs."""
     x = settled(x)
-    if isinstance(y, (Near, Normalised)) and y.shape == (*x.shape[:-1], 1):
-        return ratio(x, settled(y))
-    if not isinstance(y, (int, float)) or y == 0:
-        raise NoRule("a division by something other than a number")
-    centre = x.centre / y
-    return x.moved(
-        centre,
-        up(torch.tensor(1 / abs(y), dtype=torch.float64, device=centre.device)),
-        gamma(1) * fibres(centre),
-    )
+    return Near.of(module(x.centre), x.fibre, x.whole)
+
+
+def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
+    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r, sup |f'|) |z - c|."""
+    x = settled(x)
+    centre = curve.value(x.centre)
+    if curve.name == "ReLU":
+        # a fibre of which no unit can open does not move
+        alive = (x.centre.amax(-1) + x.fibre > 0).double()
+        return Near.of(centre, x.fibre * alive, x.whole)
+    slope = torch.full_like(x.fibre, curve.slope)
+    if math.isfinite(curve.bend):
+        first: Any = curve.first
+        steepest = ctx.at_centre(
+            "slope", lambda: first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
+        )
+        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre))
+    # x Phi(x) and x sigmoid(x) cancel for x far below 0
+    noise = FUNCTION * (2 * x.size + fibres(centre))
+    return x.moved(centre, slope, noise if curve.line is None else gamma(8) * noise / FUNCTION)
+
+
+register_curves(rules, VALUES, curved)
+
+
+@rules.module(ClippedReLU)
+def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
+    """A clipped entry is at most 0, at least theta, or moves as the input does."""
+    x = settled(x)
+    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)
+
+
+def through(x: Near, centre: Tensor, slope: float, noise: Tensor) -> Near:
+    """Return the ball after a linear map of this norm that mixes fibres."""
+    whole = up(x.whole * slope)
+    fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
+    return Near.of(centre, fibre, whole).noisy(noise)
+
+
+def sums_norm(absolute: Callable[[Tensor], Tensor], like: Tensor) -> float:
+    """Return sqrt(largest row sum times largest column sum) of |L|, no smaller than |L|_2: Schur."""
+    with torch.enable_grad():
+        ones = torch.ones_like(like, requires_grad=True)
+        rows = absolute(ones)
+        (columns,) = torch.autograd.grad(rows.sum(), ones)
+    largest = float(rows.detach().max()) * float(columns.max())
+    return math.sqrt(largest) * (1 + float(gamma(2 * like.numel() + 2 * rows.numel())))
+
+
+def convolution(
+    ctx: BallContext, x: Any, weight: Tensor, bias: Tensor | None, options: dict[str, Any]
+) -> Near:
+    x = settled(x)
+    run = CONVOLUTIONS[weight.dim()]
+
+    def norm() -> float:
+        if weight.dim() < 5 and not isinstance(options["padding"], str):
+            return conv_norm(weight, **options, input_size=x.shape[2:])
+        return sums_norm(lambda t: run(t, weight.abs(), None, **options), x.centre[:1, 0])
+
+    slope = ctx.of_weights("slope", norm)
+    image = x.centre[:, 0]
+    centre = run(image, weight, bias, **options)[:, None]
+    absolute = None if bias is None else bias.abs()
+    sizes = run(image.abs(), weight.abs(), absolute, **options)[:, None]
+    return through(x, centre, slope, gamma(weight[0].numel() + 4) * fibres(sizes))
+
+
+def averaged(ctx: BallContext, x: Any, averaging: Separable) -> Near:
+    """The product of the matrices' norms, with room for the rounding of their entries."""
+    x = settled(x)
+    if averaging.whole:
+        axes = range(len(x.shape) - len(averaging.matrices), len(x.shape))
+        return over_axes(x, axes, True, torch.mean)
+
+    def slope() -> float:
+        return math.prod(
+            spectral_norm(matrix, gamma(64) * frobenius_norm(matrix))
+            for matrix in averaging.matrices
+        ) * (1 + 2.0**-40)
+
+    noise = gamma(averaging.terms) * fibres(averaging(x.centre.abs(), absolute=True))
+    return through(x, averaging(x.centre), ctx.of_weights("slope", slope), noise)
+
+
+def larger(x: Any, y: Any, sign: float) -> Near:
+    """An entry moves with one of the two: squares add; beside a constant as x does."""
+    x = settled(x)
+    choose = torch.maximum if sign > 0 else torch.minimum
+    if isinstance(y, Tensor):
+        return Near.of(choose(x.centre, y), x.fibre, x.whole)
+    y = settled(y)
+    fibre, whole = (norm2(torch.stack(parts)) for parts in ((x.fibre, y.fibre), (x.whole, y.whole)))
+    return Near.of(choose(x.centre, y.centre), fibre, whole)
+
+
+def max_pool(ctx: BallContext, x: Any, places: Tensor) -> Near:
+    """The largest of a window moves no further than the window is long."""
+    x = settled(x)
+    places = places.to(x.centre.device)
+    maps = torch.arange(x.shape[1], device=places.device) * math.prod(x.shape[2:])
+    windows = rearranged(x, places[None, None] + maps.view(1, -1, 1, 1, 1))
+    return Near.of(windows.centre.amax(-1), norm2(windows.fibre.movedim(-1, 0)), windows.whole)
+
+
+def centred(x: Near) -> Near:
+    """Centring lengthens nothing."""
+    y = x.centre - x.centre.mean(-1, keepdim=True)
+    return Near.of(y, x.fibre, x.whole).noisy(2 * gamma(x.shape[-1] + 6) * x.size)
+
+
+def over_axes(x: Near, dims: Sequence[int], keepdim: bool, reduce: Any) -> Near:
+    """A mean of k numbers is 1 / sqrt(k) as long as they are, at most the mean of lengths; a sum k
+    times that.
+    """
+    count = math.prod(x.shape[d] for d in dims)
+    over = [d + 1 for d in dims]
+    centre = x.centre.mean(over, keepdim)
+    whole = up(x.whole / math.sqrt(count), 4)
+    if len(x.shape) - 1 in dims:
+        fibre = whole.view(-1, *[1] * (centre.dim() - 2)).expand(centre.shape[:-1])
+    else:
+        fibre = up(x.fibre.mean(over, keepdim), count)
+    rounding = gamma(count + 4) * fibres(x.centre.abs().mean(over, keepdim))
+    mean = Near.of(centre, fibre, whole).noisy(rounding)
+    return mean if reduce is torch.mean else mean.scale(centre.new_tensor(float(count)))
+
+
+def joined(parts: list[Any], axis: int) -> Near:
+    """torch.cat of values and constants along an axis >= 1 of the tensor."""
+    images = next(len(part.centre) for part in parts if isinstance(part, VALUES))
+    values = [still(x, images) if isinstance(x, Tensor) else settled(x) for x in parts]
+    whole = up(torch.stack([value.whole for value in values]).norm(dim=0), len(values))
+    centre = torch.cat([value.centre for value in values], axis + 1)
+    if axis == len(values[0].shape) - 1:
+        return Near.of(centre, norm2(torch.stack([value.fibre for value in values])), whole)
+    return Near.of(centre, torch.cat([value.fibre for value in values], axis + 1), whole)
+
+
+def tensor_itself(x: Any) -> Any:
+    """Settle a value, and leave a constant as it is."""
+    return settled(x) if isinstance(x, VALUES) else x
+
+
+register_moves(rules, VALUES, lambda ctx, x, move: arranged(move, x))
+register_choices(rules)
+register_types(rules)
+register_layers(rules, VALUES, settled, affine)
+register_norms(rules, settled, normalised, centred)
+register_arithmetic(
+    rules,
+    Near,
+    operator.add,
+    lambda x: x.scale(torch.tensor(-1.0, dtype=torch.float64)),
+    product,
+    ratio,
+    arranged,
+    tensor_itself,
+)
+register_sums(rules, settled, over_axes)
+register_joins(rules, VALUES, arranged, joined)
+register_convolutions(rules, VALUES, convolution)
+register_averages(rules, VALUES, averaged)
+register_interpolation(rules, VALUES, averaged)
+register_maxima(rules, VALUES, larger)
+register_max_pooling(rules, max_pool)

@@ -8,16 +8,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, settled
-from certcli.enclosure.balls.layers import fibres, normalised
-from certcli.enclosure.balls.table import BallContext, rules
+from certcli.enclosure.balls.ball import (
+    BallContext,
+    Near,
+    Normalised,
+    fibres,
+    pixel_ball,
+    rules,
+    settled,
+)
+from certcli.enclosure.balls.layers import normalised
+from certcli.enclosure.zonotopes.columns import gamma, up
 from certcli.enclosure.zonotopes.domain import Enclosure, Watch, prepared
-from certcli.enclosure.zonotopes.executed import ExecutedWalk, Execution
 from certcli.enclosure.zonotopes.margins import differences
-from certcli.enclosure.zonotopes.rounding import gamma, up
+from certcli.enclosure.zonotopes.space import ExecutedWalk, Execution
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
 from certcli.evaluation.perturbation import Norm
+from certcli.nn.norms import spread_of
 
 _COPIES = 24
 """Arrays of the largest kind an image, with those kept for the next radius."""
@@ -121,7 +129,8 @@ class NormsNetwork:
         if self.ending.token is not None and x.shape[1] > 1:
             x = settled(x).choose(self.ending.token)
         if self.ending.norm is not None:
-            x = normalised(self.ending.norm, x)
+            last: Any = self.ending.norm
+            x = normalised(None, x, spread_of(last), last.weight, last.bias)
         gain = x.gain if isinstance(x, Normalised) else None
         near = x.near if isinstance(x, Normalised) else settled(x)
         rows = torch.eye(x.centre.shape[-1]).to(images) if head is None else head.weight

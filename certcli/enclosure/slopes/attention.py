@@ -10,10 +10,10 @@ from torch.nn import functional as F
 from certcli.enclosure.slopes.layers import through
 from certcli.enclosure.slopes.products import inner, times
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
-from certcli.enclosure.zonotopes.attention import multiplied
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rules.arithmetic import negative
+from certcli.enclosure.zonotopes.rules.attention import multiplied
+from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.engine.attention import attention_module, fused_attention
 from certcli.engine.table import with_attributes
 

@@ -13,22 +13,26 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.operations import (
+    CONVOLUTIONS,
+    constant_operand,
+    of_statistics,
+    register_convolutions,
+    stored,
+    unit_length,
+)
 from certcli.enclosure.slopes.functions import derivative
 from certcli.enclosure.slopes.products import by_row, inner, times
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
-from certcli.enclosure.zonotopes.activations import activation
+from certcli.enclosure.zonotopes.columns import gamma, up
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.functions import RECIPROCAL
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
-from certcli.enclosure.zonotopes.pointwise import apply
-from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.rules.arithmetic import constant_operand, negative
-from certcli.enclosure.zonotopes.rules.layers import of_statistics, stored, unit_length
-from certcli.enclosure.zonotopes.rules.windows import CONVOLUTIONS, register_convolutions
+from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, activation, apply
+from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, Curve, Line, register_curves
 from certcli.engine.table import NoRule
-from certcli.nn.activations import ClippedReLU, MaxMin
+from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import gamma, runs, up
 from certcli.enclosure.zonotopes.ellipsoids import Gram, as_fibre, enclosing, fibres
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import runs
 
 _TRIED = 200
 """Multipliers of the dual that are tried."""

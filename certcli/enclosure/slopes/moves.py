@@ -12,9 +12,9 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.operations import register_choices
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rules.shapes import register_choices
 from certcli.engine import moves
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize

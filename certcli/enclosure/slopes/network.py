@@ -11,10 +11,10 @@ from certcli.enclosure.slopes.attention import placed
 from certcli.enclosure.slopes.layers import constant, norm, through
 from certcli.enclosure.slopes.table import PullContext
 from certcli.enclosure.slopes.tape import Tape, linear_before, require_pulls
-from certcli.enclosure.zonotopes.domain import LocalNetwork
-from certcli.enclosure.zonotopes.executed import Execution
 from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.normalisation import layer_norm
+from certcli.enclosure.zonotopes.space import Execution
 from certcli.engine.table import NoRule
 from certcli.engine.walk import walk
 from certcli.nn.norms import spread_of

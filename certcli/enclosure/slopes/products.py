@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import up
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -18,7 +19,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
 )
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.products import TIMES, Bilinear, product, scaled, up_to_rest
-from certcli.enclosure.zonotopes.rounding import up
 
 INNER = Bilinear(lambda a, b: (a * b).sum(-1, keepdim=True), lambda r, b: r * b, lambda a, r: a * r)
 

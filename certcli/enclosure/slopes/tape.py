@@ -10,13 +10,13 @@ from torch import fx
 from certcli.enclosure.slopes import layers, moves
 from certcli.enclosure.slopes.attention import placed
 from certcli.enclosure.slopes.table import PullContext, pulls
+from certcli.enclosure.zonotopes.columns import gamma, norm2
 from certcli.enclosure.zonotopes.domain import Enclosure
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.needed_tokens import reads
-from certcli.enclosure.zonotopes.reduction import reduced
-from certcli.enclosure.zonotopes.rounding import gamma, norm2
 from certcli.enclosure.zonotopes.rules.layers import TOKENWISE
-from certcli.enclosure.zonotopes.table import ZonotopeContext
+from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, called, walk_back

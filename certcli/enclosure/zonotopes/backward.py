@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
+from certcli.enclosure.zonotopes.columns import Reach, gamma, norm1, norm2, up
 
 Pull = Callable[[Tensor], Sequence[Tensor]]
 BACK = 64

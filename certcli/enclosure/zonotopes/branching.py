@@ -22,7 +22,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.ascent import Ascent
 from certcli.enclosure.zonotopes.backward import Node
-from certcli.enclosure.zonotopes.trees import Tree, Unit
+from certcli.enclosure.zonotopes.search import Tree, Unit
 
 BATCH = 24
 """Domains that are split together, fewer where tensors are large."""

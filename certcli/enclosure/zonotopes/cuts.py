@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import TINY, gamma, norm2, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import descent, lower_bounds
-from certcli.enclosure.zonotopes.rounding import TINY, gamma, norm2, up
 
 SHRINK = 0.95
 """A ball that is not smaller than so much of the last one is not walked."""

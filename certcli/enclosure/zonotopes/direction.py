@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.ellipsoids import factor, spectral, whole_gram
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.pointwise import Fit, apply_fit
-from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, up
 
 _CELLS = 256
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

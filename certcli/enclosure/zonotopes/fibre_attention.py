@@ -8,6 +8,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import (
+    FUNCTION,
+    Blocks,
+    gamma,
+    norm1,
+    norm2,
+    reach_of,
+    runs,
+    up,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Part,
     factor,
@@ -17,8 +27,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     whole_gram,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.rounding import FUNCTION, gamma, norm1, norm2, up
-from certcli.enclosure.zonotopes.symbols import Blocks, reach_of, runs
 
 _FARTHEST = 30.0
 """Scores that move further say nothing of probabilities; the radius is then refused."""

@@ -23,19 +23,24 @@ from certcli.enclosure.zonotopes.backward import (
     rearranging,
     transposing,
 )
-from certcli.enclosure.zonotopes.executed import Bounds
-from certcli.enclosure.zonotopes.quadratic import pairs, quadratic_radius, weights
-from certcli.enclosure.zonotopes.rounding import Reach, gamma, norm1, norm2, up
-from certcli.enclosure.zonotopes.space import Space
-from certcli.enclosure.zonotopes.symbols import (
+from certcli.enclosure.zonotopes.columns import (
     Block,
     Blocks,
+    Reach,
     every_block,
+    gamma,
+    norm1,
+    norm2,
     over,
+    pairs,
+    quadratic_radius,
     reach_of,
     runs,
     summed,
+    up,
+    weights,
 )
+from certcli.enclosure.zonotopes.space import Bounds, Space
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
@@ -308,6 +313,12 @@ class Form:
             self, slack=slack, node=node, row_sum_error=row_sum_error, image_of=None, _cache={}
         )
         return form.sized(self, lambda size: size + error)
+
+    noisy = doubted
+
+    def over(self, divisor: Tensor) -> "Form":
+        """Return x / divisor (broadcast to the shape of x)."""
+        return self.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), terms=1)
 
     def choose(self, token: int) -> "Form":
         """Return the one token at this place of axis 1, (1, n, d) -> (1, 1, d)."""

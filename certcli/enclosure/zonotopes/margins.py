@@ -6,13 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.ascent import coupled
 from certcli.enclosure.zonotopes.backward import Node, lower
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
+from certcli.enclosure.zonotopes.columns import gamma, matrices, norm2, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
-from certcli.enclosure.zonotopes.parabolas import coupled
-from certcli.enclosure.zonotopes.quadratic import matrices
-from certcli.enclosure.zonotopes.rounding import gamma, norm2, up
 from certcli.nn.norms import spread_of
 
 Further = Callable[[Node, Tensor], Tensor]

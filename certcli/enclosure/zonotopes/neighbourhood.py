@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import Ball
+from certcli.enclosure.zonotopes.columns import Reach, up
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.rounding import Reach, up
 from certcli.enclosure.zonotopes.space import Space
 
 

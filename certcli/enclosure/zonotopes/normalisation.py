@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes.columns import gamma, up
 from certcli.enclosure.zonotopes.direction import (
     Direction,
     by_interval,
@@ -15,10 +16,16 @@ from certcli.enclosure.zonotopes.direction import (
     share_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.functions import RECIPROCAL, RSQRT, SQRT
-from certcli.enclosure.zonotopes.pointwise import apply, apply_above, capped, narrower
+from certcli.enclosure.zonotopes.pointwise import (
+    RECIPROCAL,
+    RSQRT,
+    SQRT,
+    apply,
+    apply_above,
+    capped,
+    narrower,
+)
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled, squares
-from certcli.enclosure.zonotopes.rounding import gamma, up
 from certcli.nn.norms import Spread
 
 

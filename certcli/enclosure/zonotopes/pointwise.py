@@ -7,11 +7,33 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Hinge, Node, tightened
+from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, norm2, pairs, up, weights
+from certcli.enclosure.zonotopes.ellipsoids import (
+    Gram,
+    as_fibre,
+    ball_gram,
+    enclosing,
+    fibres,
+    grouped,
+    may_join,
+    of_products,
+    rest_gram,
+    whole_gram,
+)
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.functions import Function
-from certcli.enclosure.zonotopes.quadratic import pairs, weights
-from certcli.enclosure.zonotopes.rounding import FUNCTION, TINY, gamma, norm2, up
+from certcli.engine.curves import Curve
 
+EXP = Curve("exp", torch.exp, torch.exp, torch.exp, 0.0)
+LOG = Curve("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), 0.0, relative=True)
+RECIPROCAL = Curve(
+    "1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, 0.0, relative=True
+)
+RSQRT = Curve(
+    "1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, 0.0, relative=True
+)
+SQRT = Curve(
+    "sqrt(x)", torch.sqrt, lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5, 0.0, relative=True
+)
 _POINTS = 17
 
 
@@ -36,7 +58,7 @@ def _grid(device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def residual(
-    f: Function, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
+    f: Curve, centre: Tensor, low: Tensor, high: Tensor, slope: Tensor, curve: Tensor
 ) -> Fit:
     """Return the best constant and proven error for slope and curve: every fit's law.
 
@@ -77,7 +99,7 @@ def residual(
     return Fit((top + bottom) / 2, slope, curve, error)
 
 
-def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
+def fits(f: Curve, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
     """Return a linear and a quadratic fit on [low, high]; any slope and curve are sound, these are
     nearly the best.
     """
@@ -98,7 +120,7 @@ def fits(f: Function, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, F
     return flat, residual(f, centre, low, high, slope, curve)
 
 
-def best_fit(f: Function, x: Form, low: Tensor, high: Tensor) -> Fit:
+def best_fit(f: Curve, x: Form, low: Tensor, high: Tensor) -> Fit:
     """Return the fit that leaves the least for box symbols, entry by entry."""
     flat, bent = fits(f, x.centre, low, high)
     if not x.space.squares:
@@ -163,12 +185,12 @@ def _fitted(x: Form, fit: Fit) -> Node | None:
     return x.then(x.shape, lambda rows: (rows * slope,), middle, up(fit.error + rounding))
 
 
-def apply(f: Function, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
+def apply(f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
     """f(x) entry by entry; low, high: bounds on x that are known beside the form's own."""
     return apply_fit(x, finite(f, best_fit(f, x, *bounds(f, x, low, high))))
 
 
-def bounds(f: Function, x: Form, low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
+def bounds(f: Curve, x: Form, low: Tensor | None, high: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return bounds on x, from those known and its own. Unbounded where f has none between them."""
     below, above = x.interval()
     low = below if low is None else torch.maximum(low, below)
@@ -178,7 +200,7 @@ def bounds(f: Function, x: Form, low: Tensor | None, high: Tensor | None) -> tup
     return low, high
 
 
-def finite(f: Function, fit: Fit) -> Fit:
+def finite(f: Curve, fit: Fit) -> Fit:
     """Return the fit. Unbounded where its error is no number."""
     # also of NaN, and for 1/x of an interval whose grid rounds to 0
     if not bool(torch.isfinite(fit.error).all()):
@@ -220,7 +242,7 @@ def narrower(x: Form, y: Form) -> Form:
     return Form(x.space, centre, gens, slack, x.blocks)
 
 
-def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float) -> Form:
+def apply_above(f: Curve, x: Form, low: Tensor, high: Tensor, minimum: float) -> Form:
     """f(max(x, minimum)) entry by entry; low, high as in `apply`. minimum 0: f(x)."""
     if minimum == 0:
         return apply(f, x, low, high)
@@ -233,7 +255,7 @@ def apply_above(f: Function, x: Form, low: Tensor, high: Tensor, minimum: float)
     return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
 
 
-def _kinked_fit(f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:
+def _kinked_fit(f: Curve, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:
     """Return the better of two linear fits of f(max(x, minimum)), of slope 0 and of the chord's."""
     zero = torch.zeros_like(low)
     rise = f.value(high.clamp_min(minimum)) - f.value(low.clamp_min(minimum))
@@ -245,7 +267,7 @@ def _kinked_fit(f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum:
 
 
 def kinked_residual(
-    f: Function, centre: Tensor, low: Tensor, high: Tensor, minimum: float, slope: Tensor
+    f: Curve, centre: Tensor, low: Tensor, high: Tensor, minimum: float, slope: Tensor
 ) -> Fit:
     """Return the best constant and proven error of this slope for f(max(x, minimum)).
 
@@ -308,3 +330,75 @@ def _linear_fit(x: Form, fit: Fit) -> Form:
     slack = up(fit.slope.abs() * x.slack + fit.error)
     spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
     return Form(x.space, fit.constant, x.gens * fit.slope, up(slack + gamma(8) * spread), x.blocks)
+
+
+_LONGER = 2.0
+"""Assumed ratio of an ellipsoid's size to that of the products: (1.2) widens groups and slack."""
+
+_APART = 2**13
+"""Entries of a tensor up to which symbols of single fibres can be written side by side by any map."""
+
+
+def activation(f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:
+    """f(x) entry by entry, for fibres whose entries later maps sum; low, high: as in `apply`.
+
+    With x = c + a + r: curve (x - c)^2 = curve a^2 + curve r (2 a + r), and the last product lies in an
+    ellipsoid a fibre; so does all of curve (a + r)^2 where e e^T has no columns. Errors of many fibres
+    of one image are symbols of these alone, if sums over a fibre follow.
+    """
+    if x.node is not None or not x.space.limit or x.shape[-1] == 1:
+        return apply(f, x, low, high)
+    low, high = bounds(f, x, low, high)
+    flat, bent = (finite(f, fit) for fit in fits(f, x.centre, low, high))
+    fit = chosen(flat, bent, x.ball_radius, x.rest_radius) if x.space.squares else flat
+    places = _ellipsoid_places(x, fit, bent)
+    if not len(places):
+        return apply_fit(x, fit)
+    together = x.centre.new_zeros(x.shape, dtype=torch.bool)
+    together.view(-1, x.shape[-1])[places] = True
+    first, second = _factors(x, places)
+    root = of_products(first, second, fibres(bent.curve[None])[0, places])
+    of_fibres = len(x.shape) == 3 and x.shape[1] > 1 == x.shape[0] and x.centre.numel() <= _APART
+    return grouped(
+        apply_fit(x, either(together, bent, fit), together), root, places, of_fibres=of_fibres
+    )
+
+
+def joint_activation(
+    f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None
+) -> Form:
+    """f(x) with errors of second order in one ellipsoid over all entries, where it is small enough."""
+    if x.node is not None or x.space.by_fibres or not may_join(x.shape):
+        return apply(f, x, low, high)
+    bounds_of_all = (None if bound is None else bound.reshape(1, -1) for bound in (low, high))
+    form = activation(f, as_fibre(x), *bounds_of_all)
+    return form.linear(lambda t: t.reshape(len(t), *x.shape))
+
+
+def _ellipsoid_places(x: Form, fit: Fit, bent: Fit) -> Tensor:
+    """Return the fibres where an ellipsoid leaves less than symbols of single entries."""
+    ball, rest, curve = x.ball_radius, x.rest_radius, bent.curve.abs()
+    singly = fit.error
+    beyond = curve * (ball + rest) ** 2
+    if x.space.squares:
+        singly = singly + fit.curve.abs() * (2 * ball + rest / 2) * rest
+        beyond = curve * (2 * ball + rest) * rest
+    singly, beyond, error = (fibres(part[None])[0] for part in (singly, beyond, bent.error))
+    together = _LONGER * torch.linalg.vector_norm(beyond, dim=-1) + error.sum(-1)
+    return (together < singly.sum(-1)).nonzero()[:, 0]
+
+
+def _factors(x: Form, places: Tensor) -> tuple[Gram, Gram]:
+    """Return r and 2 a + r of some fibres; a + r twice where e e^T has no columns."""
+    if not x.space.squares:
+        whole = _at(whole_gram(x), places)
+        return whole, whole
+    rest = _at(rest_gram(x), places)
+    zero = torch.zeros_like(rest.lengths)
+    twice = _at(ball_gram(x), places).scaled(zero.new_full((len(places), 1), 2.0))
+    return rest, enclosing([twice, rest], zero)
+
+
+def _at(gram: Gram, places: Tensor) -> Gram:
+    sizes = None if gram.sizes is None else gram.sizes[places]
+    return Gram(gram.matrix[places], gram.terms, sizes)

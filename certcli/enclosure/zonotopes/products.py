@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
+from certcli.enclosure.zonotopes.columns import folded, gamma, summed, up
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -26,9 +27,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     whole_gram,
 )
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.quadratic import folded
-from certcli.enclosure.zonotopes.rounding import gamma, up
-from certcli.enclosure.zonotopes.symbols import summed
 
 Contract = Callable[[Tensor, Tensor], Tensor]
 Remainder = Callable[[Form, Form], Tensor]

@@ -20,54 +20,54 @@ class Loss(Entry):
     needs: Literal["nothing", "pairs", "chain", "enclosure"] = "nothing"
 
 
-_PUBLISHED = "certcli.finetune.losses.published"
+_PAIRS = "certcli.finetune.losses.pairs"
 
 LOSSES = Registry(
     "loss",
     Loss(
         "ce",
-        "certcli.finetune.losses.plain:cross_entropy",
+        f"{_PAIRS}:cross_entropy",
         "cross entropy on the logits; needs no bound",
         needs="nothing",
     ),
     Loss(
         "margin",
-        "certcli.finetune.losses.margin:margin_loss",
+        f"{_PAIRS}:margin_loss",
         "generalised cross entropy on margin-shifted logits, plus a little plain cross entropy",
         "Zhang & Sabuncu 2018 for the generalised cross entropy; per-pair shifts as in Tsuzuku et al. 2018",
         needs="pairs",
     ),
     Loss(
         "gloro",
-        f"{_PUBLISHED}:gloro",
+        f"{_PAIRS}:gloro",
         "cross entropy with one more class, which wins where the prediction is not certified",
         "Leino, Wang, Fredrikson 2021",
         needs="pairs",
     ),
     Loss(
         "lmt",
-        f"{_PUBLISHED}:lmt",
+        f"{_PAIRS}:lmt",
         "cross entropy on margin-shifted logits",
         "Tsuzuku, Sato, Sugiyama 2018",
         needs="pairs",
     ),
     Loss(
         "emma",
-        f"{_PUBLISHED}:emma",
+        f"{_PAIRS}:emma",
         "lmt with the radius of every pair capped by what the sample has reached",
         "Hu, Zou, Wang, Leino, Fredrikson 2023",
         needs="pairs",
     ),
     Loss(
         "trades",
-        f"{_PUBLISHED}:trades",
+        f"{_PAIRS}:trades",
         "cross entropy, plus the divergence of the worst case within the radius",
         "Leino et al. 2021 after Zhang et al. 2019",
         needs="pairs",
     ),
     Loss(
         "hinge-kr",
-        f"{_PUBLISHED}:hinge_kr",
+        f"{_PAIRS}:hinge_kr",
         "hinge at the radius of every pair, plus the Kantorovich-Rubinstein term",
         "Serrurier et al. 2021",
         needs="pairs",

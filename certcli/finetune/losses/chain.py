@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.finetune.losses.worst_case import shifted_logits
+from certcli.finetune.losses.pairs import shifted_logits
 from certcli.lipschitz.chain import Activation, LinearLayer, read_chain
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models.pixels import PixelModel

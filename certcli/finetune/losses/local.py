@@ -19,7 +19,6 @@ from timm.models.vision_transformer import LayerScale, VisionTransformer
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 
-from certcli.finetune.enclosure_penalty import CURVED
 from certcli.finetune.losses.forms import (
     Form,
     Symbols,
@@ -30,6 +29,7 @@ from certcli.finetune.losses.forms import (
     softmax_form,
     variance_form,
 )
+from certcli.finetune.penalties import CURVED
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError

@@ -26,9 +26,13 @@ from certcli.lipschitz.rules.attention_parts import (
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
-from certcli.nn.l2_attention import L2Attention, L2UntiedValueAttention
-from certcli.nn.lnorm_attention import LipschitzNormAttention
-from certcli.nn.scsa_attention import EPS, CosineAttention
+from certcli.nn.attention_variants import (
+    EPS,
+    CosineAttention,
+    L2Attention,
+    L2UntiedValueAttention,
+    LipschitzNormAttention,
+)
 
 W_OF_1_OVER_E = 0.27846454277
 """Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""

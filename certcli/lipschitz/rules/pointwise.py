@@ -17,7 +17,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.context import Context
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
-from certcli.nn.activations import MaxMin
+from certcli.nn.layers import MaxMin
 
 
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:

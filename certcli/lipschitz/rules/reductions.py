@@ -25,7 +25,7 @@ from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
-from certcli.nn.heads import L2Pool
+from certcli.nn.layers import L2Pool
 
 
 def _axes(dim: Any, rank: int) -> list[int]:

@@ -15,9 +15,8 @@ from certcli.lipschitz.numerics.convolution_estimate import Geometry
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
-from certcli.nn.activations import MaxMin, SoftMaxMin
-from certcli.nn.conv_attention import ConvAttention
-from certcli.nn.orthogonal_mixing import ChannelRoll, OrthogonalMixing, TokenMaxMin
+from certcli.nn.attention_variants import ConvAttention
+from certcli.nn.layers import ChannelRoll, MaxMin, OrthogonalMixing, SoftMaxMin, TokenMaxMin
 
 LARGEST = 80.0
 """Largest logarithm of a temperature: its inverse is finite in float32."""

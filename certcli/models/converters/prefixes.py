@@ -2,19 +2,21 @@
 
 import itertools
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from certcli.models.converters.alignment import (
+from certcli.models.converters.base import (
+    ALONE,
     alignments,
     harmless,
+    renamed,
     require_merged,
+    tensors_by_name,
     without_weight_norm,
 )
-from certcli.models.converters.base import ALONE, renamed, tensors_by_name
 from certcli.models.converters.wrapping import (
     EMA,
     RAW,
@@ -37,12 +39,9 @@ _STATISTICS = {
 """Names of a mean, each with that of its standard deviation."""
 _MOST_CHANNELS = 4
 """Values of such a pair at most."""
-Recognised = Callable[[Mapping[str, Tensor]], bool]
 
 
-def without_wrapping(
-    bare: Bare, path: Path, weights: str | None, roots: Callable[[Mapping[str, Tensor]], list[str]]
-) -> Bare:
+def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pattern[str]) -> Bare:
     """Return the state dict without the prefix that all its names share, without a normaliser
     beside the network, and without what training stored beside another library's network.
 
@@ -50,7 +49,7 @@ def without_wrapping(
     says which are read.
 
     Args:
-        roots: Tells under which prefixes names lie by which a converter recognises its network.
+        anchors: Names by which a converter recognises its network, after a prefix, the first group.
 
     Raises:
         ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
@@ -73,14 +72,14 @@ def without_wrapping(
             }
         if normaliser is None:
             tensors, normaliser = _without_normaliser(tensors)
-        prefix = _shared_prefix(tensors, lambda names: "" in roots(names))
+        prefix = _shared_prefix(tensors, anchors)
         if prefix is None:
             break
         tensors = _tensors_under(tensors, prefix)
         taken += prefix
     bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
     bare = replace(bare, computed=tuple(computed), private=private)
-    if places := roots(tensors):
+    if places := _roots_of(tensors, anchors):
         bare = _network_under_root(bare, path, weights, places)
     has_averaged = any(name.partition(".")[0] in EMA for name in tensors)
     if weights in ("raw", "ema") and not has_averaged and bare.averaged != (weights == "ema"):
@@ -146,7 +145,12 @@ def _tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tens
     }
 
 
-def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str | None:
+def _roots_of(tensors: Mapping[str, Tensor], anchors: re.Pattern[str]) -> list[str]:
+    """Return the prefixes under which networks lie that a converter recognises."""
+    return sorted({match[1] for name in tensors if (match := anchors.fullmatch(name))})
+
+
+def _shared_prefix(tensors: Mapping[str, Tensor], anchors: re.Pattern[str]) -> str | None:
     """Return the first part of all names; None where they share none, or are recognised with it
     only.
     """
@@ -157,8 +161,9 @@ def _shared_prefix(tensors: Mapping[str, Tensor], recognised: Recognised) -> str
     prefix = f"{first}."
     if len(tensors) == 1 and first not in (*RAW, *EMA):
         return None
-    unrecognised = recognised(tensors) and not recognised(_tensors_under(tensors, prefix))
-    return None if unrecognised else prefix
+    recognised = "" in _roots_of(tensors, anchors)
+    remains = "" in _roots_of(_tensors_under(tensors, prefix), anchors)
+    return None if recognised and not remains else prefix
 
 
 def _network_under_root(

@@ -12,9 +12,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import certcli.system.compat  # noqa: F401 (before torchvision)
-
-# isort: split
 from torch import Tensor
 
 from certcli.checkpoint.record import InputSpec, Record
@@ -28,8 +25,8 @@ from certcli.models.converters.base import (
     require_whole_windows,
     tensors_by_name,
 )
-from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.models.origins import Hints
+from certcli.system.errors import ArchitectureError, one_line, raise_if
 
 _VIT_NAMES: Renames = (
     (r"^class_token$", "cls_token"),
@@ -137,8 +134,11 @@ def convert_torchvision(tensors: Mapping[str, Tensor], family: str, hints: Hints
 def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     """Return the count of numbers that names have; ValueError unless 0, 1, 2, ..."""
     numbers = {int(match[1]) for name in tensors if (match := re.match(pattern, name))}
-    if not numbers or max(numbers) != len(numbers) - 1:
-        raise ValueError("its blocks are not numbered from 0 on")
+    raise_if(
+        not numbers or max(numbers) != len(numbers) - 1,
+        ValueError,
+        "its blocks are not numbered from 0 on",
+    )
     return len(numbers)
 
 

@@ -21,8 +21,8 @@ from certcli.checkpoint.schema import (
     decode_json,
 )
 from certcli.models.converters.base import T, pixel_input, read_config
-from certcli.models.overrides import Hints
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.models.origins import Hints
+from certcli.system.errors import ArchitectureError, one_line, raise_if
 from certcli.system.reading import is_absent
 
 CONFIG = "config.json"
@@ -193,10 +193,11 @@ def input_spec(
     Raises:
         ArchitectureError: neither says how pixels are normalised.
     """
-    pixels = None if is_absent(path) else decoded_config(path, Pixels)
+    is_there = not is_absent(path)
+    pixels = decoded_config(path, Pixels) if is_there else Pixels(do_resize=False)
     is_given = hints.mean is not None and hints.std is not None
-    mean, std, origin = _pixel_statistics(pixels, is_given)
-    origins = {name: f"--{name}" if getattr(hints, name) else origin for name in ("mean", "std")}
+    mean, std = _pixel_statistics(pixels, is_given)
+    origins = {name: f"--{name}" if getattr(hints, name) else PIXELS for name in ("mean", "std")}
     mean = hints.mean or mean
     std = hints.std or std
     if mean is None or std is None:
@@ -206,18 +207,17 @@ def input_spec(
         )
     sides = config.image_size
     height, width = (sides, sides) if isinstance(sides, int) else sides
-    resample = None if pixels is None else pixels.resample
     view = (
-        _RESAMPLING[2 if resample is None else resample],
+        _RESAMPLING[2 if pixels.resample is None else pixels.resample],
         _crop(pixels, min(height, width)),
         _crop_mode(pixels),
     )
     spec = pixel_input(
         (config.num_channels, height, width), mean, std, view, f"check {PIXELS}, --mean and --std"
     )
-    origins["view"] = "by default" if pixels is None else PIXELS
-    preprocessed = None if pixels is None else _made(pixels)
-    doubts = [] if pixels is None else [*_processor_doubts(pixels), *unknown_fields(path, Pixels)]
+    origins["view"] = PIXELS if is_there else "by default"
+    preprocessed = _made(pixels)
+    doubts = [*_processor_doubts(pixels), *(unknown_fields(path, Pixels) if is_there else ())]
     if preprocessed is not None and preprocessed != [height, width]:
         sizes = ["x".join(map(str, each)) for each in (preprocessed, (height, width))]
         doubts.append(
@@ -260,34 +260,33 @@ def _processor_doubts(pixels: Pixels) -> list[str]:
 
 
 def _pixel_statistics(
-    pixels: Pixels | None, is_given: bool
-) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None, str]:
+    pixels: Pixels, is_given: bool
+) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
     """Mean and std of pixels in [0, 1]: (255 f x - m) / s = (x - m / (255 f)) / (s / (255 f)), f
     the rescale factor.
 
     Args:
         is_given: Whether options give both, so that a config which leaves them open is no obstacle.
     """
-    if pixels is None:
-        return None, None, ""
     _require_known_steps(pixels)
     mean = _channel_values(pixels.image_mean)
     std = _channel_values(pixels.image_std)
     if not pixels.do_rescale:
         is_bytes = pixels.do_normalize and mean is not None and max(mean) > PIXEL_SCALE
-        if not is_bytes and not is_given:
-            raise ArchitectureError(
-                f"{PIXELS} does not rescale (do_rescale false): it takes pixels of 0 to 255, or images that are in [0, 1] "
-                "already, and does not say which",
-                "pass --mean and --std of pixels in [0, 1]",
-            )
+        raise_if(
+            not is_bytes and not is_given,
+            ArchitectureError,
+            f"{PIXELS} does not rescale (do_rescale false): it takes pixels of 0 to 255, or images that are in [0, 1] "
+            "already, and does not say which",
+            "pass --mean and --std of pixels in [0, 1]",
+        )
     scale = 255 * pixels.rescale_factor if pixels.do_rescale else 255.0
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale  # 0.00392156862745098 is 1 / 255 in 16 digits
     if not pixels.do_normalize:
-        return (0.0,), (1 / scale,), PIXELS
+        return (0.0,), (1 / scale,)
     if mean is None or std is None:
-        return None, None, PIXELS
-    return tuple(value / scale for value in mean), tuple(value / scale for value in std), PIXELS
+        return None, None
+    return tuple(value / scale for value in mean), tuple(value / scale for value in std)
 
 
 def _channel_values(values: tuple[float, ...] | float | None) -> tuple[float, ...] | None:
@@ -304,16 +303,17 @@ def _require_known_steps(pixels: Pixels) -> None:
         "normalises twice (include_top)": pixels.include_top or pixels.processor == "EfficientNet",
     }
     for words, is_on in steps.items():
-        if is_on:
-            raise ArchitectureError(
-                f"{PIXELS} {words}, which is not converted",
-                "convert the network to one of pixels in [0, 1] with a mean and a std",
-            )
+        raise_if(
+            is_on,
+            ArchitectureError,
+            f"{PIXELS} {words}, which is not converted",
+            "convert the network to one of pixels in [0, 1] with a mean and a std",
+        )
 
 
-def _crop_mode(pixels: Pixels | None) -> str:
+def _crop_mode(pixels: Pixels) -> str:
     """Return how the processor resizes: to a height and a width both sides, to a shortest edge one."""
-    if pixels is None or not pixels.do_resize or pixels.crop_pct is not None:
+    if not pixels.do_resize or pixels.crop_pct is not None:
         return "center"
     size = pixels.size
     if isinstance(size, dict):
@@ -325,21 +325,17 @@ def _crop_mode(pixels: Pixels | None) -> str:
 def _made(pixels: Pixels) -> list[int] | None:
     """The processor's image height and width; None: it depends on the image, or is unstated."""
     size = pixels.crop_size if pixels.do_center_crop else pixels.size if pixels.do_resize else None
-    sides: list[object]
+    sides: list[object] = [size, size]
     if isinstance(size, dict):
         sides = [size.get("height"), size.get("width")]
         if pixels.crop_pct is not None and sides == [None, None]:  # ConvNeXt's crop of its own
             sides = [size.get("shortest_edge")] * 2
-    else:
-        sides = [size, size]
     lengths = [side for side in sides if isinstance(side, int)]
     return lengths if len(lengths) == 2 else None
 
 
-def _crop(pixels: Pixels | None, side: int) -> float:
+def _crop(pixels: Pixels, side: int) -> float:
     """The share of the resized image that the network sees."""
-    if pixels is None:
-        return 1.0
     if pixels.crop_pct is not None:
         return pixels.crop_pct
     whole = pixels.size

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from certcli.checkpoint.file import require_weights
 from certcli.checkpoint.torch_file import load_plain
-from certcli.models.provenance import Fact
-from certcli.system.errors import ArchitectureError, CheckpointError, one_line
+from certcli.models.origins import Fact
+from certcli.system.errors import ArchitectureError, CheckpointError, one_line, raise_if
 
 TORCH_SUFFIXES = (".pth", ".th", ".pt", ".bin", ".ckpt", ".tar", ".pt2")
 RAW = ("state_dict", "model", "model_state_dict", "module", "net", "network", "params", "student")
@@ -87,19 +87,19 @@ class Bare:
 
     def facts(self) -> list[Fact]:
         """Return what was taken off and renamed."""
+        parts = (*self.private, *filter(None, [self.prefix]))
+        keys = " / ".join(f"'{key}'" for key in self.keys)
         facts = (
-            [Fact("weights", " / ".join(f"'{key}'" for key in self.keys), "the file")]
-            if self.keys
-            else []
+            (self.keys, Fact("weights", keys, "the file")),
+            (parts, Fact("names", f"without {first_names(parts)}", "the file")),
+            (self.computed, Fact("computed", first_names(self.computed), "a weight norm")),
+            (self.aside, Fact("set aside", first_names(self.aside), "the file")),
+            (
+                self.original,
+                Fact("tensors", "renamed", "timm's filter for the original repository"),
+            ),
         )
-        parts = (*self.private, *((self.prefix,) if self.prefix else ()))
-        facts += [Fact("names", f"without {first_names(parts)}", "the file")] if parts else []
-        facts += (
-            [Fact("computed", first_names(self.computed), "a weight norm")] if self.computed else []
-        )
-        facts += [Fact("set aside", first_names(self.aside), "the file")] if self.aside else []
-        by_filter = Fact("tensors", "renamed", "timm's filter for the original repository")
-        return [*facts, by_filter] if self.original else facts
+        return [fact for is_there, fact in facts if is_there]
 
 
 def read_torch(path: Path, weights: str | None) -> Bare:
@@ -111,16 +111,19 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     """
     loaded = load_plain(path)
     candidates = _networks(loaded)
-    if not candidates:
-        raise CheckpointError(f"{path} {_content(loaded)}", "save the network's state_dict()")
+    raise_if(
+        not candidates,
+        CheckpointError,
+        f"{path} {_content(loaded)}",
+        "save the network's state_dict()",
+    )
     names_prefix = any(
         str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
     )
     keys = chosen_weights(list(candidates), candidates, path, None if names_prefix else weights)
     state_dict = candidates[keys]
     tensors = {str(name): value.detach() for name, value in state_dict.items()}
-    if len(tensors) < len(state_dict):
-        raise CheckpointError(f"{path} has two tensors of one name")
+    raise_if(len(tensors) < len(state_dict), CheckpointError, f"{path} has two tensors of one name")
     for name, value in tensors.items():
         plain = (
             value.layout == torch.strided
@@ -128,10 +131,11 @@ def read_torch(path: Path, weights: str | None) -> Bare:
             and not value.is_meta
             and not value.is_nested
         )
-        if not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise CheckpointError(
-                f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own"
-            )
+        raise_if(
+            not plain or value.numel() * value.element_size() > value.untyped_storage().nbytes(),
+            CheckpointError,
+            f"tensor '{one_line(name)}' of {path} is not a plain tensor with values of its own",
+        )
     require_weights(tensors, path.name)
     return Bare(tensors, keys)
 
@@ -203,11 +207,12 @@ def chosen_weights(
     """
     if weights not in (None, "raw", "ema"):
         named = [keys for keys in places if weights in (keys[-1] if keys else None, "/".join(keys))]
-        if not named:
-            raise ArchitectureError(
-                f"{path.name} holds no weights '{one_line(weights)[:80]}'",
-                f"it holds {_places_in_words(places)}",
-            )
+        raise_if(
+            not named,
+            ArchitectureError,
+            f"{path.name} holds no weights '{one_line(weights)[:80]}'",
+            f"it holds {_places_in_words(places)}",
+        )
         places = named
     averaged = [keys for keys in places if set(keys) & set(EMA)]
     raw = [keys for keys in places if keys not in averaged]
@@ -237,12 +242,12 @@ def first_names(names: Sequence[str]) -> str:
 
 
 def _all_equal(state_dicts: list[Mapping[Any, Tensor]]) -> bool:
-    first = state_dicts[0]
-    return all(_are_equal(first, other) for other in state_dicts[1:])
-
-
-def _are_equal(first: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
-    return first.keys() == other.keys() and all(
-        value.dtype == other[name].dtype and torch.equal(value, other[name])
-        for name, value in first.items()
+    first, *others = state_dicts
+    return all(
+        first.keys() == other.keys()
+        and all(
+            value.dtype == other[name].dtype and torch.equal(value, other[name])
+            for name, value in first.items()
+        )
+        for other in others
     )

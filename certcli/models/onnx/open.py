@@ -18,8 +18,7 @@ from certcli.models.in_memory import open_module
 from certcli.models.onnx.file import opset_of, read_model
 from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
-from certcli.models.overrides import Hints
-from certcli.models.provenance import Fact
+from certcli.models.origins import Fact, Hints
 from certcli.system.errors import CheckpointError, UsageError
 
 

@@ -36,9 +36,7 @@ _EVALUATION = (
     "radii",
     "record_lines",
     "records",
-    "resumed",
     "threat",
-    "verdicts",
 )
 ROOMS = {
     "numerics": Room(tuple(f"lipschitz/numerics/{name}.py" for name in _NUMERICS), _LAWS),

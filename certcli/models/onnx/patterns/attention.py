@@ -9,9 +9,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any
 
-import certcli.system.compat  # noqa: F401 (before timm)
-
-# isort: split
 import torch
 from timm.layers.attention import Attention
 from torch import Tensor, fx, nn
