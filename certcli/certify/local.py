@@ -131,8 +131,8 @@ class LocalCertifier(ProvingCertifier):
         if self.walked in (BACKWARD, BRANCH):
             spoken += ", and back"
         if self.effort == BRANCH:
-            way = "cut by what walks say" if self.cuts else "split at signs of units"
-            spoken += f", {way} for {self.seconds:g} s an image"
+            search = "cut by what walks say" if self.cuts else "split at signs of units"
+            spoken += f", {search} for {self.seconds:g} s an image"
         pixels = math.prod(self._size)
         if self.norm == "l2" and self.network.numbers < pixels:
             spoken += f", {self.network.numbers} numbers for {pixels} pixels"

@@ -1,4 +1,4 @@
-"""Where a margin may not be positive: ever smaller balls that hold these images. docs/local.md, section 9.
+"""Where a margin may not be positive: ever smaller balls of these images. docs/local.md, 9.
 
 A walk over a ball says of a margin m: m(y) >= c + a.f - l |f|^2 for its images y = x + r f. Where m
 is not positive, this quadratic is not, and neither are those of earlier walks. Any sum of them with
@@ -78,13 +78,13 @@ class Remainder:
             level -= float(coordinates.lost(norm2(columns)))
             columns = coordinates.lifted(columns)
         bend = float(descent(margins).flatten()[entry]) / (radius * radius)
-        moved = (centre - self.image).flatten()
+        offset = (centre - self.image).flatten()
         slope = columns / radius
-        reach = self.far + float(moved.norm())
+        reach = self.far + float(offset.norm())
         size = abs(level) + float(slope.norm()) * reach + 2 * bend * reach * reach
-        level -= float(slope @ moved) + bend * float(moved @ moved)
-        level -= 2 * gamma(2 * len(moved) + 64) * size
-        self.cuts.append(Cut(-bend, slope + 2 * bend * moved, level))
+        level -= float(slope @ offset) + bend * float(offset @ offset)
+        level -= 2 * gamma(2 * len(offset) + 64) * size
+        self.cuts.append(Cut(-bend, slope + 2 * bend * offset, level))
 
     def ball(self) -> tuple[Tensor, float] | None:
         """Return the middle and the radius of a ball of all that is left; None: nothing is."""
@@ -100,18 +100,18 @@ class Remainder:
         size += (float(middle.norm()) + reach) ** 2
         bent = abs(float(weights @ curvature) - 1) * far * far
         terms = 4 * len(middle) + 2 * len(weights) + 64
-        least = float(square) + (8 * gamma(terms) * size + 2 * bent)
-        if least < 0:
+        square_limit = float(square) + (8 * gamma(terms) * size + 2 * bent)
+        if square_limit < 0:
             return None
         centre = self.image + middle.view_as(self.image)
         centre = (
             centre.clamp(0, 1) if self.in_box else centre
         )  # no image of the box is farther then
-        moved = 2.0**-50 * float(self.image.norm() + middle.norm())
-        return centre, least**0.5 * (1 + gamma(8)) + moved
+        rounding = 2.0**-50 * float(self.image.norm() + middle.norm())
+        return centre, square_limit**0.5 * (1 + gamma(8)) + rounding
 
     def _around(self, weights: Tensor, slopes: Tensor, levels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return p, and what |h - p|^2 is at most, but for rounding and curvatures whose sum is not 1.
+        """Return p, and what |h - p|^2 is at most, but for rounding and a sum of curvatures off 1.
 
         At all that is left |h - p|^2 <= |h - p|^2 - sum of the cuts = |p|^2 - level - (2 p +
         slope).h, which is linear, over the box of h.
@@ -119,8 +119,8 @@ class Remainder:
         slope = weights @ slopes
         middle = (-slope / 2).maximum(self.low).minimum(self.high)
         tilt = slope + 2 * middle
-        most = torch.maximum(-tilt * self.low, -tilt * self.high).sum()
-        return middle, middle @ middle - weights @ levels + most
+        largest = torch.maximum(-tilt * self.low, -tilt * self.high).sum()
+        return middle, middle @ middle - weights @ levels + largest
 
     def _weights(self, curvature: Tensor, slopes: Tensor, levels: Tensor) -> Tensor:
         """Return weights whose ball is nearly the smallest; whatever they are, it is sound."""

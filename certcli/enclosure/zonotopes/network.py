@@ -191,7 +191,7 @@ class LocalNetwork:
 
     @torch.no_grad()
     def margin_form(self, start: Form, label: int, watch: Watch | None = None) -> Form:
-        """Return the form (1, k - 1) of numbers that are positive only where the margins are. Unbounded."""
+        """Return a form (1, k - 1), positive only where the margins are. Unbounded: as in `margins`."""
         executed_as = None if self.execution is None else self.execution.walk(1)
         form = self.last_form(start, watch, executed_as)
         head: Any = self.ending.head
@@ -229,8 +229,8 @@ class LocalNetwork:
                 linear_margins(form, weight, bias, label),
                 linear_margins(form, -weight, opposite, label),
             )
-            low, high, least, most = (lower_bounds(z, nothing_further).flatten() for z in forms)
-            return low, -high, least, -most
+            bounds = [lower_bounds(z, nothing_further).flatten() for z in forms]
+            return bounds[0], -bounds[1], bounds[2], -bounds[3]
 
     def one_row(self, form: Form) -> Form:
         """Return the token that the last layers read, (1, d)."""
