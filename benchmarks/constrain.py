@@ -40,9 +40,8 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 import timm  # isort: skip
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.parallel import LayerResult, constrain_layer
-from certcli.constrain.projection import Eigenbasis, eigenbasis, shrinkage
-from certcli.constrain.prox import l1
+from certcli.constrain.network import LayerResult, constrain_layer
+from certcli.constrain.prox import Eigenbasis, eigenbasis, l1, shrinkage
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes, energy
 

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks import scaling
 from benchmarks.scaling import slope
-from certcli.constrain.parallel import constrain_layer
+from certcli.constrain.network import constrain_layer
 from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 

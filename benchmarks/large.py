@@ -29,7 +29,7 @@ from pathlib import Path
 
 import torch
 
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.cli.shared.inputs import size_in_bytes
 from certcli.models import build
 

@@ -30,10 +30,9 @@ import certcli.system.compat  # noqa: F401  torchvision's operators must be decl
 
 import timm  # isort: skip
 
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.lipschitz.propagate import propagate, trace_network
 
 
 def matrix_shapes(name: str) -> list[tuple[int, int]]:

@@ -53,6 +53,24 @@ def module_inputs(
     return inputs
 
 
+class _Block(nn.Module):
+    """A block as a function of its first argument."""
+
+    def __init__(self, block: nn.Module, rest: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.block = block
+        self.rest = rest
+
+    def forward(self, x: Tensor) -> Any:
+        return self.block(
+            x,
+            *(
+                part.to(x.dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+                for part in self.rest
+            ),
+        )
+
+
 def block_jacobian_norms(
     model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0
 ) -> dict[str, Tensor]:
@@ -60,7 +78,7 @@ def block_jacobian_norms(
     (b,)."""
     blocks = _blocks_with_inputs(model, images)
     return {
-        path: jacobian_norms(block, x, iterations, seed, rest=rest)
+        path: jacobian_norms(_Block(block, rest), x, iterations, seed)
         for path, block, x, rest in blocks
     }
 

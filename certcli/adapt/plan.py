@@ -206,9 +206,7 @@ def attention_input(block: Any, x: Tensor) -> Tensor:
     shift = block.shift_size
     window = block.window_size
     x = x.roll((-shift[0], -shift[1]), (1, 2)) if any(shift) else x
-    height = x.shape[1]
-    width = x.shape[2]
-    x = functional.pad(x, (0, 0, 0, -width % window[1], 0, -height % window[0]))
+    x = functional.pad(x, (0, 0, 0, -x.shape[2] % window[1], 0, -x.shape[1] % window[0]))
     return window_partition(x, window).flatten(1, 2)
 
 

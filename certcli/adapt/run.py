@@ -1,5 +1,5 @@
-"""`--goal certify` and named parts: surgery, closed forms, blocks, distillation. A run can be resumed;
-its state is safetensors, written atomically, no pickle.
+"""`--goal certify` and named parts: surgery, closed forms, blocks, distillation. A run can be
+resumed; its state is safetensors, written atomically, no pickle.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,9 +14,9 @@ from certcli.adapt.fit import Fitter
 from certcli.adapt.plan import AdaptedPart, Half, adapted_family
 from certcli.adapt.start import branch_inputs, fold_center_norm, reads_linearly
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.header import in_file_order
 from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import AdaptFields
+from certcli.checkpoint.tensor_files import in_file_order
 from certcli.models import build
 from certcli.nn.norms import CenterNorm
 from certcli.system.errors import CheckpointError, one_line

@@ -1,4 +1,6 @@
-"""Arguments of the Python functions, read by parameter name: values, or UsageError. Errors in Python's words."""
+"""Arguments of the Python functions, read by parameter name: values, or UsageError. Errors in
+Python's words.
+"""
 
 import os
 import re
@@ -302,8 +304,10 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
         Annotated[float, Meta(ge=0, le=1)], "is no share", "0.4 means 40 %", form="{} {} {}"
     ),
 }
-"""Parameter of a public function -> how its value is read; others (images, labels, certificates) are judged where they are
-used. None stands for the default where that is None; a parameter whose type names its values is read by `choice`."""
+"""Parameter of a public function -> how its value is read; others (images, labels, certificates)
+are judged where they are used. None stands for the default where that is None; a parameter whose
+type names its values is read by `choice`.
+"""
 
 
 def fields_of(kind: Any, offered: Any) -> dict[str, str]:

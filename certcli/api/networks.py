@@ -1,4 +1,6 @@
-"""Networks and images of Python: opened, written, told apart; arrays, tensors, loaders and generators become `Images`."""
+"""Networks and images of Python: opened, written, told apart; arrays, tensors, loaders and
+generators become `Images`.
+"""
 
 import warnings
 from collections.abc import Iterator, Mapping

@@ -17,7 +17,9 @@ Words = str | Sequence[str]
 
 
 class LocalOptions(TypedDict, total=False):
-    """Of method local: `certify.options.Local`; of lipschitz, box, local-lip and bcp `arithmetic` alone."""
+    """Of method local: `certify.options.Local`; of lipschitz, box, local-lip and bcp `arithmetic`
+    alone.
+    """
 
     arithmetic: Arithmetic | None
     effort: Effort

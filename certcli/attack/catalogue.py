@@ -1,5 +1,5 @@
-"""Every attack by name: where it lives, what it does, where it comes from; and those of torchattacks,
-`-a torchattacks:NAME,key=value`, checked against the library's own signatures."""
+"""Every attack by name: where it lives, what it does, where it comes from; and those of
+torchattacks, `-a torchattacks:NAME,key=value`, checked against the library's own signatures."""
 
 import inspect
 import re
@@ -15,7 +15,8 @@ from certcli.system.registry import Entry, Registry, one_of
 
 PREFIX = "torchattacks:"
 INSTALL = "pip install --no-deps torchattacks"
-"""Its other dependencies are certvit's; it pins requests to a version of 2021 and never imports it."""
+"""Its other dependencies are certvit's; it pins requests to a version of 2021 and never imports
+it."""
 DECIDED = frozenset({"model", "eps", "max_epsilon", "norm", "seed", "n_classes", "verbose"})
 """Arguments that --epsilon, --norm, --seed and the network decide."""
 BUDGET = ("steps", "num_iter_set", "nb_iter", "max_iterations")

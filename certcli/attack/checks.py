@@ -93,23 +93,6 @@ CHECKS = {
 }
 
 
-class Rows:
-    """Count images that pass through a network."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.count = 0
-        self._hook = model.register_forward_hook(self._note)
-
-    def __enter__(self) -> "Rows":
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        self._hook.remove()
-
-    def _note(self, model: nn.Module, arguments: tuple[Tensor, ...], logits: object) -> None:
-        self.count += len(arguments[0])
-
-
 @dataclass(frozen=True)
 class First:
     """The first pass of an ascent: logits (b, k), and the slope of the log odds (b, c, h, w).
@@ -200,22 +183,25 @@ class Attacked:
 def inspect_attacks(
     model: nn.Module, attacked: Attacked, first: First, settings: AttackSettings, limit: int
 ) -> tuple[Flag, ...]:
-    """Flags about the attacks: one step of FGSM from `first`, and what broke images anew at 2 radii.
+    """Flags about the attacks: one step of FGSM from `first`, and what broke images anew at 2
+    radii.
 
     Args:
         limit: passes of one image after which no more images are attacked at twice the radius.
     """
-    with Rows(model) as work:
+    passed: list[int] = []
+    with model.register_forward_hook(lambda _, inputs, __: passed.append(len(inputs[0]))):
         return (
-            _rising(model, attacked, settings, work, limit),
+            _rising(model, attacked, settings, passed, limit),
             _weak(model, attacked, first, settings),
         )
 
 
 def _rising(
-    model: nn.Module, attacked: Attacked, settings: AttackSettings, work: Rows, limit: int
+    model: nn.Module, attacked: Attacked, settings: AttackSettings, passed: list[int], limit: int
 ) -> Flag:
-    """Attack images that fell once more at 2 radii, two at a time; the others where these withstand."""
+    """Attack images that fell once more at 2 radii, two at a time; the others where these
+    withstand."""
     wider = replace(attacked.region, radius=2 * attacked.region.radius)
     entries = {entry.label: entry for entry in attacked.plan}
 
@@ -240,7 +226,7 @@ def _rising(
     rises = 0
     for label, rows in broken.items():
         for start in range(0, len(rows), PAIR):
-            if attempted and work.count >= limit:
+            if attempted and sum(passed) >= limit:
                 break
             pair = rows[start : start + PAIR]
             attempted += len(pair)

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from certcli.attack import checks
-from certcli.attack.certified_radii import CertifiedImage
+from certcli.attack.judge import CertifiedImage
 from certcli.attack.run import AttackRecord, RobustAccuracy, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of

@@ -1,12 +1,25 @@
-"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says; images of 8 bits a value."""
+"""The verdict on an attack: clipped, re-evaluated and measured here, whatever the attack says;
+images of 8 bits a value; and certificates of `certify`: which images may be attacked, and how far,
+so that none may fall."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.perturbation import Region, beside_pixels, image_norms
-from certcli.system.errors import ArchitectureError, DataError
+from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms
+from certcli.evaluation.radii import confidence
+from certcli.evaluation.records import (
+    PIXELS,
+    read_records,
+    require_same_images,
+    require_same_network,
+)
+from certcli.images.labelled import Images
+from certcli.system.errors import ArchitectureError, DataError, UsageError, one_line
 from certcli.system.products import plain_products
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
@@ -135,7 +148,8 @@ def judge_points(
 LEVELS = 255
 HALVINGS = 16
 LONGEST = 256.0
-"""Factor of a change, at most, before it is rounded: an even change far below one level becomes a change of some values."""
+"""Factor of a change, at most, before it is rounded: an even change far below one level becomes a
+change of some values."""
 
 
 def rounded_to_8bit(images: Tensor) -> Tensor:
@@ -168,3 +182,63 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
         low = torch.where(inside, middle, low)
         high = torch.where(inside, high, middle)
     return point(low)
+
+
+@dataclass(frozen=True)
+class CertifiedImage:
+    """An image proven correct within `radius` (may be inf); pixels: its digest."""
+
+    index: int
+    label: int
+    radius: float
+    pixels: str
+
+
+def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
+    """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
+
+    DataError when they are no such records, or of another network than `checkpoint` (its digest).
+    UsageError for statements with a chance of failure (smoothing): they speak of the smoothed
+    classifier, which is not the network that is attacked.
+    """
+    run, rows = read_records(path, "certify")
+    require_same_network(run, checkpoint, path)
+    norm = next((norm for norm in get_args(Norm) if norm == run.norm), None)
+    if norm is None:
+        raise DataError(
+            f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
+            "certify in l2 or linf; --norm patch attacks within patches",
+        )
+    certified: dict[int, CertifiedImage] = {}
+    for number, row in enumerate(rows, start=2):
+        index = row["index"]
+        failure_share = row["failure"]
+        radius = float(row["radius"])
+        if failure_share > 0:
+            raise UsageError(
+                f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
+                "attack with records of certify --method lipschitz or local",
+            )
+        if index in certified:
+            raise DataError(f"{path} has two records of image {index}")
+        if row["prediction"] == row["label"]:
+            certified[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
+    return norm, certified
+
+
+def select_certified(
+    images: Images, certificates: Mapping[int, CertifiedImage], radius: float
+) -> Images:
+    """Return the images certified beyond `radius`; DataError when pixels or label disagree."""
+    require_same_images(
+        (
+            {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
+            for entry in certificates.values()
+        ),
+        images,
+        "the certified records",
+    )
+    beyond = {index for index, certificate in certificates.items() if certificate.radius > radius}
+    return images.select(
+        [place for place, index in enumerate(images.indices.tolist()) if index in beyond]
+    )

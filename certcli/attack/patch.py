@@ -39,7 +39,8 @@ class PatchTarget:
 
 @dataclass(frozen=True)
 class PatchRecord:
-    """One image, one size. patched_class: the patched image's class (None: no patch); corner: its place."""
+    """One image, one size. patched_class: the patched image's class (None: no patch); corner: its
+    place."""
 
     patch: Patch
     index: int

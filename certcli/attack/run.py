@@ -363,3 +363,13 @@ def robust_curve(records: Iterable[AttackRecord]) -> tuple[RobustAccuracy, ...]:
     for record in records:
         groups.setdefault(record.epsilon, []).append(record)
     return tuple(robust_accuracy(groups[radius]) for radius in sorted(groups))
+
+
+def require_correct(records: Iterable[AttackRecord]) -> None:
+    """DataError when a certified image is misclassified: the records are of another checkpoint."""
+    for record in records:
+        if not record.correct:
+            raise DataError(
+                f"image {record.index} is certified as class {record.label}, this network says {record.prediction}",
+                "the records belong to another checkpoint: certify this one",
+            )

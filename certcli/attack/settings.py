@@ -1,4 +1,5 @@
-"""What an attack may spend, a plan of attacks in the order in which they run, and the plans of papers."""
+"""What an attack may spend, a plan of attacks in the order in which they run, and the plans of
+papers."""
 
 import math
 import re
@@ -111,12 +112,14 @@ class AttackSettings:
 
 
 Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]
-"""model, images (b, c, h, w), labels (b,), region, settings -> adversarial candidates (b, c, h, w), to be judged."""
+"""model, images (b, c, h, w), labels (b,), region, settings -> adversarial candidates (b, c, h, w),
+to be judged."""
 
 
 @dataclass(frozen=True)
 class Planned:
-    """One line of a result table: its label, the attack's registered name, and what it may spend."""
+    """One line of a result table: its label, the attack's registered name, and what it may
+    spend."""
 
     label: str
     attack: str

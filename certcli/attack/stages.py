@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from certcli.attack.certified_radii import CertifiedImage, require_correct, select_certified
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.judge import CertifiedImage, select_certified
+from certcli.attack.run import AttackRecord, attack_images, require_correct
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
 from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
@@ -223,7 +223,8 @@ def attack_run(
     images: Images,
     **more: Any,
 ) -> Run:
-    """What decides the records. The batch size does: what is attacked together draws from one seed."""
+    """What decides the records. The batch size does: what is attacked together draws from one
+    seed."""
     spent = {
         f"task {number} {entry.label}": {**asdict(entry.settings), "attack": entry.attack}
         for number, task in enumerate(tasks)

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,13 @@ from certcli.system.products import fast_products
 from certcli.system.torch_modes import seed_all
 
 ENTRIES = 2**17
-"""Pixels of one batch up to which several targets are attacked at once: small networks spend their time in calls."""
+"""Pixels of one batch up to which several targets are attacked at once: small networks spend their
+time in calls."""
 
 
 class AllSolved(Exception):
-    """Every row of the batch is solved: there is nothing left to attack. Never leaves `craft_with`."""
+    """Every row of the batch is solved: there is nothing left to attack. Never leaves
+    `craft_with`."""
 
 
 class Successes:
@@ -211,8 +212,7 @@ def craft_with(
     return watched.harvest(adversarial.detach())
 
 
-@dataclass(frozen=True)
-class AttackSearch:
+class AttackSearch(NamedTuple):
     """What an attack with its own books has: images (b, c, h, w), labels (b,), network, draws.
 
     Attributes:
@@ -278,8 +278,8 @@ def count_classes(model: nn.Module, images: Tensor, settings: AttackSettings) ->
 
 
 SHARED_CLASSES = 20
-"""Classes up to which an ascent shares its steps between targets: with 10 it breaks more images, on a
-ViT-Tiny of 1,000 classes fewer (docs/attack.md); between, nothing was measured."""
+"""Classes up to which an ascent shares its steps between targets: with 10 it breaks more images, on
+a ViT-Tiny of 1,000 classes fewer (docs/attack.md); between, nothing was measured."""
 
 
 def count_shared_targets(model: nn.Module, images: Tensor, settings: AttackSettings) -> int:

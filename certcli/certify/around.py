@@ -1,4 +1,6 @@
-"""Local Lipschitz constants: how fast margins and logits can change near each image. docs/local.md, 13."""
+"""Local Lipschitz constants: how fast margins and logits can change near each image. docs/local.md,
+13.
+"""
 
 import math
 import time
@@ -282,7 +284,9 @@ def _with_entry(values: Tensor, place: int, value: float) -> Tensor:
 def _radius_by_slopes(
     label: int, margins: Tensor, upper: Tensor, delta: Tensor, radius: float
 ) -> float:
-    """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2 delta_j."""
+    """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2
+    delta_j.
+    """
     reach = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
     others = torch.arange(len(margins)) != label
     smallest = float((reach[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.state import differs, state_of
+from certcli.engine.watched_run import differs, state_of
 from certcli.evaluation.claim import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.radii import proven_radius
@@ -19,8 +19,10 @@ from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError, NoBoundError, one_line
 
 AGAIN = 1e-6
-"""Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS, threads, device) move a
-radius by some 1e-12; 1e-6 is far above that, and far below what a forged radius would have to gain."""
+"""Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS,
+threads, device) move a radius by some 1e-12; 1e-6 is far above that, and far below what a forged
+radius would have to gain.
+"""
 
 OPTIONAL = ("rung", "seconds", "splits")
 """Fields that a record may lack."""
@@ -69,7 +71,9 @@ class Certificate:
         return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
 
     def proven_again(self, prediction: int | None, proven: bool) -> Claim:
-        """Judge the claim by the class that the network gives now, and whether its radius is proven."""
+        """Judge the claim by the class that the network gives now, and whether its radius is
+        proven.
+        """
         if self.prediction != prediction:
             why = f"class {self.prediction} is stated, the network says {prediction}"
             return self.checked("refuted", why)
@@ -191,7 +195,9 @@ class Certifier(ABC):
         return [state_of(network) for network in self.networks]
 
     def expected(self, images: int, size: Sequence[int]) -> str:
-        """Say how long this number of images (c, h, w) will take, from a measurement; "" without one."""
+        """Say how long this number of images (c, h, w) will take, from a measurement; "" without
+        one.
+        """
         return ""
 
     @property
@@ -287,14 +293,14 @@ class PinnedWeights:
 
 
 def _compare_radius(claim: Certificate, recomputed: Certificate) -> Claim:
-    found = proven_radius(recomputed.radius)
+    radius = proven_radius(recomputed.radius)
     if claim.prediction != recomputed.prediction:
         return claim.proven_again(recomputed.prediction, False)
     if claim.radius > recomputed.radius * (1 + AGAIN):
         return claim.checked(
-            "refuted", f"radius {proven_radius(claim.radius)} is stated, {found} is found"
+            "refuted", f"radius {proven_radius(claim.radius)} is stated, {radius} is found"
         )
-    return claim.checked("verified", f"radius {found} is found again")
+    return claim.checked("verified", f"radius {radius} is found again")
 
 
 @dataclass(frozen=True)

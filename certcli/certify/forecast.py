@@ -1,4 +1,6 @@
-"""What certificates will take, told before it is paid: of smoothing two timed batches, which count nowhere."""
+"""What certificates will take, told before it is paid: of smoothing two timed batches, which count
+nowhere.
+"""
 
 import math
 import time

@@ -55,15 +55,20 @@ from certcli.system.memory import out_of_memory
 
 METHOD = "local"
 SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000, TOKENS: 1}
-"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on the way."""
+"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on
+the way.
+"""
 SQUARES = 128
-"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map makes of them."""
+"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map
+makes of them.
+"""
 NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
 _FIRST = 1e-2
-"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks."""
+"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks.
+"""
 _HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
@@ -345,7 +350,9 @@ class LocalCertifier(ProvingCertifier):
         return confirmations
 
     def _encloses_less(self, rung: str) -> bool:
-        """Tell whether memory allows less here than for a record of this rung, or `auto` another enclosure."""
+        """Tell whether memory allows less here than for a record of this rung, or `auto` another
+        enclosure.
+        """
         others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
         return rung != NORMS and (
             self._zonotope is None

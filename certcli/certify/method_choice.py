@@ -25,7 +25,9 @@ from certcli.system.errors import NoBoundError
 HOPELESS = 6.0
 """log10 of radius times bound from which on no certificate is tried."""
 USEFUL = 0.1
-"""Share of the correctly classified images that a proof must certify to be worth more than a statement of chance."""
+"""Share of the correctly classified images that a proof must certify to be worth more than a
+statement of chance.
+"""
 
 
 def why_hopeless(log10_bound: float | None, radius: float) -> str | None:
@@ -43,7 +45,9 @@ def why_hopeless(log10_bound: float | None, radius: float) -> str | None:
 
 
 def is_useful(rows: Sequence[Certificate], radius: float) -> bool:
-    """Tell whether at least 1/10 of the correctly classified images, and one, are certified at `radius`."""
+    """Tell whether at least 1/10 of the correctly classified images, and one, are certified at
+    `radius`.
+    """
     certified = certified_at(rows, radius)
     return certified > 0 and certified >= USEFUL * sum(row.correct for row in rows)
 
@@ -57,11 +61,17 @@ TRIED = 256
 """Images at most on which the bound is tried."""
 TRIED_LOCAL = 6
 PATIENCE = 20.0
-"""Images at most on which local certificates are tried, and the seconds after which no other is begun."""
+"""Images at most on which local certificates are tried, and the seconds after which no other is
+begun.
+"""
 BESIDE = 60.0
-"""Seconds that local certificates of all images may take, by those tried, to stand beside another method."""
+"""Seconds that local certificates of all images may take, by those tried, to stand beside another
+method.
+"""
 ENCLOSED = 20_000
-"""Entries of the largest tensor up to which enclosures (zonotopes) are tried: seconds an image. Beyond, balls of norms."""
+"""Entries of the largest tensor up to which enclosures (zonotopes) are tried: seconds an image.
+Beyond, balls of norms.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,7 +116,9 @@ def choose_method(
 
 
 def local_effort(model: PixelModel) -> Effort:
-    """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes minutes an image."""
+    """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes
+    minutes an image.
+    """
     return "auto" if _largest_tensor(model) <= ENCLOSED else "norms"
 
 

@@ -1,4 +1,5 @@
-"""Certificate methods by name, the one loop that turns images into certificates, and the one that checks them again.
+"""Certificate methods by name, the one loop that turns images into certificates, and the one that
+checks them again.
 
 An entry names a `prepare(checkpoint, device, options) -> Certifier`; `options` is the method's own
 dataclass, with defaults. Records of certificates are computed again, and attacked inside what they

@@ -1,4 +1,6 @@
-"""Options of every certificate method, and the statistics of smoothing. No torch here: `--help` reads them."""
+"""Options of every certificate method, and the statistics of smoothing. No torch here: `--help`
+reads them.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -195,17 +197,27 @@ class Patches(CertifierOptions):
 EARLY_SHARE = 0.1
 """Of alpha, for all looks before the last together, when a certificate may be given early."""
 HOPELESS = 1e-4
-"""An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only abstains."""
+"""An image is given up when p <= 1/2 at this confidence. No certificate is wrong by it: it only
+abstains.
+"""
 UNLIKELY = 0.01
-"""With `decide`, an image is given up when at this confidence it cannot be certified beyond `enough`."""
+"""With `decide`, an image is given up when at this confidence it cannot be certified beyond
+`enough`.
+"""
 _DOWN = 1 - 2.0**-21
-"""Relative: noise may be smaller than sigma z by 2^-24 where sigma is a float32 number, and by as much in each function that
-Box and Muller's transform takes; scipy's normal quantile errs by a few 1e-16."""
+"""Relative: noise may be smaller than sigma z by 2^-24 where sigma is a float32 number, and by as
+much in each function that Box and Muller's transform takes; scipy's normal quantile errs by a few
+1e-16.
+"""
 FARTHEST = 5.4
-"""Radii at most, in sigma: the grid of `noise` reaches no farther. Ten million draws at alpha 0.001 certify 4.8."""
+"""Radii at most, in sigma: the grid of `noise` reaches no farther. Ten million draws at alpha 0.001
+certify 4.8.
+"""
 LARGEST_SIGMA = 1e6
 SAME = 1e-9
-"""Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts differ by far more."""
+"""Relative: radii of one count, computed by two versions of scipy; those of neighbouring counts
+differ by far more.
+"""
 
 
 def _read_sigma(text: str) -> float:

@@ -37,10 +37,11 @@ def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     raise_if(len(arguments) > 128, Refused, f"{len(arguments)} architecture arguments")
     checked: dict[str, Any] = {}
     for key, value in arguments.items():
-        if not isinstance(key, str) or not _KEY.match(key):
-            raise Refused(
-                f"architecture argument {one_line(repr(key))[:80]} is no name of an argument"
-            )
+        raise_if(
+            not isinstance(key, str) or not _KEY.match(key),
+            Refused,
+            f"architecture argument {one_line(repr(key))[:80]} is no name of an argument",
+        )
         raise_if(
             _FORBIDDEN.match(key),
             Refused,
@@ -48,12 +49,12 @@ def arch_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         )
         checked[key] = _plain_argument(key, value, [MOST_ENTRIES], 3)
         pair = key in ("img_size", "input_size") and isinstance(value, (list, tuple))
-        if pair and (
-            len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)
-        ):
-            raise Refused(
-                f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width"
-            )
+        raise_if(
+            pair
+            and (len(value) != 2 or not all(isinstance(side, int) and side > 0 for side in value)),
+            Refused,
+            f"architecture argument '{key}' is {one_line(value)[:80]}, not a height and a width",
+        )
     return checked
 
 

@@ -111,8 +111,7 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     if problem is not None and decides:
         raise Refused(problem)
     flat = not isinstance(raw.get(_NESTED), dict)
-    if flat and raw.get(_NESTED) is not None:
-        raise Refused(f"{_NESTED} is no dictionary")
+    raise_if(flat and raw.get(_NESTED) is not None, Refused, f"{_NESTED} is no dictionary")
     about: Json = raw if flat else raw[_NESTED]
     top = {key: value for key, value in raw.items() if key in _TOP and value is not None}
     top[_NESTED] = {

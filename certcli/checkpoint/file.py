@@ -12,15 +12,24 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from certcli.checkpoint import shards
-from certcli.checkpoint.header import (
-    in_file_order,
-    read_safetensors,
-    require_no_pointer,
-    write_one_by_one,
-)
 from certcli.checkpoint.record import KEY, Evidence, LineageStep, Record, versions
 from certcli.checkpoint.shipped import shipped_path
+from certcli.checkpoint.tensor_files import (
+    PART_OF,
+    SHARD_BYTES,
+    belonging,
+    free_names,
+    in_file_order,
+    is_index,
+    metadata_of,
+    orphans,
+    part_names,
+    parts_of,
+    read_safetensors,
+    require_no_pointer,
+    shards_of_index,
+    write_one_by_one,
+)
 from certcli.system.errors import CheckpointError, one_line, raise_if
 from certcli.system.files import atomic_file, one_at_a_time, require_absent, sweep
 from certcli.system.memory import free_bytes
@@ -95,12 +104,12 @@ class Checkpoint:
         entry = Evidence(command, dict(parameters), dict(result), self.digest)
         return Checkpoint(self.tensors, self.record.with_evidence(entry))
 
-    def write(self, path: Path, force: bool = False, shard_bytes: int = shards.SHARD_BYTES) -> None:
+    def write(self, path: Path, force: bool = False, shard_bytes: int = SHARD_BYTES) -> None:
         """Write atomically one file, or an index and files of at most `shard_bytes`."""
         require_weights(self.tensors, path.name)
         text = self.record.to_json()
         Record.from_json(text)  # refuses to write a record that cannot be read back
-        if shards.is_index(path):
+        if is_index(path):
             write_shards(path, self.tensors, {KEY: text}, force, shard_bytes)
         else:
             write_safetensors(path, self.tensors, {KEY: text}, force)
@@ -132,8 +141,8 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     )
     raise_if(path.is_dir(), CheckpointError, f"{path} is a folder without model.safetensors")
     raise_if(not path.is_file(), CheckpointError, f"{path} is not a regular file")
-    if shards.is_index(path):
-        return _read_shards(path), shards.metadata_of(path)
+    if is_index(path):
+        return _read_shards(path), metadata_of(path)
     tensors, metadata = _read_one(path)
     require_weights(tensors, path.name)
     return tensors, metadata
@@ -142,7 +151,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _read_shards(index: Path) -> dict[str, Tensor]:
     """Read tensors of all files of the index; CheckpointError where they disagree."""
     tensors: dict[str, Tensor] = {}
-    for path, names in shards.shards_of_index(index).items():
+    for path, names in shards_of_index(index).items():
         raise_if(
             not path.is_file(),
             CheckpointError,
@@ -169,10 +178,11 @@ def _read_one(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     raise_if(not tensors, CheckpointError, f"{path} holds no tensors")
     largest = max(tensors, key=lambda name: tensors[name].nbytes)
     size = tensors[largest].nbytes
-    if size / 4 > free_bytes():  # a test for NaN takes a byte a float32
-        raise CheckpointError(
-            f"tensor '{one_line(largest)[:80]}' of {path} has {size / 2**30:.0f} GiB, too many for the free memory"
-        )
+    raise_if(  # a test for NaN takes a byte a float32
+        size / 4 > free_bytes(),
+        CheckpointError,
+        f"tensor '{one_line(largest)[:80]}' of {path} has {size / 2**30:.0f} GiB, too many for the free memory",
+    )
     return tensors, metadata
 
 
@@ -216,7 +226,7 @@ def write_shards(
     tensors: Mapping[str, Tensor],
     metadata: dict[str, str],
     force: bool = False,
-    shard_bytes: int = shards.SHARD_BYTES,
+    shard_bytes: int = SHARD_BYTES,
 ) -> None:
     """Write files of at most `most` bytes under new names, then the index; delete the old files.
 
@@ -225,11 +235,11 @@ def write_shards(
     """
     with one_at_a_time(index.parent):  # two runs would choose the same free names
         require_absent(index, force)
-        parts = list(shards.parts_of(tensors, shard_bytes))
+        parts = list(parts_of(tensors, shard_bytes))
         if force:
-            sweep(index.parent, shards.part_names(index))
-        old = [*shards.belonging(index), *(shards.orphans(index) if force else ())]
-        paths = shards.free_names(index, len(parts))
+            sweep(index.parent, part_names(index))
+        old = [*belonging(index), *(orphans(index) if force else ())]
+        paths = free_names(index, len(parts))
         place: dict[str, str] = {}
         try:
             # held while files are written, so that other runs do not sweep them
@@ -237,7 +247,7 @@ def write_shards(
                 for path, part in zip(paths, parts, strict=True):
                     # other readers need the format; safetensors' own writer puts two entries in a
                     # random order
-                    about = {"format": "pt", shards.PART_OF: index.name}
+                    about = {"format": "pt", PART_OF: index.name}
                     write_one_by_one(
                         path, part, (part[name] for name in in_file_order(part)), about
                     )
@@ -251,7 +261,7 @@ def write_shards(
                 )
                 temporary.write_text(text + "\n")
         except BaseException:
-            referenced = shards.belonging(index)  # stopped after all was done
+            referenced = belonging(index)  # stopped after all was done
             for path in paths:
                 if path not in referenced:
                     path.unlink(missing_ok=True)

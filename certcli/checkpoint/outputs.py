@@ -18,17 +18,18 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.schema import Json, decode_json
-from certcli.checkpoint.shards import (
+from certcli.checkpoint.shipped import shipped_names, shipped_path
+from certcli.checkpoint.tensor_files import (
     INDEX,
     belonging,
+    in_file_order,
     is_index,
     orphans,
     read_metadata,
     shards_of_index,
+    write_one_by_one,
 )
-from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.system.errors import CheckpointError, Refused, UsageError, raise_if
 from certcli.system.files import is_stream, open_alone, require_absent
 from certcli.system.reading import is_absent
@@ -101,11 +102,12 @@ class Outputs:
 
     def keeps_state(self, path: Path, key: str) -> None:
         """Register a state; UsageError: a file without `key`, which all such states carry."""
-        if not is_absent(path) and read_metadata(path).get(key) is None:
-            raise UsageError(
-                f"{path} is not a state file, and this run's state would replace it",
-                "choose another -o, or move that file away",
-            )
+        raise_if(
+            not is_absent(path) and read_metadata(path).get(key) is None,
+            UsageError,
+            f"{path} is not a state file, and this run's state would replace it",
+            "choose another -o, or move that file away",
+        )
         self.writes("the state", path, continued=True)
 
     def check(self) -> None:
@@ -200,16 +202,6 @@ def require_own_state(path: Path, key: str, identity: str, force: bool) -> None:
     )
 
 
-def require_state_of(path: Path, identity: str, digest: str) -> None:
-    """Raise CheckpointError where the state at `path`, of `stated`, is another run's."""
-    raise_if(
-        digest != identity,
-        CheckpointError,
-        f"{path} belongs to a run with other settings, other images or another starting checkpoint",
-        "repeat the command with the options of that run, or drop --resume",
-    )
-
-
 def hold_state(path: Path, stack: contextlib.ExitStack) -> None:
     """Refuse other runs of this output until `held` closes: each new state is locked, too."""
     if path.is_file():
@@ -293,7 +285,12 @@ def read_state(
         raise CheckpointError(
             f"{path} is not the state of {what} ({refusal})", "drop --resume"
         ) from refusal
-    require_state_of(path, identity, about.identity)
+    raise_if(
+        about.identity != identity,
+        CheckpointError,
+        f"{path} belongs to a run with other settings, other images or another starting checkpoint",
+        "repeat the command with the options of that run, or drop --resume",
+    )
     digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
     raise_if(
         about.digest != _state_digest(digests, decode_json(metadata[key], Json)),

@@ -218,11 +218,10 @@ def _decode_record(text: str) -> Record:
     raise_if(record.classes == 1, Refused, "classes: 1, and one class leaves nothing to decide")
     for item in record.surgery:
         surgery_arguments(item.path, item.kind, item.args)
-    for step in record.lineage:
+    steps: tuple[Any, ...] = (*record.lineage, *record.evidence)
+    for step in steps:
         require_bounded_json(step.parameters)
-    for entry in record.evidence:
-        require_bounded_json(entry.parameters)
-        require_bounded_json(entry.result)
+        require_bounded_json(getattr(step, "result", None))
     raise_if(
         any(len(part) > LONGEST_TEXT for pair in record.foreign.items() for part in pair),
         Refused,

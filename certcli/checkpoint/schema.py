@@ -330,10 +330,11 @@ def require_pixel_statistics(
         Refused,
         f"input size {'x'.join(map(str, size))} has more than {LARGEST_IMAGE:,} values",
     )
-    if not len(mean) == len(std) == size[0]:
-        raise Refused(
-            f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel"
-        )
+    raise_if(
+        not len(mean) == len(std) == size[0],
+        Refused,
+        f"mean has {len(mean)} and std {len(std)} values for {size[0]} input channels: one each a channel",
+    )
     require_statistics(mean, std)
 
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from certcli.constrain.network import LayerCalibration, constrain_to, try_at, write
-from certcli.constrain.parallel import LayerResult
-from certcli.constrain.projection import Eigenbasis
+from certcli.constrain.network import LayerCalibration, LayerResult, constrain_to, try_at, write
+from certcli.constrain.prox import Eigenbasis
 from certcli.constrain.settings import ConstrainSettings
 from certcli.evaluation.fidelity import (
     Fidelity,

@@ -24,8 +24,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from certcli.constrain.projection import Eigenbasis, pull_to, shrinkage
-from certcli.constrain.prox import Penalty
+from certcli.constrain.prox import Eigenbasis, Penalty, pull_to, shrinkage
 from certcli.constrain.settings import BETA, PENALTIES, ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics
 

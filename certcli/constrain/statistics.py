@@ -15,14 +15,13 @@ whose Gram matrix has condition 3e7.
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain.gram_sums import GramSums
 from certcli.constrain.layers import (
     Batches,
     Visit,
@@ -37,6 +36,49 @@ from certcli.constrain.layers import (
     visiting,
 )
 from certcli.system.errors import UsageError
+
+ROWS = 1024
+"""Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
+
+STRIPS = 8
+"""Strips of a sum, each computed from its diagonal on: 9 of 16 parts of the products and of the sums."""
+
+
+@dataclass
+class GramSums:
+    """The sum of one pass for one layer, (in, in), and the rows that are not in it yet.
+
+    Below the diagonal the sum is complete after `mirror` only.
+    """
+
+    gram: Tensor
+    conv: dict[str, Any] | None
+    tokens: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+
+    def add(self, columns: Tensor) -> None:
+        """Add X X^T of the rows (tokens, in), those below float64 ROWS at a time."""
+        self.tokens += len(columns)
+        self.waiting.append(columns)
+        if columns.dtype == torch.float64 or sum(map(len, self.waiting)) >= ROWS:
+            self.settle()
+
+    def settle(self) -> None:
+        """Add the rows that wait."""
+        if not self.waiting:
+            return
+        columns = torch.cat(self.waiting)
+        self.waiting.clear()
+        width = columns.shape[1]
+        step = -(-width // STRIPS)
+        for start in range(0, width, step):
+            strip = columns[:, start : start + step]
+            self.gram[start : start + step, start:] += strip.mT @ columns[:, start:]
+
+    def mirror(self) -> None:
+        """Copy what lies above the diagonal below it."""
+        self.gram.triu_().add_(self.gram.triu(1).mT)
+
 
 MOST_ETA = 0.999
 """Largest relative error by an absolute one: at 1 a layer may vanish."""
@@ -73,7 +115,8 @@ class LayerStatistics:
 
     def relative_error(self, weight: Tensor) -> Tensor:
         """Return |W X - W0 X|_F / |W0 X|_F, (out, in) -> (), any dtype. 0 / 0 is 0."""
-        return error_ratio(energy(weight - self.weight, self.gram), self.output_energy)
+        error = energy(weight - self.weight, self.gram)
+        return torch.where(error > 0, (error / self.output_energy).sqrt(), torch.zeros_like(error))
 
     def held_out_error(self, weight: Tensor) -> float | None:
         """Return the same ratio on the held-out images; None without them."""
@@ -112,10 +155,6 @@ class LayerStatistics:
 def energy(matrix: Tensor, gram: Tensor) -> Tensor:
     """Return tr(M G M^T) >= 0: (out, in), (in, in) -> ()."""
     return (matrix @ gram).mul_(matrix).sum((-2, -1)).clamp_min(0)
-
-
-def error_ratio(error: Tensor, reference: Tensor) -> Tensor:
-    return torch.where(error > 0, (error / reference).sqrt(), torch.zeros_like(error))
 
 
 def bytes_of(model: nn.Module, paths: Sequence[str], copies: int) -> int:

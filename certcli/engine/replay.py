@@ -31,11 +31,10 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
-from certcli.engine.state import differs, state_of
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, result_of, trace_model
 from certcli.engine.tracer import Untraceable, failure_reason
-from certcli.engine.watched_run import Operation, first_other_step, watch_run
+from certcli.engine.watched_run import Operation, differs, first_other_step, state_of, watch_run
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0

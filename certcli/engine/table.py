@@ -1,4 +1,10 @@
-"""The rule table of a domain: the module types, functions and tensor methods that have a theorem.
+"""The rule table of a domain: the module types, functions and tensor methods that have a
+theorem. Theorems hold for library code as it was imported, and for none that was patched since.
+
+A class is pinned when it gets a rule: its methods, the functions of the module that defines it, and
+their code, which can be exchanged as well. torch's functions, the methods of tensors and those of
+`nn.Module` are pinned here. A patch from before certvit was imported shows in the module that its
+code comes from.
 
 A module rule applies to a module that runs exactly the known forward: its type is the registered
 one (or a subclass that changes nothing but its construction), nothing was patched onto the
@@ -8,13 +14,100 @@ it.
 """
 
 import functools
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import CodeType, FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-from certcli.engine import pinned
+Names = dict[str, tuple[Any, CodeType | None]]
+
+
+def _callables(space: Mapping[str, Any]) -> Names:
+    """Return the functions of a class or module by name, each with its code: None for C
+    functions."""
+    names: Names = {}
+    for name, value in list(space.items()):
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if callable(inner):
+            names[name] = value, getattr(inner, "__code__", None)
+    return names
+
+
+_TORCH = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
+_BEFORE_FORWARD = ("__init__", "__setstate__")
+"""What makes or copies a module, and no forward: torch replaces both itself when something is
+compiled."""
+
+
+def _library_functions() -> dict[str, Names]:
+    """Return torch's functions and methods, unbound, by the name of their owner."""
+    of_torch = {name: value for name, value in vars(torch).items() if name in _TORCH}
+    of_tensors = {
+        name: value for base in reversed(Tensor.__mro__) for name, value in vars(base).items()
+    }
+    of_modules = {
+        name: value for name, value in vars(nn.Module).items() if name not in _BEFORE_FORWARD
+    }
+    spaces = {"torch": of_torch, "torch.nn.functional": vars(functional)}
+    spaces |= {"torch.Tensor": of_tensors, "torch.nn.Module": of_modules}
+    return {owner: _callables(space) for owner, space in spaces.items()}
+
+
+def _is_foreign(function: Any) -> bool:
+    """Tell whether a function is neither torch's nor Python's own: it was replaced before."""
+    if type(function) is not FunctionType:
+        return False
+    top = str(function.__module__).partition(".")[0]
+    return top not in ("torch", "typing_extensions") and top not in sys.stdlib_module_names
+
+
+_PINNED = _library_functions()
+_CLASSES: dict[type, list[Names]] = {}
+
+
+def patched_function() -> str | None:
+    """Return the name of the first function of torch that was replaced, or None."""
+    now = _library_functions()
+    for owner, names in _PINNED.items():
+        for name, pinned in names.items():
+            if now[owner].get(name) != pinned or _is_foreign(pinned[0]):
+                return f"{owner}.{name}"
+    return None
+
+
+def _as_it_is(kind: type[nn.Module]) -> list[Names]:
+    """Return the methods of a class and its bases, and the functions of the modules they stand
+    in."""
+    bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    modules = dict.fromkeys(base.__module__ for base in bases)
+    spaces = [
+        *map(vars, bases),
+        *(vars(sys.modules[name]) for name in modules if name in sys.modules),
+    ]
+    return [_callables(space) for space in spaces]
+
+
+def pin(kind: type[nn.Module]) -> None:
+    """Remember the code of this class as it is now."""
+    _CLASSES.setdefault(kind, _as_it_is(kind))
+
+
+def unchanged(kind: type[nn.Module]) -> bool:
+    """Tell whether the class runs its pinned code, and that is its library's own."""
+    now = _as_it_is(kind)
+    if _CLASSES.setdefault(kind, now) != now:
+        return False
+    libraries = (kind.__module__.partition(".")[0], "torch")
+    forward = getattr(kind, "forward", None)
+    return (
+        not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] in libraries
+    )
+
 
 Rule = Callable[..., Any]
 Register = Callable[[Rule], Rule]
@@ -64,7 +157,7 @@ class RuleTable:
 
         def register(rule: Rule) -> Rule:
             for kind in kinds:
-                pinned.pin(kind)
+                pin(kind)
                 self.modules[kind] = ModuleRule(kind, rule, when)
             return rule
 
@@ -87,10 +180,6 @@ class RuleTable:
                 rule = self.modules[kind]
                 return rule if runs_known_code(module, kind) and rule.when(module) else None
         return None
-
-    def settler(self, waiting: object) -> Rule:
-        """Return the rule that settles a waiting operation; every type that waits has one."""
-        return self.settlers[type(waiting)]
 
 
 def _into(rules: dict[Any, Rule], names: tuple[Any, ...]) -> Register:
@@ -118,7 +207,7 @@ def runs_known_code(module: nn.Module, kind: type[nn.Module]) -> bool:
     for cls in type(module).__mro__:
         if cls is kind:
             patched = any(callable(getattr(type(module), name, None)) for name in vars(module))
-            return pinned.unchanged(kind) and not patched
+            return unchanged(kind) and not patched
         if any(name not in _HARMLESS for name in vars(cls)):
             return False
     return False

@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.nn.modules import module as _module
 
 from certcli.engine.derived_constants import Moved
-from certcli.engine.pinned import patched_function
-from certcli.engine.table import RuleTable
+from certcli.engine.table import RuleTable, patched_function
 from certcli.engine.tracer import ModuleScope, Tracer, Untraceable, failure_reason
 from certcli.engine.written_out import write_out_graph
 from certcli.models.build import own_name

@@ -1,4 +1,5 @@
-"""Watch a run of a network: every operation on the image and on what is made of it, in order; and
+"""What a run does: a description of the model's state, everything but its code, that changes
+whenever the state does; every operation on the image and on what is made of it, in order; and
 whether the rows of a batch have an influence on each other.
 
 A count of votes, or a vote that a patch beside it could move, needs that of every batch. Comparing
@@ -8,18 +9,86 @@ same ones, and a NaN goes through each of `FAITHFUL`. NaN in some images then co
 these images have any influence.
 """
 
+import inspect
+import random
+import zlib
+from collections import deque
 from collections.abc import Callable
-from itertools import combinations, islice
+from itertools import combinations, islice, zip_longest
 from math import comb
+from types import ModuleType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from certcli.engine.tracer import Untraceable, tensors_in
+from certcli.models.build import own_name
 from certcli.system.torch_modes import OperationMode
+
+_DEPTH = 4
+"""Depth to which containers and objects in attributes are followed; below it an object counts by
+its identity."""
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, range)
+_TITLES = {"training": "the training mode", "_forward_hooks": "a forward hook"}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Describe, by name, all tensors' content and all attributes of modules."""
+    description: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        where = own_name(model, path) if path else ""
+        for name, value in vars(module).items():
+            parts = value if name in ("_parameters", "_buffers", "_modules") else {name: value}
+            for inner, item in parts.items():
+                description[f"{where}.{inner}"] = _described_value(item, _DEPTH)
+    return description
+
+
+def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
+    """Return the first name whose value changed, came or went, in words; None for equal states."""
+    for name in before | after:
+        if before.get(name, _described_value) != after.get(name, _described_value):
+            place, _, attribute = name.rpartition(".")
+            shown = _TITLES.get(attribute, f"'{attribute}'")
+            return f"{shown} of {place}" if place else shown
+    return None
+
+
+def _described_value(value: Any, depth: int) -> Any:
+    """Describe a value: numbers and texts, tensors and generators by content, containers and objects
+    by what they hold; classes, functions and modules by identity.
+    """
+    kind = type(value)
+    if value is None or isinstance(value, _PLAIN):
+        return kind, repr(value)
+    if isinstance(value, Tensor):
+        return id(value), value.shape, value.dtype, 0 if value.is_meta else tensor_checksum(value)
+    if isinstance(value, np.ndarray):
+        return id(value), zlib.crc32(value.tobytes())
+    if isinstance(value, (random.Random, torch.Generator)):
+        state = value.getstate() if isinstance(value, random.Random) else value.get_state().tolist()
+        return id(value), state
+    is_code = isinstance(value, (nn.Module, ModuleType, type)) or inspect.isroutine(value)
+    if is_code or depth == 0:
+        return id(value)
+    if isinstance(value, dict):
+        return kind, [(repr(key), _described_value(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, (tuple, list, deque)):
+        return kind, [_described_value(item, depth - 1) for item in value]
+    if isinstance(value, (set, frozenset)):
+        return kind, sorted(repr(_described_value(item, depth - 1)) for item in value)
+    return id(value), _described_value(getattr(value, "__dict__", None), depth - 1)
+
+
+def tensor_checksum(tensor: Tensor) -> int:
+    """Return a checksum of content and order. It does not resist a deliberate collision."""
+    flat = tensor.detach().cpu().reshape(-1).contiguous()
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)
+
 
 _FROM_SHAPE = frozenset(
     ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
@@ -28,24 +97,13 @@ _FROM_SHAPE = frozenset(
 
 
 class Operation(NamedTuple):
-    """One operation on the image or on what is made of it.
-
-    Attributes:
-        shapes: Of its results.
-        numbers: Among its arguments.
-        dtype: Of its first result.
+    """One operation on the image or on what is made of it: the dtype of its first result, and
+    its numbers and shapes in words.
     """
 
     name: str
-    shapes: list[tuple[int, ...]]
-    numbers: list[Any]
-    dtype: torch.dtype | None = None
-
-    def __str__(self) -> str:
-        numbers = tuple(self.numbers) if self.numbers else ""
-        shapes = ", ".join(map(str, self.shapes)) or "nothing"
-        precision = "" if self.dtype is None else f" of {str(self.dtype).removeprefix('torch.')}"
-        return f"{self.name}{numbers} to {shapes}{precision}"
+    dtype: torch.dtype | None
+    text: str
 
 
 class _Follow(OperationMode):
@@ -72,10 +130,11 @@ class _Follow(OperationMode):
                 f"the network reads a tensor's value back into Python ({name})"
             )
             raise self.reads
-        numbers = [value for value in args if isinstance(value, (bool, int, float))]
-        shapes = [tuple(tensor.shape) for tensor in tensors]
+        numbers = tuple(value for value in args if isinstance(value, (bool, int, float)))
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         dtype = tensors[0].dtype if tensors else None
-        self.operations.append(Operation(name, shapes, numbers, dtype))
+        text = f"{name}{numbers or ''} to {shapes or 'nothing'} of {dtype}"
+        self.operations.append(Operation(name, dtype, text))
         for tensor in tensors:
             self.known[tensor] = None
         return result
@@ -94,12 +153,9 @@ def watch_run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, li
 
 def first_other_step(ran: list[Operation], traced: list[Operation]) -> str:
     """Say where two runs part."""
-    for number, (one, other) in enumerate(zip(ran, traced)):
-        if one != other:
-            return f"step {number + 1} is {one}, in the trace {other}"
-    if len(ran) > len(traced):
-        return f"{len(ran) - len(traced)} more operations, from {ran[len(traced)].name}"
-    return f"{len(traced) - len(ran)} fewer operations, from {traced[len(ran)].name}"
+    steps = enumerate(zip_longest(ran, traced, fillvalue=Operation("", None, "nothing")), 1)
+    number, (one, other) = next(step for step in steps if step[1][0] != step[1][1])
+    return f"step {number} is {one.text}, in the trace {other.text}"
 
 
 FAITHFUL = frozenset(

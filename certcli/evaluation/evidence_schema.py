@@ -125,7 +125,9 @@ OPTIONS: Mapping[str, type[Struct]] = {
     "smoothing": SmoothingOptions,
     "patch": PatchOptions,
 }
-"""Parameters of each certificate method, in evidence and in the header of records; a test keeps it equal to the registry."""
+"""Parameters of each certificate method, in evidence and in the header of records; a test keeps it
+equal to the registry.
+"""
 
 
 class CertifyResult(_Closed):

@@ -20,7 +20,8 @@ FEW = 50
 """With fewer images the interval of an agreement of 98 % is wider than ten points."""
 
 CHANGED_PER_ERROR = 1.0
-"""On real images, the share of changed first choices is at most this many times the logit error on synthetic photographs.
+"""On real images, the share of changed first choices is at most this many times the logit error on
+synthetic photographs.
 
 First choices among classes that an image does not show are near ties and change early, so on synthetic photographs the
 logits judge. This factor and LOGITS_PER_ERROR held for every network of colour images that was measured, up to
@@ -28,7 +29,9 @@ PREDICTABLE (docs/trials.md).
 """
 
 DOUBT = 0.1
-"""The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the draw of judges."""
+"""The probability that an `agreement_at_least` on images of a dataset is missed, by the luck of the
+draw of judges.
+"""
 
 TRIAL_SHARE = 3
 """A trial runs this fraction of the held-out images, 1 in 3: those with the smallest margins."""

@@ -1,4 +1,5 @@
-"""Why images may say little: few, grey, of another size, with another network's labels, or seen before.
+"""Why images may say little: few, grey, of another size, with another network's labels, or seen
+before.
 
 Which images a network was made with, its lineage says. A step that trains or calibrates keeps the
 digests of its images' pixels, as the network takes them: all of few, a seeded sample of many, six
@@ -39,7 +40,9 @@ _LOOKED_AT = 8
 _UNSURE = 2 / 3
 """A share of right answers from which on nobody asks for another reading of the network."""
 _LEVEL = 1e-3
-"""Chance at most that a network read as it was trained is asked about all the same, were both readings equally good."""
+"""Chance at most that a network read as it was trained is asked about all the same, were both
+readings equally good.
+"""
 _STATISTICS = {
     "ImageNet's": (IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD),
     "Inception's": (IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD),

@@ -1,4 +1,5 @@
-"""Exact binomial statements: what a count of successes says about a probability, and whether a share meets a demand.
+"""Exact binomial statements: what a count of successes says about a probability, and whether a
+share meets a demand.
 
 A demand is met where the lower end of the share's interval meets it, missed where the upper end
 misses it, and otherwise not decided. The share is looked at after 50, 100, 200, ... images and at
@@ -17,12 +18,16 @@ from certcli.system.errors import DataError
 Interval = tuple[float, float]
 
 FEW = 30
-"""Images below which a share never stands without its count and its interval: words about shares are made here."""
+"""Images below which a share never stands without its count and its interval: words about shares
+are made here.
+"""
 MOST_DRAWS = 10_000_000
 """Draws an image: nobody makes more, and a file that asks for more is not to be trusted."""
 
 _OUTWARD = 1e-12
-"""Relative. scipy's incomplete beta function and its inverse agree with exact sums to a few 1e-15: a wide margin."""
+"""Relative. scipy's incomplete beta function and its inverse agree with exact sums to a few 1e-15:
+a wide margin.
+"""
 
 
 def lower_confidence(successes: int, trials: int, alpha: float) -> float:

@@ -1,11 +1,10 @@
-"""What happens to training images: moved, mirrored, coloured, seen in part, attacked; every draw from
-the run's own generator.
+"""What happens to training images: moved, mirrored, coloured, seen in part, attacked; every draw
+from the run's own generator.
 
-Colours and squares are torchvision's transforms; its moves would take as long as a training step, so
-whole batches move here. Behind masks the network sees parts of images, as certificates against
+Colours and squares are torchvision's transforms; its moves would take as long as a training step,
+so whole batches move here. Behind masks the network sees parts of images, as certificates against
 patches do. Attacks are FGSM or PGD within [0, 1], against the network in eval mode; ARD and PRM (Mo
-et al. 2022) make those of the first epochs weaker and more varied.
-"""
+et al. 2022) make those of the first epochs weaker and more varied."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,15 +16,14 @@ import certcli.system.compat  # noqa: F401 (before torchvision)
 # isort: split
 import torch
 from torch import Generator, Tensor
-from torch.nn.functional import affine_grid, grid_sample, interpolate, pad
+from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpolate, pad
 from torchvision.transforms import v2
 
 from certcli.evaluation.perturbation import Region
 from certcli.finetune.augmentations import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import transform_each
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import AUTO, band_views, seen_part, square_views
+from certcli.models.pixels import AUTO, PixelModel, band_views, seen_part, square_views
 from certcli.system.errors import UsageError
 
 CROP_SHARE = 1 / 8
@@ -33,13 +31,17 @@ CROP_SHARE = 1 / 8
 SHIFT_SHARE = 1 / 14
 """Reach of `shift`: 2 pixels at 28 and 32."""
 WARPED = 0.5
-"""Share of the images that `warp` changes: the others stay as sharp as those that the network is judged on."""
+"""Share of the images that `warp` changes: the others stay as sharp as those that the network is
+judged on."""
 WARP_MATRIX = 0.06
-"""Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation or shear."""
+"""Reach of each entry of `warp`'s matrix around the identity: 6 % of scale, 3 degrees of rotation
+or shear."""
 WARP_SHIFT = 1 / 80
-"""Reach of `warp`'s shift as a share of the side, from 28 pixels on; smaller images move as far as 28, .35 of a pixel."""
+"""Reach of `warp`'s shift as a share of the side, from 28 pixels on; smaller images move as far as
+28, .35 of a pixel."""
 WARP_BEND = 1 / 90
-"""Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of the side."""
+"""Standard deviation of `warp`'s displacements on a grid of WARP_CELLS points a side, as a share of
+the side."""
 WARP_CELLS = 5
 
 
@@ -110,18 +112,6 @@ def cutout(images: Tensor, squares: int, side: int, grey: Tensor, generator: Gen
     return transform_each(images, v2.Compose([square] * squares), _drawn_seed(generator))
 
 
-def color_jitter(
-    images: Tensor, reach: tuple[float, float, float, float], generator: Generator
-) -> Tensor:
-    """Change brightness, contrast, saturation and hue of every image by its own random amounts, in
-    its own random order: (b, c, h, w) -> (b, c, h, w).
-
-    The first three factors lie within [1 - reach, 1 + reach], hue turns by up to its reach.
-    Images of one channel have neither saturation nor hue.
-    """
-    return transform_each(images, v2.ColorJitter(*reach), _drawn_seed(generator))
-
-
 def _drawn_seed(generator: Generator) -> int:
     return int(torch.randint(2**62, (), generator=generator))
 
@@ -129,7 +119,12 @@ def _drawn_seed(generator: Generator) -> int:
 def augment_batch(
     images: Tensor, names: tuple[str, ...], grey: Tensor, generator: Generator
 ) -> Tensor:
-    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter, cutout."""
+    """Apply the named augmentations in a fixed order: crop, shift, warp, flip, color-jitter,
+    cutout.
+
+    Jitter changes brightness, contrast, saturation and hue of every image by its own random
+    amounts, in its own random order: the first three factors lie within [1 - reach, 1 + reach], hue
+    turns by up to its reach. Images of one channel have neither saturation nor hue."""
     side = min(images.shape[2:])
     if "crop" in names:
         images = translate(images, max(1, round(CROP_SHARE * side)), "constant", generator)
@@ -140,7 +135,8 @@ def augment_batch(
     if "flip" in names:
         images = flip(images, generator)
     for match in filter(None, map(JITTER.fullmatch, names)):
-        images = color_jitter(images, jitter_reach(match), generator)
+        jitter = v2.ColorJitter(*jitter_reach(match))
+        images = transform_each(images, jitter, _drawn_seed(generator))
     for match in filter(None, map(CUTOUT.fullmatch, names)):
         images = cutout(images, int(match[1]), int(match[2]), grey, generator)
     return images
@@ -228,7 +224,8 @@ FGSM_STEP = 1.25
 MASK_DECAY = 0.25
 """Share of the steps in which ARD and PRM decrease to 0."""
 LEAST_REACH = 1e-2
-"""Share of the radius at which --attack-ramp begins: at radius 0 a random start has no direction."""
+"""Share of the radius at which --attack-ramp begins: at radius 0 a random start has no
+direction."""
 
 
 class Adversary:
@@ -275,15 +272,14 @@ class Adversary:
         self,
         forward: Callable[[Tensor], Tensor],
         images: Tensor,
-        loss: Callable[[Tensor], Tensor],
+        labels: Tensor,
         share: float,
     ) -> Tensor:
-        """Climb loss(forward(x')) by steepest ascent, projected after every step: (b, c, h, w) ->
-        (b, c, h, w).
+        """Climb the cross entropy of forward(x') by steepest ascent, projected after every step:
+        (b, c, h, w), (b,) -> (b, c, h, w).
 
         Args:
             forward: pixels -> logits in float32.
-            loss: logits -> (), a sum over images.
             share: the share of the training done so far.
         """
         remaining = self.share_left(share)
@@ -297,7 +293,8 @@ class Adversary:
                     self._masked(adversarial, images, remaining).detach().requires_grad_(True)
                 )
                 with self._attention_dropped(remaining), torch.enable_grad():
-                    (gradient,) = torch.autograd.grad(loss(forward(adversarial)), adversarial)
+                    loss = cross_entropy(forward(adversarial), labels, reduction="sum")
+                    (gradient,) = torch.autograd.grad(loss, adversarial)
                 adversarial = region.project(
                     adversarial.detach() + step_size * region.steepest(gradient), images
                 )
@@ -306,7 +303,8 @@ class Adversary:
         return adversarial
 
     def _masked(self, adversarial: Tensor, images: Tensor, remaining: float) -> Tensor:
-        """Take the perturbation from each patch of each image with probability ard_prm * left (PRM)."""
+        """Take the perturbation from each patch of each image with probability ard_prm * left
+        (PRM)."""
         probability = self.settings.ard_prm * remaining
         if probability == 0:
             return adversarial

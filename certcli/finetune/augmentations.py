@@ -12,16 +12,19 @@ CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
 BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
 """Number of visible columns of cells: of tokens, where these can be dropped."""
 SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
-"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate hides two."""
+"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate
+hides two."""
 JITTER = re.compile(r"color-jitter:([0-9.]+(?:x[0-9.]+){0,3})")
-"""Reach of brightness, contrast, saturation, hue; one number stands for the first three, as in timm."""
+"""Reach of brightness, contrast, saturation, hue; one number stands for the first three, as in
+timm."""
 NUMBERED = (CUTOUT, BANDS, SQUARES, JITTER)
 MOST_HUE = 0.5
 """Of a full turn: as far as hues can differ."""
 
 
 def jitter_reach(match: Match[str]) -> tuple[float, float, float, float]:
-    """Return the reach of brightness, contrast, saturation and hue; UsageError for other numbers."""
+    """Return the reach of brightness, contrast, saturation and hue; UsageError for other
+    numbers."""
     try:
         reach = [float(number) for number in match[1].split("x")]
     except ValueError as failure:

@@ -1,5 +1,5 @@
-"""Turn a time budget (`--time-budget 10m`) into steps, by a few and then by each epoch's pace; and say
-how long a run takes."""
+"""Turn a time budget (`--time-budget 10m`) into steps, by a few and then by each epoch's pace; and
+say how long a run takes."""
 
 import copy
 import statistics

@@ -26,9 +26,8 @@ from certcli.finetune.step import Average, Descent, Diverged, Rates, make_optimi
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.validation import Quality, Validation, enclosure_of
 from certcli.images.labelled import Images
-from certcli.lipschitz.network import pair_constants
+from certcli.lipschitz.network import pair_constants, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import (
     CheckpointError,
@@ -40,10 +39,12 @@ from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 
 AVERAGE_ITERATIONS = 10
-"""Power iterations, once an epoch, from the singular vectors of the weights in training to those of their average."""
+"""Power iterations, once an epoch, from the singular vectors of the weights in training to those of
+their average."""
 
 RETRACTIONS = 6
-"""Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any epoch may be the best."""
+"""Cubic steps after an epoch, to float precision: the estimate counts these norms as 1, and any
+epoch may be the best."""
 
 
 @dataclass(frozen=True)
@@ -146,9 +147,7 @@ class Trainer:
         )
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
-        self.validation = Validation(
-            model, settings, self.objective, self.chain, self.enclosure, team
-        )
+        self.validation = Validation(self.objective, self.enclosure, team)
         self.best_net = self._net_state()
 
     def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:

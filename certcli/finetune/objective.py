@@ -1,7 +1,6 @@
 """Turn training images into the loss: augmentation, attack, forward pass, loss, distillation."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -121,6 +120,7 @@ class Objective:
         self.denoiser = denoiser
         self.enclosure = enclosure if settings.loss in NEEDS_ENCLOSURE else None
         self.device = next(model.parameters()).device
+        self.narrow = settings.precision != "float32"
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
         self.adversary = (
             None if settings.adversarial == "none" else Adversary(model, settings, generator)
@@ -162,7 +162,9 @@ class Objective:
             batch = replace(batch, sketch=self.enclosure.directions(self.generator))
         if self.adversary is None:
             return batch
-        return replace(batch, adversarial=self._attacked(self.adversary, batch, share))
+        forward = partial(self.forward, views=batch.views)
+        adversarial = self.adversary.attack(forward, batch.images, labels, share)
+        return replace(batch, adversarial=adversarial)
 
     @torch.no_grad()
     def denoised(self, noisy: Tensor) -> Tensor:
@@ -185,35 +187,22 @@ class Objective:
         self.model.train(was_training)
         return views
 
-    def _attacked(self, adversary: Adversary, batch: Batch, share: float) -> Tensor:
-        forward = partial(self.forward, views=batch.views)
-
-        def error(logits: Tensor) -> Tensor:
-            return cross_entropy(logits, batch.labels, reduction="sum")
-
-        return adversary.attack(forward, batch.images, error, share)
-
     def forward(self, images: Tensor, views: Tensor | None = None) -> Tensor:
         """Return the logits of the images, or of their `views`, in float32 or wider.
 
         The network runs in the precision of the settings.
         """
-        with self._precision() as narrow:
+        with self._precision():
             logits = (
                 self.model(images)
                 if views is None or self.hiding is None
                 else self.hiding.logits(images, views)
             )
-        return logits.float() if narrow else logits
+        return logits.float() if self.narrow else logits
 
-    @contextmanager
-    def _precision(self) -> Iterator[bool]:
-        """Run passes in the settings' precision. True: it is a half precision."""
-        if self.settings.precision == "float32":
-            yield False
-            return
-        with torch.autocast(self.device.type, torch.bfloat16):
-            yield True
+    def _precision(self) -> torch.autocast:
+        """Run passes in the settings' precision."""
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.narrow)
 
     def value(self, batch: Batch, pairs: Callable[[], Tensor | None], epsilon: float) -> Tensor:
         """Return the mean loss of the batch: ().
@@ -238,7 +227,9 @@ class Objective:
         else:
             loss = self._through_chain(self.chain, batch, images, logits, epsilon)
         if batch.taught is not None:
-            distillation = _divergence(logits / HEAT, batch.taught / HEAT) / len(logits)
+            student = log_softmax(logits / HEAT, dim=1)
+            teacher = softmax(batch.taught / HEAT, dim=1)
+            distillation = kl_div(student, teacher, reduction="sum") / len(logits)
             loss = (1 - TAUGHT) * loss + TAUGHT * HEAT**2 * distillation
         if self.penalty is not None and batch.directions is not None:
             loss = loss + batch.penalty_share * self.penalty(batch.images, batch.directions)
@@ -248,16 +239,10 @@ class Objective:
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
         """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
-        reach = chain.reach(images, epsilon)
-        slopes = chain.slopes(reach, epsilon)
-        worst = self.loss(logits, batch.labels, slopes(batch.labels), epsilon)
+        slopes = chain.slopes(images, batch.labels, epsilon)
+        worst = self.loss(logits, batch.labels, slopes, epsilon)
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst
         plain = cross_entropy(logits, batch.labels)
         return share * worst + (1 - share) * plain
-
-
-def _divergence(logits: Tensor, reference: Tensor) -> Tensor:
-    """Return KL(softmax(reference) || softmax(logits)), summed over images: (b, k) x 2 -> ()."""
-    return kl_div(log_softmax(logits, dim=1), softmax(reference, dim=1), reduction="sum")

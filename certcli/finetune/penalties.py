@@ -2,12 +2,11 @@
 
 *Maximum singular value penalisation*: large query, key and value maps of attention cost.
 
-*Enclosure penalty*, which makes ordinary attention provable: what an enclosure of the network loses,
-it loses by this. A local certificate (`certify --method local`) carries the linear part of every
-tensor exactly. It
-loses where the network is not linear, in proportion to squares of alpha, the row norms of the
-Jacobian A of a tensor with respect to the pixels (docs/local.md, sections 1.1 and 3 to 7). The
-penalty is, summed over places and averaged over images and entries,
+*Enclosure penalty*, which makes ordinary attention provable: what an enclosure of the network
+loses, it loses by this. A local certificate (`certify --method local`) carries the linear part of
+every tensor exactly. It loses where the network is not linear, in proportion to squares of alpha,
+the row norms of the Jacobian A of a tensor with respect to the pixels (docs/local.md, sections 1.1
+and 3 to 7). The penalty is, summed over places and averaged over images and entries,
 
     LayerNorm   |A_y|_F^2 / |y|^2    the centred token y may move, relative to its length (where a
                                      floor is above it, to the floor)
@@ -31,7 +30,7 @@ from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 from torch import Generator, Tensor, nn
 
-from certcli.lipschitz.numerics.convolution_estimate import estimated_block_norms
+from certcli.lipschitz.numerics.trainable import estimated_block_norms
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm, Spread, spread_of
 from certcli.system.errors import ArchitectureError
@@ -252,7 +251,8 @@ def _input_reader(place: str, readings: list[NonlinearInput]) -> Callable[[Any, 
 def _score_reader(
     attention: Any, readings: list[NonlinearInput]
 ) -> Callable[[Any, Any, Tensor], None]:
-    """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n, n)."""
+    """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n,
+    n)."""
 
     def read(module: Any, arguments: Any, output: Tensor) -> None:
         batch, tokens, width = output.shape

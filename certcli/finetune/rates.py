@@ -1,5 +1,5 @@
-"""The course of a run: its length as typed, the share that is done, and the learning rate by the name
-of its schedule. Importing this file imports no torch."""
+"""The course of a run: its length as typed, the share that is done, and the learning rate by the
+name of its schedule. Importing this file imports no torch."""
 
 import math
 import re
@@ -44,7 +44,8 @@ class Schedule:
 
 
 def one_cycle(share: float) -> float:
-    """Return half a cosine from FIRST to 1 in the first RISE of the run, then one from 1 to LAST."""
+    """Return half a cosine from FIRST to 1 in the first RISE of the run, then one from 1 to
+    LAST."""
     if share < RISE:
         return FIRST + (1 - FIRST) * 0.5 * (1 - math.cos(math.pi * share / RISE))
     done = min(1.0, (share - RISE) / (1 - RISE))

@@ -1,5 +1,5 @@
-"""The settings of a training run, which are also its options, and which of them are allowed, alone and
-together. Importing this file imports no torch."""
+"""The settings of a training run, which are also its options, and which of them are allowed, alone
+and together. Importing this file imports no torch."""
 
 import math
 from collections.abc import Callable
@@ -62,7 +62,8 @@ SWITCHES: dict[str, tuple[str, ...]] = {
     "validation_limit": (),
     "time_budget": (),
 }
-"""Settings that the lineage names only when they are on, each with the settings that have a meaning only then."""
+"""Settings that the lineage names only when they are on, each with the settings that have a meaning
+only then."""
 
 FILLED_IN = ("attack_epsilon",)
 """Dependants with a default of another option."""

@@ -17,7 +17,8 @@ LARGE = 1_000_000
 """Parameters from which on an epoch takes minutes, and three are enough."""
 RATE = 5e-5
 RATE_OF_SMALL = 5e-4
-"""Learning rate of adamw and sgd: a twentieth of that of a fresh network; half of it for small networks."""
+"""Learning rate of adamw and sgd: a twentieth of that of a fresh network; half of it for small
+networks."""
 EPOCHS = 3
 EPOCHS_OF_SMALL = 10
 FRESH_WEIGHTS = "fresh weights"

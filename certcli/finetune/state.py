@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
-from certcli.checkpoint.header import in_file_order
 from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import TrainingFields
+from certcli.checkpoint.tensor_files import in_file_order
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
 from certcli.system.errors import CheckpointError

@@ -1,5 +1,5 @@
-"""An optimiser step: the gradient of a batch, sharpened, clipped, applied at the rate of the schedule;
-and a moving average of the weights."""
+"""An optimiser step: the gradient of a batch, sharpened, clipped, applied at the rate of the
+schedule; and a moving average of the weights."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -90,7 +90,8 @@ def climbed(parameters: Sequence[Tensor], rho: float) -> Iterator[None]:
 
 
 _RETRACTIONS = 12
-"""Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05 they reach 1 - 1e-12."""
+"""Cubic steps from an average of orthogonal matrices (singular values in (0, 1]) back: from 0.05
+they reach 1 - 1e-12."""
 
 
 class Average:
@@ -150,7 +151,8 @@ _APART = 0x9E3779B97F4A7C15
 """Difference of the seeds of two processes: far more than the number of steps."""
 
 START = 0.2
-"""Share of the radius at which the ramp begins. Losses through a chain begin at 0 with cross entropy, as published."""
+"""Share of the radius at which the ramp begins. Losses through a chain begin at 0 with cross
+entropy, as published."""
 
 
 class Diverged(CertvitError):
@@ -208,15 +210,10 @@ class Descent:
         Raises:
             Diverged: the loss is not finite.
         """
-        with fast_products(self.objective.model):
-            return self._step(train, positions, share, where, number)
-
-    def _step(
-        self, train: Images, positions: Tensor, share: float, where: str, number: int
-    ) -> float:
         settings = self.settings
         device = self.objective.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+        with fast_products(self.objective.model), forked:
             seed_all((settings.seed * 1_000_003 + number + self.team.rank * _APART) % 2**63)
             # the run's own generator orders the images, the same in all processes
             if self.team.several:

@@ -31,20 +31,22 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 _QUINTIC_STEPS = 4
 
 RETRACT_EVERY = 8
-"""Steps between two cubic retractions: at lr 0.05 the error is below 1 % by then, and 1e-4 after the cubic step."""
+"""Steps between two cubic retractions: at lr 0.05 the error is below 1 % by then, and 1e-4 after
+the cubic step."""
 
 STACKED = 1 << 22
 """Most entries of equally shaped matrices that move together: more would only cost memory."""
 
 _HALF_WIDTH = 128
-"""Least n at which a bfloat16 product, conversions included, beats a float32 one on a CPU with AMX."""
+"""Least n at which a bfloat16 product, conversions included, beats a float32 one on a CPU with
+AMX."""
 
 
 def polar_factor(weight: Tensor) -> Tensor:
     """Return the nearest matrix with orthonormal rows or columns: U V^T of the SVD."""
     flat = weight.detach().double().reshape(weight.shape[0], -1)
-    left, _, right = torch.linalg.svd(flat, full_matrices=False)
-    return (left @ right).reshape(weight.shape).to(weight)
+    rows, _, columns = torch.linalg.svd(flat, full_matrices=False)
+    return (rows @ columns).reshape(weight.shape).to(weight)
 
 
 def retract(weight: Tensor, steps: int = 1) -> None:

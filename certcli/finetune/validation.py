@@ -1,15 +1,15 @@
-"""Judge the weights of a run after an epoch, by what the run trains for: the training-time estimate of
-the bound that its loss reads, noise, parts of images, or neighbourhoods that are enclosed."""
+"""Judge the weights of a run after an epoch, by what the run trains for: the training-time estimate
+of the bound that its loss reads, noise, parts of images, or neighbourhoods that are enclosed."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from certcli.finetune.losses import NEEDS_ENCLOSURE
-from certcli.finetune.losses.chain import ChainBound
 from certcli.finetune.losses.local import AT_ONCE, JUDGES, LocalEnclosure
 from certcli.finetune.objective import Objective
 from certcli.finetune.settings import FinetuneSettings
@@ -45,7 +45,8 @@ class Quality:
 
 
 Gains = Callable[[Tensor, Tensor], Tensor]
-"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b, k)."""
+"""(images (b, c, h, w), labels (b,)) -> largest growth of each z_j - z_y within the radius, (b,
+k)."""
 
 
 def evaluate(
@@ -104,17 +105,19 @@ def evaluate(
 
 
 SLACK = 0.25
-"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw more of the schedule. Two
-epochs judge the same images, so chance moves their difference less than either share: where 1 % of the images decide, by
-a quarter of the share's standard error. (The rule of one standard error of Breiman et al. 1984 is for independent folds.)
-"""
+"""Standard errors by which an epoch may fall short of the best one and still replace it: it saw
+more of the schedule. Two epochs judge the same images, so chance moves their difference less than
+either share: where 1 % of the images decide, by a quarter of the share's standard error. (The rule
+of one standard error of Breiman et al. 1984 is for independent folds.) """
 ENCLOSED = 32
-"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on digits."""
+"""Validation images whose neighbourhoods are enclosed after an epoch: a second of CPU time on
+digits."""
 ENCLOSED_ENTRIES = 256
-"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows with their square, from a
-second for 160 to a minute for 816."""
+"""Numbers in all tokens of an image up to which a penalised network is judged so: the time grows
+with their square, from a second for 160 to a minute for 816."""
 LARGEST_BATCH = 256
-"""Images of a validation batch, where a training batch has fewer: nothing is kept for a backward pass."""
+"""Images of a validation batch, where a training batch has fewer: nothing is kept for a backward
+pass."""
 
 
 def enclosure_of(model: PixelModel, settings: FinetuneSettings) -> LocalEnclosure | None:
@@ -140,26 +143,15 @@ class Validation:
 
     Args:
         objective: what noisy pixels and parts of images pass, as in training.
-        chain: bound of each image's neighbourhood, of the losses that read one.
         enclosure: of runs for local certificates.
     """
 
-    def __init__(
-        self,
-        model: PixelModel,
-        settings: FinetuneSettings,
-        objective: Objective,
-        chain: ChainBound | None,
-        enclosure: LocalEnclosure | None,
-        team: Team,
-    ) -> None:
-        self.model = model
-        self.settings = settings
+    def __init__(self, objective: Objective, enclosure: LocalEnclosure | None, team: Team) -> None:
+        self.model = objective.model
+        self.settings = objective.settings
         self.objective = objective
-        self.chain = chain
         self.enclosure = enclosure
         self.team = team
-        self.device = next(model.parameters()).device
 
     def tolerance(self, share: float, images: Images) -> float:
         """Return how far below `share` an epoch may fall and still replace the best one."""
@@ -173,7 +165,9 @@ class Validation:
             pairs: estimated pair constants (k, k), of losses that read a bound.
             encloses: judge runs for local certificates by an enclosure, too.
         """
-        quality = self._evaluate(self.model, images, pairs, self._chain_gains())
+        chain = self.objective.chain
+        gains = None if chain is None else partial(chain.gains, epsilon=self.settings.epsilon)
+        quality = self._evaluate(self.model, images, pairs, gains)
         if self.settings.noise > 0:
             noisy = self._evaluate(
                 lambda pixels: self.model(self.objective.denoised(pixels)),
@@ -188,20 +182,13 @@ class Validation:
             quality = replace(quality, masked=masked.clean)
         return quality
 
-    def _chain_gains(self) -> Gains | None:
-        chain = self.chain
-        if chain is None:
-            return None
-        return lambda pixels, labels: chain.gains(pixels, self.settings.epsilon)(labels)
-
     def _enclosed_share(self, enclosure: LocalEnclosure, images: Images) -> float | None:
         """Return the share of a few images with positive margins, by the estimated enclosure."""
         sketch = enclosure.directions(torch.Generator().manual_seed(0), JUDGES)
-        epsilon = self.settings.epsilon
         return self._evaluate(
             self.model,
             images.limit(ENCLOSED, self.settings.seed),
-            gains=lambda pixels, labels: enclosure.gains(pixels, epsilon, sketch)(labels),
+            gains=partial(enclosure.gains, epsilon=self.settings.epsilon, directions=sketch),
             batch_size=AT_ONCE,
         ).certified
 
@@ -222,7 +209,7 @@ class Validation:
             images,
             self.settings.epsilon,
             batch_size,
-            self.device,
+            self.objective.device,
             gains,
             team=self.team,
             noise=noise,

@@ -48,17 +48,14 @@ def calibration_images(
     Args:
         judges: most further images of the same kind, where these are not made on the spot.
     """
-    if dataset is not None:
-        return datasets.load_dataset(dataset, record.input, "train", data_dir).limit(
-            count + judges, seed
-        )
-    if record.dataset is not None:
+    name = record.dataset if dataset is None else dataset
+    if name is not None:
         try:
-            return datasets.load_dataset(record.dataset, record.input, "train", data_dir).limit(
-                count + judges, seed
-            )
-        except DataError:
-            pass  # a record holds a folder's name without its path
+            images = datasets.load_dataset(name, record.input, "train", data_dir)
+            return images.limit(count + judges, seed)
+        except DataError:  # a record holds a folder's name without its path
+            if dataset is not None:
+                raise
     return default_for(record, count, seed, judges)
 
 
@@ -151,16 +148,9 @@ def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator
 def _blurred(image: Array, times: int) -> Array:
     """Convolve with [1 2 1] / 4 along both axes, `times` times."""
     for _ in range(times):
-        for axis in (1, 2):
-            padded = np.pad(
-                image, [(1, 1) if each == axis else (0, 0) for each in range(3)], mode="edge"
-            )
-            length = image.shape[axis]
-            before, middle, after = (
-                padded[(slice(None),) * axis + (slice(start, start + length),)]
-                for start in range(3)
-            )
-            image = 0.25 * before + 0.5 * middle + 0.25 * after
+        padded = np.pad(image, [(0, 0), (1, 1), (1, 1)], mode="edge")
+        rows = 0.25 * padded[:, :-2] + 0.5 * padded[:, 1:-1] + 0.25 * padded[:, 2:]
+        image = 0.25 * rows[..., :-2] + 0.5 * rows[..., 1:-1] + 0.25 * rows[..., 2:]
     return image
 
 

@@ -77,14 +77,15 @@ def require_classes(
             labels=mapping[images.labels],
             note="; ".join(filter(None, (images.note, "synset folders mapped to ImageNet"))),
         )
-    if len(images.classes) != classes:
-        raise DataError(
-            f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
-            next(
-                (part for part in images.note.split("; ") if "is not read" in part),
-                "use the dataset it was trained for, or one with the same classes",
-            ),
-        )
+    raise_if(
+        len(images.classes) != classes,
+        DataError,
+        f"dataset '{images.name}' has {len(images.classes)} classes, the checkpoint's network has {classes}",
+        next(
+            (part for part in images.note.split("; ") if "is not read" in part),
+            "use the dataset it was trained for, or one with the same classes",
+        ),
+    )
     if not class_names or all(name.isdigit() for name in images.classes):
         notes = filter(None, (images.note, order_note(images.classes)))
         return replace(images, note="; ".join(notes))
@@ -128,13 +129,9 @@ def _plain_name(name: str) -> str:
     return re.sub(r"[\s_-]+", " ", name.strip().casefold())
 
 
-def _is_synset(name: str) -> bool:
-    return len(name) == 9 and name[0] == "n" and name[1:].isdigit()
-
-
 def imagenet_indices(names: Sequence[str]) -> Tensor | None:
     """Return ImageNet's indices of synsets (n01440764, ...), or None. DataError: unknown."""
-    if len(names) > 1000 or not all(map(_is_synset, names)):
+    if len(names) > 1000 or not all(re.fullmatch(r"n\d{8}", name) for name in names):
         return None
     import certcli.system.compat  # noqa: F401
 

@@ -76,11 +76,12 @@ def _in_turn(size: tuple[int, int]) -> Iterator[None]:
 
 
 def _require_size(path: Path, size: tuple[int, int]) -> None:
-    if size[0] * size[1] > MOST_PIXELS:
-        raise DataError(
-            f"image {path}, {size[1]}x{size[0]}, has more than {MOST_PIXELS:,} pixels",
-            "make it smaller, or remove it",
-        )
+    raise_if(
+        size[0] * size[1] > MOST_PIXELS,
+        DataError,
+        f"image {path}, {size[1]}x{size[0]}, has more than {MOST_PIXELS:,} pixels",
+        "make it smaller, or remove it",
+    )
 
 
 def _webp_size(start: bytes) -> tuple[int, int]:
@@ -100,7 +101,7 @@ def _webp_size(start: bytes) -> tuple[int, int]:
     return 0, 0
 
 
-def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
+def _pixel_transform(spec: InputSpec) -> Any:
     """Return timm's evaluation transform (resize, crop) without the normalisation, which the
     network holds.
 
@@ -111,7 +112,7 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
     # isort: split
     from timm.data import create_transform
 
-    whole = create_transform(
+    whole: Any = create_transform(
         input_size=spec.size,
         is_training=False,
         interpolation=spec.interpolation,
@@ -120,21 +121,10 @@ def _pixel_transform(spec: InputSpec) -> Callable[[Image.Image], Tensor]:
         mean=spec.mean,
         std=spec.std,
     )
-    *steps, last = whole.transforms
-    raise_if(
-        type(last).__name__ != "Normalize",
-        AssertionError,
-        "timm's transform ends in another step than the normalisation",
-    )
-
-    def transform(image: Image.Image) -> Tensor:
-        current: Any = image
-        for step in steps:
-            current = step(current)
-        pixels: Tensor = current
-        return pixels
-
-    return transform
+    last = whole.transforms.pop()
+    if type(last).__name__ != "Normalize":
+        raise AssertionError("timm's transform ends in another step than the normalisation")
+    return whole
 
 
 class Decoder:
@@ -150,7 +140,13 @@ class Decoder:
     def __call__(self, path: Path) -> Tensor:
         try:
             with opened_image(path) as image:
-                self._require_size(image, path)
+                short, long = sorted(image.size)
+                raise_if(  # resizing its short side would make it huge
+                    self.short_side**2 * long > LARGEST_RESIZED * short,
+                    DataError,
+                    f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
+                    "crop it, or remove it",
+                )
                 return self._pixels(image, path).clamp(0, 1)
         except DataError:
             raise
@@ -158,16 +154,6 @@ class Decoder:
             raise DataError(
                 f"cannot read image {path} ({one_line(failure)})", "remove it, or fetch it again"
             ) from failure
-
-    def _require_size(self, image: Image.Image, path: Path) -> None:
-        """Raise DataError for a long image that resizing its short side would make huge."""
-        short, long = sorted(image.size)
-        raise_if(
-            self.short_side**2 * long > LARGEST_RESIZED * short,
-            DataError,
-            f"image {path}, {image.height}x{image.width}, would be resized to more than {LARGEST_RESIZED:,} pixels",
-            "crop it, or remove it",
-        )
 
     def _pixels(self, image: Image.Image, path: Path) -> Tensor:
         # 16 bits a pixel: Pillow's own conversion to 8 clips at 255

@@ -58,9 +58,6 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
     unreadable: list[str] = []
     others: list[str] = []
 
-    def note(failure: OSError) -> None:
-        unreadable.append(f"{failure.filename} ({failure.strerror})")
-
     for path in paths:
         raise_if(
             is_absent(path),
@@ -71,7 +68,9 @@ def image_files(paths: Sequence[Path]) -> tuple[list[Path], list[str], str]:
         if not path.is_dir():
             files.append(path)
             continue
-        walked = os.walk(path, onerror=note)
+        walked = os.walk(
+            path, onerror=lambda why: unreadable.append(f"{why.filename} ({why.strerror})")
+        )
         below = [Path(parent, name) for parent, _, names in walked for name in names]
         inside = sorted(each for each in below if _has_image_name(each.name))
         others += [each.name for each in below if not _has_image_name(each.name)]
@@ -136,8 +135,12 @@ def _class_folder(dataset: Path, folder: Path, spec: InputSpec, split: str) -> I
     else:
         paths, labels, classes, others = _foldered(folder)
     strange = next((name for name in classes if not name.isprintable()), None)
-    if strange is not None:
-        raise DataError(f"{folder} has a class whose name does not print: {strange!a}", "rename it")
+    raise_if(
+        strange is not None,
+        DataError,
+        f"{folder} has a class whose name does not print: {strange!a}",
+        "rename it",
+    )
     images = _from_files(folder.name, split, paths, spec, dataset)
     unread = _unread(dataset, folder, listing if listed else None)
     notes = filter(None, (_left_out(others, paths), unread, images.note))

@@ -91,24 +91,13 @@ def bound_document(value: Real, name: str = "upper") -> dict[str, Any]:
     }
 
 
-def _product_law(parts: Sequence[Real]) -> Real:
-    total = ONE
-    for part in parts:
-        total = total * part
-    return total
-
-
-def _root_sum_of_squares(parts: Sequence[Real]) -> Real:
-    return real_sum([part * part for part in parts]).sqrt()
-
-
 LAWS: Mapping[str, Callable[[Sequence[Real]], Real]] = {
     # f after g: Lip <= Lip(f) Lip(g)
-    "composition": _product_law,
+    "composition": lambda parts: math.prod(parts, start=ONE),
     # f + g: Lip <= Lip(f) + Lip(g)
     "sum": lambda parts: real_sum(list(parts)),
     # (f, g) side by side: |.|^2 adds, so Lip <= sqrt(Lip(f)^2 + Lip(g)^2)
-    "concatenation": _root_sum_of_squares,
+    "concatenation": lambda parts: real_sum([part * part for part in parts]).sqrt(),
     # a part of one tensor, or the tensor rearranged
     "same": lambda parts: max(ZERO, *parts),
     # the input itself

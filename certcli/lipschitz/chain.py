@@ -18,7 +18,7 @@ from certcli.engine.trace import of_margins
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import Call, Domain, walk
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Scalar
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.system.errors import NoBoundError, raise_if

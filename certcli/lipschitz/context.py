@@ -1,4 +1,6 @@
-"""The first argument of every rule: arithmetic, shapes of the call, and ways to build a value."""
+"""The table of the global domain's theorems, and the first argument of every rule: arithmetic,
+shapes of the call, and ways to build a value.
+"""
 
 import math
 from collections.abc import Sequence
@@ -8,14 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.size import Size, Thunk
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Affine, Size, Thunk, Value
+
+rules = RuleTable("lipschitz")
 
 
 def resized(shape: tuple[int, ...], axis: int, length: int) -> tuple[int, ...]:
@@ -169,7 +171,7 @@ class Context:
             return x
         settled = self.walk.settled
         if id(x) not in settled:  # a tensor that is used twice (a residual) is charged once
-            settled[id(x)] = (x, rules.settler(x.waiting)(self, x, x.waiting))
+            settled[id(x)] = (x, rules.settlers[type(x.waiting)](self, x, x.waiting))
         return settled[id(x)][1]
 
     def fold(

@@ -33,32 +33,17 @@ CONVERGED = 1e-4
 """Relative growth of a norm in one iteration below which `measure` stops."""
 
 
-def jacobian_norms(
-    model: nn.Module,
-    images: Tensor,
-    iterations: int = 20,
-    seed: int = 0,
-    tolerance: float = 0.0,
-    rest: tuple[Any, ...] = (),
-) -> Tensor:
+def jacobian_norms(model: nn.Module, images: Tensor, iterations: int = 20, seed: int = 0) -> Tensor:
     """Return |J(x)|_2 from below, by power iteration on J^T J, without forming the Jacobian J: (b,
     c, h, w) -> (b,).
 
     Each value is |J v| / |v| at the last direction v, rounded down by `slopes_below`.
-
-    Args:
-        tolerance: Stop when no image's value grows by more in one iteration, relative; 0: run all
-            iterations.
-        rest: Further arguments of the model.
     """
-    direction = _random(images, seed)
-    _, direction, _ = _iterated(lambda x: model(x, *rest), images, direction, iterations, tolerance)
-    return slopes_below(copies_of(model), images, direction, rest)
+    _, direction, _ = _iterated(model, images, _random(images, seed), iterations, 0.0)
+    return slopes_below(copies_of(model), images, direction)
 
 
-def slopes_below(
-    copies: Copies, images: Tensor, direction: Tensor, rest: tuple[Any, ...] = ()
-) -> Tensor:
+def slopes_below(copies: Copies, images: Tensor, direction: Tensor) -> Tensor:
     """Return |w| - e for w = J(x) v / |v|, rounded down: every `Estimate` comes from here. -> (b,)
 
     w is computed in float64, and in float32 beside it. To first order a rounding error is a unit
@@ -68,8 +53,8 @@ def slopes_below(
     (proven).
     """
     with _Narrow() as narrow:
-        precise = _pushed(copies[torch.float64], images.double(), direction.double(), rest)
-    rough = _pushed(copies[torch.float32], images.float(), direction.float(), rest)
+        *_, precise = _iterated(copies[torch.float64], images.double(), direction.double(), 1, 0.0)
+    *_, rough = _iterated(copies[torch.float32], images.float(), direction.float(), 1, 0.0)
     length = precise.flatten(1).norm(dim=1)
     difference = (precise - rough.double()).flatten(1).norm(dim=1)
     # what a network rounds in float32 by itself, float64 does not lose less of
@@ -95,23 +80,13 @@ class _Narrow(OperationMode):
 
 
 def copies_of(model: nn.Module) -> Copies:
-    """Return the network in float64 and in float32."""
-    return {dtype: _copy_in_dtype(model, dtype) for dtype in (torch.float64, torch.float32)}
-
-
-def _copy_in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    if all(parameter.dtype == dtype for parameter in model.parameters()):
-        return model
-    return copy.deepcopy(model).to(dtype)
-
-
-def _pushed(model: nn.Module, images: Tensor, direction: Tensor, rest: tuple[Any, ...]) -> Tensor:
-    """Return J(x) v / |v|: (b, ...) like the model's result."""
-    arguments = tuple(
-        part.to(images.dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
-        for part in rest
-    )
-    return _iterated(lambda x: model(x, *arguments), images, direction, 1, 0.0)[2]
+    """Return the network in float64 and in float32: itself where it is."""
+    return {
+        dtype: model
+        if all(parameter.dtype == dtype for parameter in model.parameters())
+        else copy.deepcopy(model).to(dtype)
+        for dtype in (torch.float64, torch.float32)
+    }
 
 
 def _random(images: Tensor, seed: int) -> Tensor:

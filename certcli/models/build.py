@@ -16,10 +16,9 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Record, Replacement
 from certcli.checkpoint.schema import is_name, surgery_arguments
-from certcli.models.build_limits import Building
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
-from certcli.models.weights import load_weights
+from certcli.models.weights import Building, load_weights
 from certcli.nn import norms
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
@@ -252,22 +251,24 @@ def require_described(model: PixelModel, record: Record) -> None:
             f"the network does not take an image of size {size} ({one_line(failure)})",
             "check --arch and --arch-arg",
         ) from failure
-    if not isinstance(logits, Tensor):
-        raise ArchitectureError(
-            f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
-            "wrap it in a module that returns the tensor",
-        )
+    raise_if(
+        not isinstance(logits, Tensor),
+        ArchitectureError,
+        f"the network maps an image to {type(logits).__name__}, not to one row of logits or features",
+        "wrap it in a module that returns the tensor",
+    )
     raise_if(
         logits.dim() != 2 or len(logits) != 1,
         ArchitectureError,
         f"the network maps an image to a tensor {tuple(logits.shape)}, not to one row of logits or features",
         "--arch-arg global_pool=token or avg pools the tokens; without one certvit proves no bound",
     )
-    if record.classes not in (0, logits.shape[1]):
-        raise ArchitectureError(
-            f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
-            "the file was edited, or written by another program; go back to the checkpoint it came from",
-        )
+    raise_if(
+        record.classes not in (0, logits.shape[1]),
+        ArchitectureError,
+        f"the record says {record.classes} classes, and the network has {logits.shape[1]} logits",
+        "the file was edited, or written by another program; go back to the checkpoint it came from",
+    )
     raise_if(
         not bool(torch.isfinite(logits).all()),
         ArchitectureError,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.config_fields import DEFAULT_CROP, ConfigFields, decode_config
 from certcli.checkpoint.record import Record
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
 from certcli.models.origins import Hints
@@ -56,11 +56,12 @@ def config_beside(path: Path, hints: Hints) -> tuple[ConfigFields | None, list[s
     ):
         return None, [f"--arch says {hints.arch}, {CONFIG} {fields.architecture}: it is not used"]
     why = None if hints.as_stated else _of_another(path, fields)
-    if why is not None and hints.arch is None:
-        raise ArchitectureError(
-            f"is {config} about {path.name}? {why}",
-            "--arch NAME for another network, --as-stated if it is",
-        )
+    raise_if(
+        why is not None and hints.arch is None,
+        ArchitectureError,
+        f"is {config} about {path.name}? {why}",
+        "--arch NAME for another network, --as-stated if it is",
+    )
     if why is not None:
         return None, [f"{CONFIG} is not used: {why}"]
     return fields, [*fields.doubts, *_overruled_fields(fields, hints)]
@@ -94,19 +95,16 @@ def _overruled_fields(fields: ConfigFields, hints: Hints) -> list[str]:
     pairs: list[tuple[str, Any, Any]] = [
         ("--mean", hints.mean, about.mean),
         ("--std", hints.std, about.std),
+        *(
+            (f"--arch-arg {key}", value, fields.model_args.get(key))
+            for key, value in hints.arch_args.items()
+        ),
     ]
-    pairs += [
-        (f"--arch-arg {key}", value, fields.model_args.get(key))
-        for key, value in hints.arch_args.items()
+    return [
+        f"{option} says {_value_text(value)}, {CONFIG} {_value_text(said)}: the option is taken"
+        for option, value, said in pairs
+        if value is not None and said is not None and not _equal_values(value, said)
     ]
-    differences = []
-    for option, option_value, said in pairs:
-        if option_value is None or said is None or _equal_values(option_value, said):
-            continue
-        differences.append(
-            f"{option} says {_value_text(option_value)}, {CONFIG} {_value_text(said)}: the option is taken"
-        )
-    return differences
 
 
 def _equal_values(first: Any, said: Any) -> bool:
@@ -140,7 +138,11 @@ def describe_timm_file(
                 {"mean", "std", "view"} - {key for key in ("mean", "std") if getattr(hints, key)},
                 TIMM,
             )
-            record, net = _from_hints(_as_hints(config, hints), tensors, path)
+            has_classes = config.num_classes is not None and not hints.features
+            classes = {"num_classes": config.num_classes} if has_classes else {}
+            arguments = {**classes, **config.model_args, **hints.arch_args}
+            as_hints = replace(hints, arch=config.architecture, arch_args=arguments)
+            record, net = _from_hints(as_hints, tensors, path)
             record = replace(record, class_names=_class_names_of_labels(config, record.classes))
         else:
             record = _from_config(config_path(path), config, hints, tensors)
@@ -149,18 +151,6 @@ def describe_timm_file(
         origins = {"architecture": "--arch", "mean": TIMM, "std": TIMM, "view": TIMM} | origins
         record, net = _from_hints(hints, tensors, path)
     return record, origins, net
-
-
-def _as_hints(fields: ConfigFields, hints: Hints) -> Hints:
-    """Return what config.json says as options would say it; the options themselves come first."""
-    classes = (
-        {} if fields.num_classes is None or hints.features else {"num_classes": fields.num_classes}
-    )
-    return replace(
-        hints,
-        arch=fields.architecture,
-        arch_args={**classes, **fields.model_args, **hints.arch_args},
-    )
 
 
 def _from_config(
@@ -173,7 +163,7 @@ def _from_config(
     arguments = {**_of_input_size(fields), **arguments}
     mean = hints.mean or about.mean
     std = hints.std or about.std
-    classes = arguments.get("num_classes", about.num_classes)
+    classes: Any = arguments.get("num_classes", about.num_classes)
     needed = {"input_size": about.input_size, "mean": mean, "std": std, "num_classes": classes}
     missing = [name for name, value in needed.items() if value is None]
     raise_if(
@@ -182,8 +172,11 @@ def _from_config(
         f"{config} does not say {', '.join(missing)}",
         "add it, or pass --mean and --std",
     )
-    if not isinstance(classes, int):
-        raise CheckpointError(f"{config} cannot be used: num_classes is no number")
+    raise_if(
+        not isinstance(classes, int),
+        CheckpointError,
+        f"{config} cannot be used: num_classes is no number",
+    )
     assert about.input_size is not None
     view = (
         about.interpolation or "bicubic",

@@ -75,11 +75,12 @@ class _Reader:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module = module
         images = [node for node in module.graph.nodes if node.op == "placeholder"]
-        image = images[0].meta.get("val") if len(images) == 1 else None
-        if not isinstance(image, Tensor) or image.dim() < 2:
-            raise ArchitectureError(
-                f"the program takes {len(images)} inputs, and a network of images one batch"
-            )
+        image: Any = images[0].meta.get("val") if len(images) == 1 else None
+        raise_if(
+            not isinstance(image, Tensor) or image.dim() < 2,
+            ArchitectureError,
+            f"the program takes {len(images)} inputs, and a network of images one batch",
+        )
         self.size = tuple(int(side) for side in image.shape[1:])
         stored = sum(tensor.numel() for tensor in module.state_dict().values())
         self.program = Program(self.size, image.dtype, stored)
@@ -87,7 +88,10 @@ class _Reader:
 
     def read(self, node: fx.Node) -> None:
         """Give a node its value, or the graph its result."""
-        args, kwargs = map_aggregate((node.args, node.kwargs), self._value)
+        args, kwargs = map_aggregate(
+            (node.args, node.kwargs),
+            lambda value: self.values[value] if isinstance(value, fx.Node) else value,
+        )
         if node.op == "placeholder":
             self.values[node] = self.program.image
         elif node.op == "get_attr":
@@ -99,9 +103,6 @@ class _Reader:
             self.values[node] = self._called(node, args, kwargs)
         elif node.users:
             raise Refused("a part of a program that is not read")
-
-    def _value(self, value: Any) -> Any:
-        return self.values[value] if isinstance(value, fx.Node) else value
 
     def _called(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         target: Any = node.target
@@ -177,8 +178,11 @@ def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
     def reader(
         program: Program, a: Any, b: Any, *, alpha: float = 1, rounding_mode: Any = None
     ) -> Any:
-        if alpha != 1 or rounding_mode is not None:
-            raise Refused("a factor, or a quotient that is rounded")
+        raise_if(
+            alpha != 1 or rounding_mode is not None,
+            Refused,
+            "a factor, or a quotient that is rounded",
+        )
         numbers = [float(each) if isinstance(each, (int, float)) else each for each in (a, b)]
         return program.apply(function, *numbers)
 
@@ -189,8 +193,7 @@ def _aten_convolution(
     program: Program, x: Any, weight: Tensor, bias: Tensor | None = None, stride: Any = (1, 1),
     padding: Any = (0, 0), dilation: Any = (1, 1), groups: int = 1,
 ) -> Any:  # fmt: skip
-    if isinstance(padding, str):
-        raise Refused("padding by a word")
+    raise_if(isinstance(padding, str), Refused, "padding by a word")
     return _op(
         program, "Conv", x, weight, bias, strides=stride, pads=[*padding, *padding], dilations=dilation, group=groups
     )  # fmt: skip

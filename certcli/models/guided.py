@@ -28,7 +28,7 @@ from certcli.models.diffusion import (
     Steps,
     require_channels,
 )
-from certcli.models.weights import load_weights
+from certcli.models.weights import load_weights, misfit
 from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
@@ -129,17 +129,16 @@ def read_guided(
             net = UNet(shape)
         converted = _by_unet_names(tensors, layout, shape, flags)
     except (LookupError, ValueError, TypeError, RuntimeError) as failure:
-        raise _no_unet(path, one_line(failure)[:120]) from failure
+        raise ArchitectureError(
+            f"the tensors of {path} fit no UNet of guided-diffusion: {one_line(failure)[:120]}"
+        ) from failure
     schedule = _guided_schedule(flags, path)
-    try:
-        load_weights(net, converted)
-    except ArchitectureError as failure:
-        raise _no_unet(path, failure.message) from failure
+    why = misfit(net, converted)
+    raise_if(
+        why, ArchitectureError, f"the tensors of {path} fit no UNet of guided-diffusion: {why}"
+    )
+    load_weights(net, converted)
     return net.eval().requires_grad_(False), schedule, tensors_digest(converted)
-
-
-def _no_unet(path: Path, why: str) -> ArchitectureError:
-    return ArchitectureError(f"the tensors of {path} fit no UNet of guided-diffusion: {why}")
 
 
 def _flags(path: Path) -> Flags:
@@ -164,18 +163,24 @@ def _flags(path: Path) -> Flags:
     )
 
 
-def _missing(path: Path, flag: str, why: str) -> ArchitectureError:
-    return ArchitectureError(
-        f"{path}: {why}, and no tensor says it", f"write {flag} into {path.with_suffix('.json')}"
+def _require_flag(is_stated: bool, path: Path, flag: str, why: str) -> None:
+    """Raise ArchitectureError where a flag is missing, or stated twice, that no tensor shows."""
+    raise_if(
+        not is_stated,
+        ArchitectureError,
+        f"{path}: {why}, and no tensor says it",
+        f"write {flag} into {path.with_suffix('.json')}",
     )
 
 
 def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
     """Raise ArchitectureError unless the flags say how attention is cut, and widths allow it."""
-    if (flags.num_heads is None) == (flags.num_head_channels is None):
-        raise _missing(
-            path, "num_heads or num_head_channels", "it attends with a number of heads or a width"
-        )
+    _require_flag(
+        (flags.num_heads is None) != (flags.num_head_channels is None),
+        path,
+        "num_heads or num_head_channels",
+        "it attends with a number of heads or a width",
+    )
     widths = {shape.block_out_channels[-1]}
     levels = zip(shape.block_out_channels, shape.down_block_types, strict=True)
     widths |= {width for width, kind in levels if "Attn" in kind}
@@ -188,18 +193,22 @@ def _require_heads(shape: GuidedShape, flags: Flags, path: Path) -> None:
             f"{path}: {width} channels are not cut into heads by {divisor}",
         )
     several = any(shape.head_width(width) < width for width in widths)
-    if several and flags.use_new_attention_order is None:
-        raise _missing(
-            path, "use_new_attention_order", "queries, keys and values lie in one of two orders"
-        )
+    _require_flag(
+        not several or flags.use_new_attention_order is not None,
+        path,
+        "use_new_attention_order",
+        "queries, keys and values lie in one of two orders",
+    )
 
 
 def _guided_schedule(flags: Flags, path: Path) -> GuidedSchedule:
     steps = flags.diffusion_steps
-    if steps != 1000 and flags.rescale_timesteps is None:
-        raise _missing(
-            path, "rescale_timesteps", f"the network may count its {steps} steps in 1000"
-        )
+    _require_flag(
+        steps == 1000 or flags.rescale_timesteps is not None,
+        path,
+        "rescale_timesteps",
+        f"the network may count its {steps} steps in 1000",
+    )
     first = 0.1 / steps  # betas of a thousand steps, so that all steps together add as much noise
     return GuidedSchedule(
         num_train_timesteps=steps,
@@ -265,14 +274,14 @@ class _Layout:
     def names(self) -> dict[str, str]:
         """Return prefix of a module of `UNet` -> its prefix in the file."""
         names = dict(ENDS)
-        ways = (
+        directions = (
             ("down", "input", self.attending, self.layers, "op"),
             ("up", "output", self.attending[::-1], self.layers + 1, "conv"),
         )
-        for way, side, attending, layers, convolution in ways:
+        for direction, side, attending, layers, convolution in directions:
             for level, attends_here in enumerate(attending):
-                new = f"{way}_blocks.{level}"
-                first = level * (self.layers + 1) + (way == "down")
+                new = f"{direction}_blocks.{level}"
+                first = level * (self.layers + 1) + (direction == "down")
                 for layer in range(layers):
                     block = f"{side}_blocks.{first + layer}"
                     names[f"{new}.resnets.{layer}"] = f"{block}.0"
@@ -282,11 +291,13 @@ class _Layout:
                     # a step between levels: a residual block, or one convolution
                     ahead = (
                         f"{first + layers}.0"
-                        if way == "down"
+                        if direction == "down"
                         else f"{first + layers - 1}.{1 + attends_here}"
                     )
                     step = ("", "") if self.by_resnet else (".conv", f".{convolution}")
-                    names[f"{new}.{way}samplers.0{step[0]}"] = f"{side}_blocks.{ahead}{step[1]}"
+                    names[f"{new}.{direction}samplers.0{step[0]}"] = (
+                        f"{side}_blocks.{ahead}{step[1]}"
+                    )
         return names
 
     def kinds(self, plain: str, attention: str, resnet: str) -> tuple[Any, ...]:

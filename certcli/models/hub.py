@@ -7,7 +7,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from certcli.checkpoint.shards import INDEX, shards_of_index
+import huggingface_hub
+from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
+
+from certcli.checkpoint.tensor_files import INDEX, shards_of_index
 from certcli.models.converters.transformers_config import PIXELS
 from certcli.system.errors import CheckpointError, one_line
 
@@ -18,8 +22,6 @@ SECONDS = 5.0
 
 
 def host() -> str:
-    from huggingface_hub import constants
-
     return urlsplit(constants.ENDPOINT).hostname or "huggingface.co"
 
 
@@ -29,18 +31,14 @@ def reachable() -> bool:
         os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
     ):
         return True
-    try:
-        with socket.create_connection((host(), 443), timeout=SECONDS):
-            return True
-    except OSError:
-        return False
+    with suppress(OSError), socket.create_connection((host(), 443), timeout=SECONDS):
+        return True
+    return False
 
 
 @contextmanager
 def cache_if_unreachable() -> Iterator[str]:
     """Let the library read only its cache without a network; yield the reason, else ""."""
-    from huggingface_hub import constants
-
     if constants.HF_HUB_OFFLINE or reachable():
         yield ""
         return
@@ -58,8 +56,6 @@ def fetched(name: str) -> Path:
     Args:
         name: OWNER/REPOSITORY, or OWNER/REPOSITORY@REVISION.
     """
-    from huggingface_hub.errors import EntryNotFoundError
-
     with _fetching(name, "config.json and model.safetensors") as fetch:
         fetch("config.json")
         with suppress(EntryNotFoundError):  # only transformers' repositories have it
@@ -75,7 +71,6 @@ def fetched(name: str) -> Path:
 
 def fetched_diffusers(name: str) -> Path:
     """Fetch a hub repository's UNet and schedule; return their folder; name as for `fetched`."""
-    from huggingface_hub.errors import EntryNotFoundError
 
     def first(fetch: Callable[[str], Path], folder: str, file: str) -> str:
         """Fetch a file in the folder or beside it, and return where it lay."""
@@ -98,14 +93,12 @@ def fetched_diffusers(name: str) -> Path:
 @contextmanager
 def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
     """Yield what fetches a file of a repository; CheckpointError for what the library raises."""
-    from huggingface_hub import hf_hub_download
-
     repository, _, revision = name.partition("@")
     if not repository:
         raise CheckpointError("hf-hub: names no repository", "hf-hub:OWNER/NAME")
 
     def fetch(file: str) -> Path:
-        return Path(hf_hub_download(repository, file, revision=revision or None))
+        return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision or None))
 
     with cache_if_unreachable() as offline:
         try:

@@ -1,23 +1,27 @@
-"""A module in memory as a checkpoint: copied, then traced and bounded like a file's network."""
+"""Networks that no file holds: a module in memory, copied, then traced and bounded like a file's; and
+the mean of trained networks, as one checkpoint.
+"""
 
 import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from certcli.checkpoint.file import Checkpoint, require_weights
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import MEAN, Record
 from certcli.checkpoint.schema import require_pixel_statistics
 from certcli.models import build, exported
 from certcli.models.pixels import PixelModel, PixelNormalize, PixelResize, ResizedPixels
 from certcli.models.program import program_digest
 from certcli.models.weights import foreign_tensor, require_classifier, require_features
+from certcli.nn.layers import FlatHead
+from certcli.nn.lipschitz_networks import MOST_MEMBERS, mean_tensors
 from certcli.system.errors import ArchitectureError, Refused, UsageError, one_line, raise_if
 
 PREFIX = "module."
@@ -61,10 +65,10 @@ def open_module(
         shift = normalisation.mean.flatten()
         scale = normalisation.std.flatten()
         # it takes pixels: the same function
-        stated_none = not any(statistics_per_channel(mean) or ())
-        stated_none &= {*(statistics_per_channel(std) or ())} <= {1.0}
+        takes_pixels = not any(statistics_per_channel(mean) or ())
+        takes_pixels &= {*(statistics_per_channel(std) or ())} <= {1.0}
         raise_if(
-            not stated_none and not (_are(mean, shift) and _are(std, scale)),
+            not takes_pixels and not (_are(mean, shift) and _are(std, scale)),
             UsageError,
             f"the {kind} normalises its pixels itself",
             "give neither mean nor std, or the network without its first layer",
@@ -92,17 +96,19 @@ def open_module(
             f"'{one_line(min(hidden))}' of the {kind} is no tensor of its state_dict"
         )
     unset = next((name for name, value in state.items() if is_lazy(value)), None)
-    if unset is not None:
-        raise ArchitectureError(
-            f"'{one_line(unset)}' of the {kind} has no values yet",
-            "run the module on an image first",
-        )
+    raise_if(
+        unset is not None,
+        ArchitectureError,
+        f"'{one_line(unset)}' of the {kind} has no values yet",
+        "run the module on an image first",
+    )
     foreign = foreign_tensor(module)
-    if foreign is not None:
-        raise ArchitectureError(
-            f"{one_line(foreign)} of the {kind} is no tensor of torch's own type",
-            "give it as an ordinary tensor, which holds its entries",
-        )
+    raise_if(
+        foreign is not None,
+        ArchitectureError,
+        f"{one_line(foreign)} of the {kind} is no tensor of torch's own type",
+        "give it as an ordinary tensor, which holds its entries",
+    )
     tensors = {name: value.detach() for name, value in state.items()}
     require_weights(tensors, f"the {kind}")
     try:
@@ -248,8 +254,8 @@ def _is_resize(resize: nn.Module) -> bool:
 def _are(values: Statistics | None, statistics: Tensor) -> bool:
     """Tell whether these are the module's own statistics (c,); None says nothing else."""
     numbers = statistics_per_channel(values)
-    stated = statistics.new_tensor(statistics.tolist() if numbers is None else numbers)
-    return len(stated) in (1, len(statistics)) and bool((stated == statistics).all())
+    expected = statistics.new_tensor(statistics.tolist() if numbers is None else numbers)
+    return len(expected) in (1, len(statistics)) and bool((expected == statistics).all())
 
 
 def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | None:
@@ -261,3 +267,60 @@ def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | Non
         if isinstance(values, (int, float))
         else tuple(float(value) for value in values)
     )
+
+
+def mean_of(
+    arch: str, members: Sequence[build.OpenCheckpoint], mirror: bool
+) -> build.OpenCheckpoint:
+    """Return the mean of these networks' logits, with `mirror` at the mirror image too; its lineage
+    tells all their steps.
+
+    Raises:
+        UsageError: one is of another architecture, or takes or gives something else than the first.
+        ArchitectureError: the architecture has no mean.
+    """
+    raise_if(
+        not isinstance(mirror, bool) or len(members) > MOST_MEMBERS,
+        UsageError,
+        "a mean cannot be built of these",
+        f"mirror=true or false, and at most {MOST_MEMBERS} members",
+    )
+    first = members[0].record
+    same = ("input", "classes", "class_names")
+    for number, member in enumerate(members, 1):
+        member_record = member.record
+        raise_if(
+            member_record.arch != arch,
+            UsageError,
+            f"member {number} is of {one_line(member_record.arch)}, not {arch}",
+        )
+        differs = [name for name in same if getattr(member_record, name) != getattr(first, name)]
+        if differs:
+            raise UsageError(
+                f"member {number} has another {differs[0].replace('_', ' ')} than the first"
+            )
+        raise_if(
+            member_record.surgery or not isinstance(getattr(member.net, "head", None), FlatHead),
+            ArchitectureError,
+            f"member {number}: certvit does not average such networks",
+            "certvit_lip_*, sort or mix",
+        )
+    arguments: dict[str, Any] = {"members": len(members), "mirror": mirror}
+    for key in sorted({key for member in members for key in member.record.arch_args}):
+        values = [member.record.arch_args.get(key) for member in members]
+        if all(value == values[0] for value in values):
+            arguments[key] = values[0]
+        else:  # an absent one keeps the architecture's default: timm drops None
+            arguments |= {
+                f"{key}_{i}": value for i, value in enumerate(values, 1) if value is not None
+            }
+    steps = tuple(step for member in members for step in member.record.lineage)
+    dataset = (
+        first.dataset if all(member.record.dataset == first.dataset for member in members) else None
+    )
+    record = replace(first, arch_args=arguments, dataset=dataset, lineage=steps, evidence=())
+    tensors = mean_tensors([member.tensors for member in members], mirror)
+    digests = {"members": [member.digest for member in members], "mirror": mirror}
+    last = Checkpoint(members[-1].tensors, replace(record, arch_args=members[-1].record.arch_args))
+    joined = last.derive(tensors, MEAN, digests, arch_args=arguments)
+    return build.with_network(joined, build.build(joined.record, like=tensors))

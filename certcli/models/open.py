@@ -19,17 +19,21 @@ from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights, tensors_digest
 from certcli.checkpoint.record import KEY, Record
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
-from certcli.checkpoint.shards import INDEX
 from certcli.checkpoint.shipped import shipped_path
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
 from certcli.models.assumptions import RECORD, image_preparation, reading_of, rival
 from certcli.models.build import OpenCheckpoint
 from certcli.models.config_json import HUB_NAMES
-from certcli.models.converters import torchvision
 from certcli.models.converters.base import Converted, cause
+from certcli.models.converters.libraries import (
+    convert_torchvision,
+    convert_transformers,
+    describes,
+    is_transformers,
+    torchvision_family,
+)
 from certcli.models.converters.prefixes import without_wrapping
-from certcli.models.converters.transformers import convert_transformers as convert_transformers
-from certcli.models.converters.transformers import describes, is_transformers
 from certcli.models.converters.wrapping import (
     TORCH_SUFFIXES,
     Bare,
@@ -190,13 +194,13 @@ def _of_another_library(
     tensors: Mapping[str, Tensor], path: Path, hints: Hints
 ) -> Converted | None:
     """Return the file in timm's terms where its names are another library's, else None."""
-    family = torchvision.torchvision_family(tensors)
+    family = torchvision_family(tensors)
     by_transformers = is_transformers(tensors) or (hints.arch is None and describes(path))
     library = "transformers" if by_transformers else f"torchvision's {family}"
     try:
         if by_transformers:
             return convert_transformers(tensors, path, hints)
-        return None if family is None else torchvision.convert_torchvision(tensors, family, hints)
+        return None if family is None else convert_torchvision(tensors, family, hints)
     except CertvitError:
         raise
     except _MISFITS as failure:
@@ -269,10 +273,12 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     require_weights(tensors, name)
     net = build.build(record, like=tensors)  # as every later command builds it
     why = None if hints.as_stated else rival(net, record, tensors, hints.arch_args)
-    if why is not None:
-        raise ArchitectureError(
-            f"{name} is not published with these arguments: {why}", "--as-stated if it is meant"
-        )
+    raise_if(
+        why is not None,
+        ArchitectureError,
+        f"{name} is not published with these arguments: {why}",
+        "--as-stated if it is meant",
+    )
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
     doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
     doubts += [

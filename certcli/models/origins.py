@@ -162,8 +162,11 @@ def read_adapter(folder: Path) -> Adapter:
         for name in sorted(about.keys() - set(AdapterConfig.__struct_fields__) - _HARMLESS):
             raise_if(about[name], Refused, f"'{one_line(name)[:80]}' has no reader")
         for key in {**(config.rank_pattern or {}), **(config.alpha_pattern or {})}:
-            if re.fullmatch(r"[\w.]+", key) is None:
-                raise Refused(f"the pattern '{one_line(key)[:80]}' is no name")
+            raise_if(
+                re.fullmatch(r"[\w.]+", key) is None,
+                Refused,
+                f"the pattern '{one_line(key)[:80]}' is no name",
+            )
     except (OSError, Refused) as failure:
         raise CheckpointError(
             f"{folder / CONFIG}: {one_line(failure)}", "a folder that PEFT saved, with LoRA or DoRA"

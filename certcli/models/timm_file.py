@@ -36,6 +36,7 @@ from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
     one_line,
+    raise_if,
 )
 
 _RESAMPLED = re.compile(r"pos_embed|patch_embed|relative_position|head")
@@ -61,10 +62,11 @@ def _filtered(tensors: Mapping[str, Tensor], net: nn.Module) -> dict[str, Tensor
     if convert is None or not all(_RESAMPLED.search(name) for name in wrong):
         return None  # tensors of other widths: no renaming makes them fit
     layer = next((name for name in tensors if "pre_logits" in name), None)
-    if layer is not None:
-        raise ArchitectureError(
-            f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks"
-        )
+    raise_if(
+        layer is not None,
+        ArchitectureError,
+        f"'{one_line(layer)}' belongs to a representation layer, which timm's network lacks",
+    )
     scaled = inspect.signature(convert).parameters.keys() & {"adapt_layer_scale"}
     resampling = [name for name in vars(module) if name.startswith(("resample_", "resize_"))]
     try:
@@ -219,11 +221,12 @@ def open_timm_file(path: Path, bare: Bare, hints: Hints) -> OpenCheckpoint:
         require_consistent_config(config, net, config_path(path), hints)
     if not hints.as_stated:
         why = rival(net, record, bare.tensors, hints.arch_args)
-        if why is not None:
-            raise ArchitectureError(
-                f"which network is {path.name}? {why}",
-                "--as-stated if it was trained with these arguments; else leave them out",
-            )
+        raise_if(
+            why is not None,
+            ArchitectureError,
+            f"which network is {path.name}? {why}",
+            "--as-stated if it was trained with these arguments; else leave them out",
+        )
         why = rival(net, record, bare.tensors, {} if config is None else config.model_args)
         if why is not None:
             doubts.append(f"config.json is believed: {why}")

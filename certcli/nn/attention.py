@@ -1,4 +1,5 @@
-"""Attentions that replace timm's: the shape and weights of the old one, and the bases of the new ones.
+"""Attentions that replace timm's: the shape and weights of the old one, and the bases of the
+new ones.
 
 Only timm's Attention, Swin's WindowAttention and ConViT's GPSA and MHSA are read. An option that a
 replacement would drop is refused by name.

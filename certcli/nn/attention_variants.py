@@ -1,8 +1,8 @@
-"""Attentions in place of timm's: tied L2, scaled cosine, LipschitzNorm; and what mixes tokens without
-scores: convolutions over them, orthogonal matrices.
+"""Attentions in place of timm's: tied L2, scaled cosine, LipschitzNorm; and what mixes tokens
+without scores: convolutions over them, orthogonal matrices.
 
-Each has a Lipschitz constant everywhere, or (L2 with untied values) on bounded rows: docs/bounds.md,
-sections 6 and 10.
+Each has a Lipschitz constant everywhere, or (L2 with untied values) on bounded rows:
+docs/bounds.md, sections 6 and 10.
 """
 
 import math

@@ -1,5 +1,5 @@
-"""Networks of papers that timm's own arguments do not build: vision transformers of its class, and the
-small convolutional networks of certified training.
+"""Networks of papers that timm's own arguments do not build: vision transformers of its class,
+and the small convolutional networks of certified training.
 """
 
 from collections.abc import Sequence

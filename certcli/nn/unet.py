@@ -1,5 +1,6 @@
 """The unconditional UNet of published diffusion models, with the tensor names of diffusers'
-`UNet2DModel`, and their noise schedules: step t -> alpha_bar_t, how much of the image's variance is left.
+`UNet2DModel`, and their noise schedules: step t -> alpha_bar_t, how much of the image's
+variance is left.
 
 Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network, linear);
 Dhariwal & Nichol 2021 (scale and shift by the time, residual blocks that resample); Rombach et al.
@@ -156,36 +157,48 @@ class ResnetBlock(nn.Module):
         return maps
 
 
-def _attentions(kind: str, width: int, shape: UNetShape, count: int) -> nn.ModuleList | None:
-    """Return an attention behind each residual block of a level; None: it has none."""
-    if kind not in ATTENTION_BLOCKS:
-        return None
-    return nn.ModuleList(Attention(width, shape, shape.norm_num_groups) for _ in range(count))
+class Resample(nn.Module):
+    """Half the size by a convolution of stride 2, whose padding of 0 is one pixel at the right
+    and the bottom only; or each pixel four times, then a convolution.
+    """
 
-
-class Downsample(nn.Module):
-    """A convolution of stride 2; padding 0 pads one pixel at the right and the bottom only."""
-
-    def __init__(self, width: int, padding: int) -> None:
+    def __init__(self, width: int, direction: str, padding: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, stride=2, padding=padding)
+        self.up = direction == "up"
+        stride, padding = (1, 1) if self.up else (2, padding)
+        self.conv = nn.Conv2d(width, width, 3, stride=stride, padding=padding)
         self.uneven = padding == 0
 
     def forward(self, maps: Tensor, time: Tensor) -> Tensor:
+        if self.up:
+            maps = functional.interpolate(maps, scale_factor=2.0, mode="nearest")
         out: Tensor = self.conv(functional.pad(maps, (0, 1, 0, 1)) if self.uneven else maps)
         return out
 
 
-class Upsample(nn.Module):
-    """Each pixel four times, then a convolution."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(width, width, 3, padding=1)
-
-    def forward(self, maps: Tensor, time: Tensor) -> Tensor:
-        out: Tensor = self.conv(functional.interpolate(maps, scale_factor=2.0, mode="nearest"))
-        return out
+def _level(
+    kind: str,
+    widths: list[int],
+    outputs: int,
+    time: int,
+    shape: UNetShape,
+    direction: str,
+    last: bool,
+) -> tuple[nn.ModuleList, nn.ModuleList | None, nn.ModuleList]:
+    """Return the residual blocks of inputs of these widths, the attention behind each (None:
+    there is none), and what changes the resolution, "down" or "up".
+    """
+    resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
+    attentions = None
+    if kind in ATTENTION_BLOCKS:
+        attentions = nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
+    method = shape.downsample_type if direction == "down" else shape.upsample_type
+    resamplers = nn.ModuleList()
+    if not last and (kind in (RESNET_DOWN, RESNET_UP) or (attentions and method == "resnet")):
+        resamplers.append(ResnetBlock(outputs, outputs, time, shape, direction))
+    elif not last:
+        resamplers.append(Resample(outputs, direction, shape.downsample_padding))
+    return resnets, attentions, resamplers
 
 
 class DownBlock(nn.Module):
@@ -196,16 +209,9 @@ class DownBlock(nn.Module):
     ) -> None:
         super().__init__()
         widths = [inputs, *(outputs,) * (shape.layers_per_block - 1)]
-        self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
-        self.attentions = _attentions(kind, outputs, shape, len(widths))
-        by_resnet = kind == RESNET_DOWN or (
-            self.attentions is not None and shape.downsample_type == "resnet"
+        self.resnets, self.attentions, self.downsamplers = _level(
+            kind, widths, outputs, time, shape, "down", last
         )
-        self.downsamplers = nn.ModuleList()
-        if not last and by_resnet:
-            self.downsamplers.append(ResnetBlock(outputs, outputs, time, shape, "down"))
-        elif not last:
-            self.downsamplers.append(Downsample(outputs, shape.downsample_padding))
 
     def forward(self, maps: Tensor, time: Tensor) -> list[Tensor]:
         skips = []
@@ -239,16 +245,9 @@ class UpBlock(nn.Module):
         super().__init__()
         before = [inputs, *(outputs,) * (len(skips) - 1)]
         widths = [width + skip for width, skip in zip(before, skips, strict=True)]
-        self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
-        self.attentions = _attentions(kind, outputs, shape, len(widths))
-        by_resnet = kind == RESNET_UP or (
-            self.attentions is not None and shape.upsample_type == "resnet"
+        self.resnets, self.attentions, self.upsamplers = _level(
+            kind, widths, outputs, time, shape, "up", last
         )
-        self.upsamplers = nn.ModuleList()
-        if not last and by_resnet:
-            self.upsamplers.append(ResnetBlock(outputs, outputs, time, shape, "up"))
-        elif not last:
-            self.upsamplers.append(Upsample(outputs))
 
     def forward(self, maps: Tensor, skips: list[Tensor], time: Tensor) -> Tensor:
         for index, resnet in enumerate(self.resnets):

@@ -15,7 +15,7 @@ from certcli.engine.derived_constants import MOVING, Computed, Moved, place_of
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import tensors_in
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention

@@ -23,7 +23,7 @@ from certcli.engine.averages import Separable, register_averages
 from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
 from certcli.engine.table import runs_known_code, with_attributes
 from certcli.engine.walk import Constant
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.rules.convolution import numbers, padding_of, pads_with_zeros

@@ -37,9 +37,9 @@ from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, executed, of_margins, trace_model
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import walk
+from certcli.lipschitz.context import rules as slopes
+from certcli.lipschitz.network import deep_recursion
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
-from certcli.lipschitz.propagate import deep_recursion
-from certcli.lipschitz.table import rules as slopes
 from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
 from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep

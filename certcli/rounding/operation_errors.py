@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Call, Constant
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.residual import ConvexResidual, WeightedResidual

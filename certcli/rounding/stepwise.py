@@ -14,12 +14,11 @@ from certcli.engine.table import NoRule, Rule
 from certcli.engine.trace import shifts_logits
 from certcli.engine.walk import Call, Constant, Unproven
 from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import rules as slopes
+from certcli.lipschitz.network import GlobalDomain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real
-from certcli.lipschitz.propagate import GlobalDomain
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules as slopes
-from certcli.lipschitz.value import Value
+from certcli.lipschitz.value import Size, Value
 from certcli.rounding.enclosed import ErrorStep, carried
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
 

@@ -1,4 +1,6 @@
-"""Reports by themselves, no torch: the laws of `lipschitz --json`; `certify`'s and `attack`'s as the evidence of -o."""
+"""Reports by themselves, no torch: the laws of `lipschitz --json`; `certify`'s and `attack`'s as
+the evidence of -o.
+"""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -16,7 +16,7 @@ from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
 from certcli.models.build import with_network
-from certcli.models.mean import mean_of
+from certcli.models.in_memory import mean_of
 from certcli.system.errors import CertvitError
 from certcli.verification.documents import WEIGHTS, theorems, verify_laws
 

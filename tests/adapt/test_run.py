@@ -20,7 +20,7 @@ from certcli.images import datasets
 from certcli.models import build as models
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.forks import interrupted
+from tests.helpers.runs import interrupted
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,7 @@ from certcli.report.document import Audit, GateReport, GateResult, from_json, wr
 from certcli.report.machine import as_annotations, outcomes
 from certcli.report.page import Figure, Gallery
 from tests.audit.conftest import HOSTILE, QUICK
-from tests.helpers.commands import certvit
-from tests.helpers.schemas import problems
+from tests.helpers.commands import certvit, problems
 
 ROOT = Path(__file__).parents[2]
 SCHEMA = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())

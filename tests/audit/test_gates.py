@@ -12,8 +12,7 @@ from certcli.evaluation.intervals import Sample
 from certcli.report.document import Share
 from certcli.system.errors import UsageError
 from tests.audit.conftest import QUICK
-from tests.helpers.commands import document
-from tests.helpers.schemas import problems
+from tests.helpers.commands import document, problems
 
 ROOT = Path(__file__).parents[2]
 

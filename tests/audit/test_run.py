@@ -38,7 +38,7 @@ from certcli.models.pixels import PixelModel
 from certcli.system.errors import GateError, UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.diffusion_folder import diffusion_folder as folder_of_diffusers
+from tests.helpers.diffusion import diffusion_folder as folder_of_diffusers
 
 
 def test_the_answer_is_what_the_commands_find(

@@ -19,7 +19,7 @@ from certcli.enclosure.zonotopes import columns
 from certcli.lipschitz.chain import LinearLayer, read_chain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from tests.certify.test_local_lip import SIZE, images, network
-from tests.helpers.sites import Site, Sites
+from tests.helpers.reached import Site, Sites
 
 Numbers = list[float]
 

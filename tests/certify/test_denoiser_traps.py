@@ -20,7 +20,7 @@ from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
-from tests.helpers.diffusion_cases import NETWORKS, STEPS, fill, noisy_images
+from tests.helpers.diffusion import NETWORKS, STEPS, fill, noisy_images
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
 from tests.models.diffusers_outputs import STORED
 

@@ -22,8 +22,7 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt, document
-from tests.helpers.diffusion_cases import SMALL, fill
-from tests.helpers.diffusion_folder import diffusion_folder
+from tests.helpers.diffusion import SMALL, diffusion_folder, fill
 
 RUN = (
     "--method",

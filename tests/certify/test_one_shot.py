@@ -21,8 +21,7 @@ from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.checkpoint.file import Checkpoint
 from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, console, document
-from tests.helpers.diffusion_cases import SMALL
-from tests.helpers.diffusion_folder import diffusion_folder
+from tests.helpers.diffusion import SMALL, diffusion_folder
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"

@@ -24,7 +24,7 @@ from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
-from certcli.models.visible_part import Grid, SeenPart, band_views
+from certcli.models.pixels import Grid, SeenPart, band_views
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, patch_places, views_as_pixels
 
 

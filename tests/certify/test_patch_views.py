@@ -16,14 +16,7 @@ from certcli.certify.patch.certifier import PatchCertifier, Prediction, Predicto
 from certcli.certify.patch.double_masking import DoubleMasking, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses
 from certcli.evaluation.threat import Patch
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import (
-    Grid,
-    KeptTokens,
-    SeenPart,
-    band_views,
-    seen_part,
-)
+from certcli.models.pixels import Grid, KeptTokens, PixelModel, SeenPart, band_views, seen_part
 from certcli.system.errors import UsageError
 from tests.helpers.patches import GRID, ONE_IMAGE, half_normalised, patch_places, views_as_pixels
 

@@ -298,8 +298,8 @@ def test_what_is_no_checkpoint_is_unreadable(case: Any, run: Any, tmp_path: Path
     for data in (b"", b"x" * 100, whole[:1000], whole[:-4]):
         broken.write_bytes(data)
         assert run(broken, report)[0] == 3
-    assert run(tmp_path / "none.safetensors", report)[0] == 3
-    assert run(tmp_path, report)[0] == 3
+    for nothing in (tmp_path / "none.safetensors", tmp_path):
+        assert run(nothing, report)[0] == 3
     assert main([]) == 3
     assert main(["--help"]) == 0
 

@@ -14,14 +14,20 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
-from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, require_weights, tensors_digest
+from certcli.checkpoint.file import LONGEST_NAME, Checkpoint, tensors_digest
 from certcli.checkpoint.record import Evidence, InputSpec, LineageStep, Record, Replacement
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
-from certcli.system.errors import ArchitectureError, CheckpointError, OutputError, UsageError
+from certcli.system.errors import (
+    ArchitectureError,
+    CertvitError,
+    CheckpointError,
+    OutputError,
+    UsageError,
+)
 from tests.helpers.commands import attempt
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool]
@@ -171,35 +177,40 @@ def test_broken_files_are_refused(tiny: Checkpoint, tmp_path: Path, spoil) -> No
         open_checkpoint(str(path))
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_refused(
-    tiny: Checkpoint, tmp_path: Path, value: float
+SPOILT: list[tuple[dict[str, torch.Tensor], str, type[CertvitError], str]] = [
+    *(
+        ({"head.weight": torch.full((10, 16), value)}, "", CheckpointError, r"head\.weight")
+        for value in (float("nan"), float("inf"), -float("inf"))
+    ),
+    *(
+        ({name: torch.zeros(1)}, "", CheckpointError, "does not print or fit a line")
+        for name in ("x" * (LONGEST_NAME + 1), "a\nb", "\x1b[31m")
+    ),
+    ({"x" * LONGEST_NAME: torch.zeros(1)}, "", ArchitectureError, "unexpected"),
+    ({"head.weight": torch.zeros(10, 17)}, "", ArchitectureError, "head.weight"),
+    ({"strange": torch.zeros(1)}, "", ArchitectureError, "strange"),
+    ({}, "head.bias", ArchitectureError, "head.bias"),
+]
+
+
+@pytest.mark.parametrize(("more", "missing", "error", "named"), SPOILT, ids=range(len(SPOILT)))
+def test_tensors_that_are_not_the_networks_are_refused(
+    tiny: Checkpoint,
+    tmp_path: Path,
+    more: dict[str, torch.Tensor],
+    missing: str,
+    error: type[CertvitError],
+    named: str,
 ) -> None:
-    tensors = {name: tensor.clone() for name, tensor in tiny.tensors.items()}
-    tensors["head.weight"][0, 0] = value
-    with pytest.raises(CheckpointError, match=r"head\.weight"):
-        Checkpoint(tensors, tiny.record).write(tmp_path / "a.safetensors")
-    safetensors.torch.save_file(
-        tensors, tmp_path / "b.safetensors", {"certvit": tiny.record.to_json()}
-    )
-    with pytest.raises(CheckpointError, match=r"head\.weight"):
-        open_checkpoint(str(tmp_path / "b.safetensors"))
-
-
-def test_names_of_tensors_fit_a_line() -> None:
-    require_weights({"x" * LONGEST_NAME: torch.zeros(1)}, "a.safetensors")
-    for name in ("x" * (LONGEST_NAME + 1), "a\nb", "\x1b[31m"):
-        with pytest.raises(CheckpointError, match="does not print or fit a line"):
-            require_weights({name: torch.zeros(1)}, "a.safetensors")
-
-
-def test_architecture_and_tensors_must_agree(tiny: Checkpoint) -> None:
-    missing = {name: tensor for name, tensor in tiny.tensors.items() if name != "head.bias"}
-    surplus = {**tiny.tensors, "strange": torch.zeros(1)}
-    reshaped = {**tiny.tensors, "head.weight": torch.zeros(10, 17)}
-    for tensors, named in ((missing, "head.bias"), (surplus, "strange"), (reshaped, "head.weight")):
-        with pytest.raises(ArchitectureError, match=named):
-            build.load(Checkpoint(tensors, tiny.record))
+    tensors = {**tiny.tensors, **more}
+    tensors.pop(missing, None)
+    path = tmp_path / "b.safetensors"
+    safetensors.torch.save_file(tensors, path, {"certvit": tiny.record.to_json()})
+    with pytest.raises(error, match=named):
+        build.load(open_checkpoint(str(path)))
+    if error is CheckpointError:
+        with pytest.raises(error, match=named):
+            Checkpoint(tensors, tiny.record).write(tmp_path / "a.safetensors")
 
 
 def test_a_foreign_file_needs_its_architecture(tiny: Checkpoint, tmp_path: Path) -> None:

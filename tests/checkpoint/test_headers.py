@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 import certcli
 import certvit
 from certcli.api.door import speaks_python
-from certcli.checkpoint import header, torch_file
+from certcli.checkpoint import tensor_files, torch_file
 from certcli.checkpoint.config_fields import decode_config, plain_names
 from certcli.checkpoint.file import Checkpoint, read_tensors
 from certcli.checkpoint.record import InputSpec, Record
@@ -88,7 +88,7 @@ def test_headers_longer_than_any_network_are_refused(
     path.write_bytes((2**40).to_bytes(8, "little") + b"{}")
     with pytest.raises(CheckpointError, match="ends before its header"):
         read_tensors(path)
-    monkeypatch.setattr(header, "MOST_TENSORS", 2)
+    monkeypatch.setattr(tensor_files, "MOST_TENSORS", 2)
     save_file({name: torch.zeros(1) for name in "abc"}, path)
     with pytest.raises(CheckpointError, match="it has 3 tensors"):
         read_tensors(path)
@@ -205,13 +205,13 @@ def test_a_file_that_is_cut_while_it_is_read_is_refused_and_kills_nothing(
 ) -> None:
     path = tmp_path / "m.safetensors"
     save_file({"x": torch.ones(100_000)}, path)
-    original = header._require_places
+    original = tensor_files._require_places
 
     def meanwhile(*args: Any) -> None:
         cut(path)
         original(*args)
 
-    monkeypatch.setattr(header, "_require_places", meanwhile)
+    monkeypatch.setattr(tensor_files, "_require_places", meanwhile)
     with pytest.raises(CheckpointError, match=rf"{path}.*(ends before|changed while)"):
         read_tensors(path)
     torch.save({"x": torch.ones(100_000)}, path := tmp_path / "m.pth")

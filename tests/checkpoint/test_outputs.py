@@ -28,7 +28,7 @@ from certcli.checkpoint.outputs import (
     require_own_state,
     write_state,
 )
-from certcli.checkpoint.shards import INDEX, PART_OF, orphans, read_metadata
+from certcli.checkpoint.tensor_files import INDEX, PART_OF, orphans, read_metadata
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared.command import info_of, spelling
 from certcli.cli.shared.options import Reads, Writes

@@ -15,10 +15,17 @@ import torch
 
 from certcli.checkpoint import file as checkpoint_module
 from certcli.checkpoint.file import Checkpoint, read_tensors
-from certcli.checkpoint.header import in_file_order, write_one_by_one
 from certcli.checkpoint.outputs import Outputs, last_command, remove
 from certcli.checkpoint.record import KEY
-from certcli.checkpoint.shards import INDEX, MOST_FILES, free_names, metadata_of, shards_of_index
+from certcli.checkpoint.tensor_files import (
+    INDEX,
+    MOST_FILES,
+    free_names,
+    in_file_order,
+    metadata_of,
+    shards_of_index,
+    write_one_by_one,
+)
 from certcli.cli.shared.inputs import say_wider
 from certcli.cli.shared.output import Sink
 from certcli.constrain import network
@@ -27,13 +34,10 @@ from certcli.models import build, weights
 from certcli.models import weights as spool
 from certcli.models.open import open_checkpoint
 from certcli.system.errors import CertvitError, CheckpointError, OutputError, UsageError
+from tests.checkpoint.test_outputs import contents
 from tests.helpers.commands import attempt, certvit
 
 MOST = 6000
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_written_in_files_it_is_the_same_checkpoint(tiny: Checkpoint, tmp_path: Path) -> None:

@@ -24,8 +24,7 @@ import pytest
 import torch
 
 from certcli.checkpoint import torch_file
-from certcli.checkpoint.torch_file import load_plain
-from certcli.checkpoint.zip_records import stored_records
+from certcli.checkpoint.torch_file import load_plain, stored_records
 from certcli.system.errors import CheckpointError, Refused
 
 TENSORS = {"a": torch.arange(12.0), "b": torch.full((3, 2), 0.5)}

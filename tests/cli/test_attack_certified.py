@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack import certified_radii, settings, stages
+from certcli.attack import judge, run, settings, stages
 from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region
@@ -147,15 +147,15 @@ def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
         model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
     )
     first, *rest = found
-    certified_radii.require_correct(rest)
+    run.require_correct(rest)
     with pytest.raises(DataError, match="certified as class 0"):
-        certified_radii.require_correct([*rest, first])
+        run.require_correct([*rest, first])
 
 
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
     images = datasets.load_dataset("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: certified_radii.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
+        i: judge.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
         for n, i in enumerate(images.indices.tolist())
     }
     (task,) = stages.tasks_of(

@@ -16,13 +16,13 @@ import torch
 from PIL import Image
 
 from certcli.checkpoint import file, outputs
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.cli.finetune import ending
 from certcli.cli.finetune import run as training
-from certcli.lipschitz.table import rules
+from certcli.lipschitz.context import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
 from tests.helpers.commands import attempt, console, document
-from tests.helpers.forks import interrupted
+from tests.helpers.runs import interrupted
 
 Spoil = Callable[[Path], object]
 """It spoils the folder of `m.safetensors`."""

@@ -27,7 +27,7 @@ from certcli.lipschitz.network import prove_checkpoint
 from certcli.system.errors import DataError, Interrupted, UsageError
 from certcli.system.processes import ALONE, Ended, Team
 from tests.cli.several import run_plan
-from tests.helpers import forks, grids
+from tests.helpers import grids, runs
 from tests.helpers.commands import attempt, certvit, words_typed
 
 CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
@@ -209,11 +209,11 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         run_plan(plan, Path("."))
 
     numbers = [
-        forks.fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)
+        runs.fork(partial(act, rank), folder / "stdout", folder / "stderr") for rank in (0, 1)
     ]
     yield
     for number in numbers:
-        forks.exit_of_fork(number)
+        runs.exit_of_fork(number)
 
 
 @pytest.fixture(scope="module")

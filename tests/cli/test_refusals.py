@@ -77,6 +77,7 @@ verify m m --min-certified 0.5 | 2 | --min-certified
 constrain m --keep 0 | 2 | --keep must lie between
 constrain m --keep 1.5 | 2 | --keep must lie between
 certify m --method smoothing --effort branch | 2 | works with --method local
+certify m --method local --radius wide | 2 | unknown radius
 certify m --method local --sigma 0.2 | 2 | works with --method smoothing
 certify m --method box --method bcp --samples 7 | 2 | works with --method smoothing
 attack m -e 1/0 | 2 | 1/0

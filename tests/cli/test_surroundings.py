@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from certcli.checkpoint import file, record, schema
-from certcli.checkpoint.shards import ENDING, MOST_FILES
+from certcli.checkpoint.tensor_files import ENDING, MOST_FILES
 from certcli.cli.main import run
 from certcli.images import datasets
 from certcli.report import canvas, page
 from certcli.system import errors, processes
-from tests.helpers import commands, forks
+from tests.helpers import commands, runs
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -179,7 +179,7 @@ def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> N
         sys.argv = ["certvit", *words]
         run()
 
-    code = forks.exit_of_fork(forks.fork(act, tmp_path / "out", tmp_path / "err"))
+    code = runs.exit_of_fork(runs.fork(act, tmp_path / "out", tmp_path / "err"))
     assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from certcli.constrain import network
-from certcli.constrain.network import LayerCalibration, constrain_to
-from certcli.constrain.parallel import compute_in_parallel, try_layer
-from certcli.constrain.projection import Eigenbasis, eigenbasis
+from certcli.constrain.network import LayerCalibration, compute_in_parallel, constrain_to, try_layer
+from certcli.constrain.prox import Eigenbasis, eigenbasis
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.single_ellipsoid import Solution, least_norm
 from certcli.constrain.statistics import LayerStatistics

@@ -11,8 +11,8 @@ from torch.nn import functional
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 
 SIZE = (1, 4, 8)
 

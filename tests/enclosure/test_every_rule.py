@@ -14,8 +14,7 @@ from certcli.enclosure.balls.ball import Near, settled
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.products import TIMES, product
-from certcli.engine.pinned import pin
-from certcli.engine.table import ModuleRule, RuleTable
+from certcli.engine.table import ModuleRule, RuleTable, pin
 from certcli.models.pixels import PixelModel
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, sample_images
 from tests.helpers.grids import EVERY

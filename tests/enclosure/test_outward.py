@@ -58,7 +58,7 @@ from tests.enclosure.test_zonotope_networks import SIZE, image, network
 from tests.helpers.enclosed import sample_images
 from tests.helpers.enclosure_cases import CASES, fibre_forms, forms
 from tests.helpers.lipschitz_cases import build_row
-from tests.helpers.sites import Site, Sites
+from tests.helpers.reached import Site, Sites
 from tests.helpers.slopes import IMAGE
 
 FOLDER = Path(certcli.enclosure.__file__).parent

@@ -21,8 +21,8 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers import activations
 
-from certcli.engine import pinned
-from certcli.engine.state import differs, state_of, tensor_checksum
+from certcli.engine import table
+from certcli.engine.watched_run import differs, state_of, tensor_checksum
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_pair
@@ -74,33 +74,13 @@ def is_tensor(net: Net, x: Any) -> Tensor:
     return 50 * x if isinstance(x, Tensor) else 2 * x
 
 
-def is_bright_tensor(net: Net, x: Any) -> Tensor:
-    return 50 * x if isinstance(x, Tensor) and x.mean() > 0.9 else 2 * x
-
-
 def is_exactly_tensor(net: Net, x: Any) -> Tensor:
     return 50 * x if type(x) is Tensor else 2 * x
-
-
-def is_bright_exactly(net: Net, x: Any) -> Tensor:
-    return 50 * x if type(x) is Tensor and x.mean() > 0.9 else 2 * x
-
-
-def has_attribute(net: Net, x: Any) -> Tensor:
-    return 2 * x if hasattr(x, "not_an_attribute_of_tensors") else 50 * x
 
 
 def unpacks(net: Net, x: Any) -> Tensor:
     first, second = x.transpose(0, 1)
     return 2 * first - second
-
-
-def tries(net: Net, x: Tensor) -> Tensor:
-    try:
-        bright = bool(x.mean())
-    except Exception:
-        bright = False
-    return 2 * x if not bright else 50 * x
 
 
 def counts(net: Any, x: Tensor) -> Tensor:
@@ -111,12 +91,6 @@ def counts(net: Any, x: Tensor) -> Tensor:
 def trains(net: Any, x: Tensor) -> Tensor:
     y = net.bn(x)
     net.bn.train()
-    return y
-
-
-def hooks(net: Any, x: Tensor) -> Tensor:
-    y = net.act(x)
-    net.act.register_forward_hook(lambda module, inputs, output: 50 * output)
     return y
 
 
@@ -131,29 +105,6 @@ GENERATOR = torch.Generator().manual_seed(0)
 
 def batch_mean(net: Net, x: Tensor) -> Tensor:
     return x + 9 * x.mean(0, keepdim=True)
-
-
-def reads_and_catches(net: Net, x: Any) -> Tensor:
-    mean = x.mean()
-    try:
-        return 50 * x if type(x) is Tensor and float(mean) > 0.9999 else 2 * x
-    except Exception:
-        return 2 * x
-
-
-def after(runs: int, tick: Callable[[Any], int]) -> Callable[..., Tensor]:
-    """Return x -> 2 x that turns into 50 x, by the same operation: tick(net) counts the runs and
-    says when.
-    """
-    return lambda net, x: x * torch.full((1,), 2.0 if tick(net) <= runs else 50.0, dtype=x.dtype)
-
-
-HIDDEN = memoryview(bytearray(1))
-
-
-def hidden_tick(net: Any) -> int:
-    HIDDEN[0] += 1  # no state that Python shows
-    return HIDDEN[0]
 
 
 def constant_0() -> nn.Module:
@@ -185,21 +136,12 @@ TRACES: dict[str, Case] = {
     "written into a buffer": (lambda: Net(adds_to_buffer), "writes"),
     "written behind the back": (lambda: Net(adds_behind), "store"),
     "isinstance": (lambda: Net(is_tensor), "another graph"),
-    "isinstance and bright": (lambda: Net(is_bright_tensor), "value"),
     "type": (lambda: Net(is_exactly_tensor), "another"),
-    "type and bright": (lambda: Net(is_bright_exactly), "value"),
     "unpacks": (lambda: Net(unpacks), None),
-    "hasattr": (lambda: Net(has_attribute), None),
-    "tries": (lambda: Net(tries), "branches"),
     "counts": (lambda: Net(counts), "calls"),
     "trains": (lambda: Net(trains, bn=nn.BatchNorm2d(2)), "bn is in training mode"),
-    "hooks": (lambda: Net(hooks, act=nn.ReLU()), "act has a forward hook"),
     "swaps": (lambda: Net(swaps, act=nn.ReLU()), "act"),
     "random": (lambda: Net(lambda m, x: x * random.random() * 50), "random"),
-    "seldom random": (
-        lambda: Net(lambda m, x: x * (50.0 if random.random() < 1e-9 else 2.0)),
-        "random",
-    ),
     "numpy.random": (lambda: Net(lambda m, x: x * float(numpy.random.rand()) * 50), "random"),
     "private generator": (
         lambda: Net(lambda m, x: x * m.own.random() * 50, own=random.Random(0)),
@@ -209,8 +151,6 @@ TRACES: dict[str, Case] = {
         lambda: Net(lambda m, x: x * torch.rand(1, generator=GENERATOR).double()),
         "other logits",
     ),
-    "reads and catches": (lambda: Net(reads_and_catches), "value"),
-    "other from its second run": (lambda: Net(after(1, hidden_tick)), "other logits"),
     "size of the batch": (lambda: Net(lambda m, x: x * (2.0 if len(x) == 1 else 50.0)), "batch"),
     "place in the batch": (
         lambda: Net(lambda m, x: x * torch.arange(1, len(x) + 1).view(-1, 1, 1, 1)),
@@ -363,7 +303,7 @@ def test_a_timer_that_rings_while_fx_takes_back_its_patches_leaves_none(
         broken.setattr("torch.fx._symbolic_trace._PatchedFnSetAttr.revert", rings)
         with pytest.raises(KeyboardInterrupt):
             bound_network(nn.Flatten().eval(), IMAGE, 4)
-    assert pinned.patched_function() is None
+    assert table.patched_function() is None
     assert vars(math) == functions
 
 

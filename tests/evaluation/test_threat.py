@@ -107,15 +107,21 @@ def test_what_a_threat_allows(threat: Threat) -> None:
     assert not threat.allows(image + 2, image)
 
 
-def test_the_interval_decides() -> None:
-    demand = Demand(0.4)
-    assert verdict_of(6, 20, demand) == UNDECIDED  # 12 to 54 %
-    assert verdict_of(49, 200, demand) == FAILED
-    assert verdict_of(120, 200, demand) == PASSED
-    assert verdict_of(0, 3, Demand(0.0)) == PASSED
-    assert verdict_of(0, 3, Demand(0.0, more=True)) == UNDECIDED
-    assert verdict_of(3, 3, Demand(1.0)) == UNDECIDED
-    assert verdict_of(3, 3, Demand(1.0, more=True)) == FAILED  # no share is more
+@pytest.mark.parametrize(
+    ("hits", "images", "demand", "verdict"),
+    [
+        (6, 20, Demand(0.4), UNDECIDED),  # 12 to 54 %
+        (49, 200, Demand(0.4), FAILED),
+        (120, 200, Demand(0.4), PASSED),
+        (0, 3, Demand(0.0), PASSED),
+        (0, 3, Demand(0.0, more=True), UNDECIDED),
+        (3, 3, Demand(1.0), UNDECIDED),
+        (3, 3, Demand(1.0, more=True), FAILED),  # no share is more
+    ],
+    ids=str,
+)
+def test_the_interval_decides(hits: int, images: int, demand: Demand, verdict: str) -> None:
+    assert verdict_of(hits, images, demand) == verdict
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from certcli.finetune.augment import Adversary, Hiding
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
 from certcli.models import build
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import Grid, band_views, square_views
+from certcli.models.pixels import Grid, PixelModel, band_views, square_views
 from certcli.system.errors import UsageError
 from tests.helpers.patches import half_normalised
 
@@ -168,7 +167,7 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(
         return torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     with watched_hooks(model):
-        adversarial = adversary.attack(model, images, error, 0.0)
+        adversarial = adversary.attack(model, images, labels, 0.0)
     region = Region(norm, radius)  # type: ignore[arg-type]
     # a step in float32 may pass the radius by its rounding
     assert float(image_norms(adversarial - images, region.norm).max()) <= radius * (1 + 1e-5)

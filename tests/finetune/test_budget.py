@@ -3,6 +3,7 @@ survives a full disk.
 """
 
 import errno
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import certcli.checkpoint.file
-from certcli.checkpoint import header as writer
+from certcli.checkpoint import tensor_files as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
 from certcli.evaluation.image_doubts import seen_by, seen_shares
@@ -45,8 +46,11 @@ LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Path:
-    """A small untrained network in a file of its own folder."""
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small untrained network in a file of its own folder; the command is as young as it would be
+    in a process of its own.
+    """
+    monkeypatch.setattr(training, "LONGEST_START", 0.0)
     path = tmp_path / "start.safetensors"
     build.initialise("certvit_lip_digits", LIPSCHITZ).write(path)
     return path
@@ -73,6 +77,20 @@ def finetune(*words: object, fails: type[Exception] | None = None) -> Any:
         return outcome.exception
     assert outcome.exit_code == 0, (outcome.output, outcome.exception)
     return [json.loads(line) for line in outcome.stdout.splitlines() if line.startswith("{")]
+
+
+@contextmanager
+def power_cut(monkeypatch: pytest.MonkeyPatch, after: int) -> Iterator[None]:
+    """Inside the block a training ends after so many epochs, as where the power fails."""
+    whole = Trainer.run
+
+    def cut(self: Trainer, *sets: Any) -> Iterator[Any]:
+        yield from itertools.islice(whole(self, *sets), after)
+        raise OSError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "run", cut)
+        yield
 
 
 def plan_again(monkeypatch: pytest.MonkeyPatch, rule: Callable[..., int]) -> None:
@@ -152,9 +170,6 @@ def test_measuring_counts_steps_after_a_warm_up() -> None:
 def test_the_lineage_holds_the_steps_and_they_repeat_the_run(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        training, "LONGEST_START", 0.0
-    )  # the test's process is older than the command
     folder = start.parent
     plan_again(monkeypatch, lambda step, total, *rest: total)  # a machine that keeps its pace
     planned = finetune(start, "--time-budget", "1s", "-o", folder / "a.safetensors")
@@ -220,7 +235,6 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     """Four steps an epoch: eight, after the first epoch sixteen. Stopped after the second, it ends
     in the same bytes.
     """
-    monkeypatch.setattr(training, "LONGEST_START", 0.0)
     plan = budget.TrainingPlan(8, None)
     monkeypatch.setattr(budget, "affordable_steps", lambda *arguments: plan)
     plan_again(monkeypatch, lambda step, total, *rest: 16 if step == 4 else total)
@@ -230,17 +244,8 @@ def test_a_plan_that_changes_is_in_the_lineage_and_survives_an_interruption(
     made = Checkpoint.read(out)
     assert made.record.lineage[-1].parameters["steps"] == 16
     assert made.record.lineage[-1].parameters["plan_changes"] == [[4, 8]]
-    whole = Trainer.run
     ends = start.parent / "p.safetensors"
-
-    def cut(self: Trainer, *sets: Any) -> Any:
-        for epoch in whole(self, *sets):
-            if epoch.epoch == 3:
-                raise OSError("power cut")
-            yield epoch
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", cut)
+    with power_cut(monkeypatch, 2):
         finetune(start, "--time-budget", "1s", "-o", ends, fails=OSError)
     finetune(start, "--time-budget", "1s", "-o", ends, "--resume")
     assert Checkpoint.read(ends).digest == made.digest
@@ -263,7 +268,6 @@ def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
-    monkeypatch.setattr(training, "LONGEST_START", 0.0)
     monkeypatch.setattr(budget, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None))
     plan_again(monkeypatch, lambda step, total, *rest: 2 if step == 2 else total)
     out = start.parent / "o.safetensors"
@@ -281,14 +285,7 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     """Stopped at step 4; shares of such a schedule would divide by zero or lie outside of it."""
     out = start.parent / "o.safetensors"
     state = start.parent / "o.state.safetensors"
-    whole = Trainer.run
-
-    def cut(self: Trainer, *sets: Any) -> Any:
-        yield next(whole(self, *sets))
-        raise OSError("power cut")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "run", cut)
+    with power_cut(monkeypatch, 1):
         finetune(start, "--epochs", 3, "-o", out, fails=OSError)
     tensors, metadata = certcli.checkpoint.file.read_tensors(state)
     about = json.loads(metadata[KEY])
@@ -300,10 +297,7 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     )
 
 
-def test_the_given_validation_images_validate_whatever_the_budget(
-    start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "LONGEST_START", 0.0)
+def test_the_given_validation_images_validate_whatever_the_budget(start: Path) -> None:
     out = start.parent / "o.safetensors"
     done = finetune(start, "--time-budget", "1s", "--validation-limit", 20, "-o", out)[-1]
     assert done["dataset"]["images"] == 20
@@ -330,19 +324,15 @@ def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
     """Stopped before its first epoch ended, hours later on a busier machine: the plan is in the
     state already.
     """
-    monkeypatch.setattr(training, "LONGEST_START", 0.0)
     out = start.parent / "o.safetensors"
     words = [start, "--time-budget", "1s", "-o", out]
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            Trainer, "run", lambda self, *sets: (_ for _ in ()).throw(OSError("power cut"))
-        )
+    with power_cut(monkeypatch, 0):
         finetune(*words, fails=OSError)
     state, _ = certcli.checkpoint.file.read_tensors(start.parent / "o.state.safetensors")
     assert state
     with monkeypatch.context() as patch:
         patch.setattr(
-            budget, "plan_for_budget", lambda *arguments, **named: pytest.fail("planned twice")
+            training, "plan_for_budget", lambda *arguments, **named: pytest.fail("planned twice")
         )
         records = finetune(*words, "--resume")
     assert records[-1]["steps"] == Checkpoint.read(out).record.lineage[-1].parameters["steps"]

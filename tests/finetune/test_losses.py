@@ -236,7 +236,7 @@ def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, l
     for radius in (0.1, 0.5, 2.0):
         radii = torch.full((len(pixels),), radius, dtype=torch.float64)
         with torch.no_grad():
-            gains = bound.gains(pixels, radius)(labels).scatter(1, labels[:, None], 0.0)
+            gains = bound.gains(pixels, labels, radius).scatter(1, labels[:, None], 0.0)
         values = proven.values(pixels)
         drop = loss == "local-lip"
         lowest = proven.margins(
@@ -262,9 +262,7 @@ def test_chain_gradients_are_those_of_finite_differences(name: str, loss: str) -
     bound = chain_bound(model, loss)
 
     def value() -> Tensor:
-        return worst_logits(
-            model(pixels), labels, bound.slopes(bound.reach(pixels, 0.05), 0.05)(labels), 0.05
-        )
+        return worst_logits(model(pixels), labels, bound.slopes(pixels, labels, 0.05), 0.05)
 
     generator = torch.Generator().manual_seed(4)
     directions = [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in weights]
@@ -312,7 +310,7 @@ def trained_chain(kind: str) -> PixelModel:
             worst_logits(
                 model(pixels),
                 labels,
-                bound.slopes(bound.reach(pixels, reached), reached)(labels),
+                bound.slopes(pixels, labels, reached),
                 reached,
             ).backward()
         optimiser.step()

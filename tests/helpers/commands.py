@@ -1,16 +1,19 @@
-"""Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console`
-as the console script.
+"""Run certvit in the process of a test: `certvit`, `document`, `attempt` through typer, `console` as the
+console script; what is wrong with a document by its schema; names that are there and cannot be read.
 """
 
 import contextlib
 import inspect
 import io
 import json
+import os
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import typer
 from click.testing import Result
 from typer.testing import CliRunner
@@ -97,3 +100,27 @@ def console(*words: object, folder: Path | None = None) -> Done:
     finally:
         sys.argv = arguments
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def problems(value: Any, schema: dict[str, Any]) -> list[str]:
+    """What is wrong with a value by a JSON schema; skips where `jsonschema`, a test dependency, is
+    not installed.
+    """
+    jsonschema = pytest.importorskip("jsonschema")
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return [error.message for error in kind(schema).iter_errors(value)]
+
+
+def write_a_terabyte(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(2**40)
+
+
+UNREADABLE: dict[str, Callable[[Path], object]] = {
+    "a terabyte": write_a_terabyte,
+    "a pipe": os.mkfifo,
+    "a broken link": lambda path: path.symlink_to("no-such-file"),
+    "a folder": Path.mkdir,
+}
+"""What makes each at a path. A folder is the last: some readers look for folders themselves."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.constrain.layers import refusal
-from certcli.constrain.parallel import LayerResult, constrain_layer
+from certcli.constrain.network import LayerResult, constrain_layer
 from certcli.constrain.settings import ConstrainSettings
 from certcli.constrain.statistics import LayerStatistics, collect_in_passes
 

@@ -13,10 +13,9 @@ from certcli.engine.replay import replayed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import executed
 from certcli.engine.walk import walk
+from certcli.lipschitz.network import GlobalDomain, deep_recursion
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.propagate import GlobalDomain, deep_recursion
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.value import Affine, Value
+from certcli.lipschitz.value import Affine, Size, Value
 from tests.helpers.lipschitz_cases import build_row
 from tests.helpers.reached import recorded
 from tests.helpers.slopes import IMAGE

@@ -7,8 +7,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.threat import Patch
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import Grid
+from certcli.models.pixels import Grid, PixelModel
 
 GRID = Grid(4, 5, (1, 1))
 ONE_IMAGE = torch.zeros(1, 1, 4, 5)

@@ -136,7 +136,7 @@ PHOTO = ("vit_tiny_patch16_224", "vit_cifar10_p4_d128_l6_h4", "tuned.safetensors
 CERTIFIED = ("certified", "audited", "constrain")
 NOT_HERE = {
     "certvit merge": "needs an adapter (tests/models/test_adapters.py)",
-    "--member": "needs two trained networks (tests/nn/test_mean_network.py)",
+    "--member": "needs two trained networks (tests/nn/test_networks.py)",
     "--pretrained": "fetches weights from the hub",
     "--arch ": "a downloaded file (tests/models/test_open.py)",
     "--norm patch": "looks for patches at many places (tests/cli/test_patch.py)",
@@ -146,7 +146,7 @@ NOT_HERE = {
     "--device cuda": "needs a GPU",
     "local-lip": "a chain of layers (tests/cli/test_pipeline.py)",
     "bcp": "a chain of layers (tests/cli/test_pipeline.py)",
-    "ibp_3_3_8": "a file of VNN-COMP (tests/nn/test_published_networks.py)",
+    "ibp_3_3_8": "a file of VNN-COMP (tests/nn/test_networks.py)",
 }
 """What is parsed only, with its reason."""
 SHORT = {

@@ -1,8 +1,9 @@
-"""Which entries of a table of rules a run reaches: what the laws over tables need to find an entry
-without a row.
+"""Which entries of a table of rules a run reaches: what the laws over tables need to find an entry without
+a row; and who calls a function.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -66,3 +67,26 @@ def _noting(rule: Callable[..., Any], entry: Entry, reached: set[Entry]) -> Call
 def entries_without_row(table: RuleTable, reached: set[Entry]) -> list[str]:
     """Return the entries of a table that no row reaches."""
     return sorted(title(entry) for entry in entries_of_table(table) - reached)
+
+
+Site = tuple[str, int, int]
+"""File, line, and place within the code, of a call."""
+
+
+class Sites:
+    """Stands for `function`. reached: who called it. further: the caller whose result grows, by the
+    factor.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.factor = 1.0
+        self.reached: set[Site] = set()
+        self.further: Site | None = None
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        frame = sys._getframe(1)
+        site = (frame.f_code.co_filename, frame.f_lineno, frame.f_lasti)
+        self.reached.add(site)
+        found = self.function(*args, **named)
+        return found * self.factor if site == self.further else found

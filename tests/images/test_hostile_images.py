@@ -26,8 +26,8 @@ from certcli.images import datasets, decoding
 from certcli.images.decoding import Decoder
 from certcli.images.folders import LARGEST_TABLE, image_files
 from certcli.system.errors import CheckpointError, DataError
-from tests.helpers.commands import console
-from tests.helpers.unreadable import UNREADABLE
+from certcli.system.reading import LARGEST_REPORT
+from tests.helpers.commands import UNREADABLE, console
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
 
@@ -184,6 +184,14 @@ def test_a_sparse_file_of_mnist_is_refused_unread(tmp_path: Path) -> None:
         file.truncate(2**40)
     with pytest.raises(DataError, match="1,099,511,627,776 bytes"):
         datasets.load_dataset("torch/mnist", SPEC, "test", tmp_path)
+
+
+def test_a_report_that_no_run_writes_is_refused_by_its_size(tmp_path: Path) -> None:
+    """Each of its bytes would take five in memory."""
+    with (tmp_path / "r.json").open("wb") as file:
+        file.truncate(LARGEST_REPORT + 1)
+    done = console("verify", tmp_path / "r.json")
+    assert (done.code, "67,108,865 bytes, more than" in done.err) == (3, True)
 
 
 def test_records_and_a_tensor_of_a_terabyte_are_refused_unread(tmp_path: Path) -> None:

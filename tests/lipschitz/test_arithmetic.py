@@ -11,13 +11,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
-from certcli.lipschitz.network import bound_network, pair_constants
+from certcli.lipschitz.network import bound_network, pair_constants, propagate, trace_network
 from certcli.lipschitz.numerics import arithmetic
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.numerics.convolution_estimate import Geometry, convolution_estimate
-from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
+from certcli.lipschitz.numerics.trainable import TrainableArithmetic, convolution_estimate
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from tests.helpers.lipschitz_cases import RULES
@@ -166,7 +164,7 @@ def test_convolutions_follow_their_proven_norm_while_they_learn(name: str) -> No
 
 
 def test_large_operators_iterate_on_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("certcli.lipschitz.numerics.convolution_estimate._FOURIER_ENTRIES", 0)
+    monkeypatch.setattr("certcli.lipschitz.numerics.trainable._FOURIER_ENTRIES", 0)
     for name in ("same", "strided", "grouped", "line"):
         shape, geometry = GEOMETRIES[name]
         torch.manual_seed(0)

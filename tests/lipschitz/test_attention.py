@@ -13,10 +13,9 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.layers.attention import Attention
 
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant, lambert_w_of_exp
 from certcli.nn.norms import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS

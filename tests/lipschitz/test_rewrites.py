@@ -10,9 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, steepest_jacobian
 from tests.lipschitz.rewrites import (

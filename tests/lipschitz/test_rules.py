@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine import curves
-from certcli.engine.pinned import pin
+from certcli.engine.table import pin
 from certcli.lipschitz.bound import check_proof_laws
+from certcli.lipschitz.context import rules
 from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.table import rules
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import CURVES, ROWS, build_row, f, of_tokens
 from tests.helpers.nodes import Claims, claims_of_row

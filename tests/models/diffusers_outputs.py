@@ -1,5 +1,5 @@
 """What diffusers' own networks and schedules give for the cases of
-`tests/helpers/diffusion_cases.py`.
+`tests/helpers/diffusion.py`.
 
     python -m tests.models.diffusers_outputs          compares them with the stored outputs
     python -m tests.models.diffusers_outputs --write  stores them
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, STEPS, fill, noisy_images
+from tests.helpers.diffusion import NETWORKS, SCHEDULES, STEPS, fill, noisy_images
 
 STORED = Path(__file__).with_name("diffusers_outputs.json")
 

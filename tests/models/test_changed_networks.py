@@ -24,8 +24,7 @@ from certcli.checkpoint.record import InputSpec, Record
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import CONFIG, WEIGHTS, Hints, read_adapter
-from certcli.models.pixels import PixelModel, PixelResize, ResizedPixels
-from certcli.models.visible_part import seen_part
+from certcli.models.pixels import PixelModel, PixelResize, ResizedPixels, seen_part
 from certcli.system.errors import CheckpointError, UsageError
 from tests.helpers.commands import certvit as command
 from tests.helpers.commands import certvit as typed

@@ -2,7 +2,6 @@
 refused in one line.
 """
 
-import argparse
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -25,7 +24,7 @@ from torchvision.models.swin_transformer import (
 from certcli.checkpoint.file import Checkpoint
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.models import build
-from certcli.models.converters import torchvision
+from certcli.models.converters import libraries
 from certcli.models.converters.base import renamed
 from certcli.models.converters.transformers_families import FAMILIES, TimmNetwork
 from certcli.models.in_memory import open_module
@@ -105,10 +104,8 @@ def test_every_family_has_recorded_logits() -> None:
     assert without_logits() == []
     types = {row["config"]["model_type"] for row in TRANSFORMERS.values()}
     assert types == {*FAMILIES}
-    names = {
-        torchvision.torchvision_family(make().state_dict()) for make, _ in TORCHVISION.values()
-    }
-    assert names == {*torchvision.FAMILIES}
+    names = {libraries.torchvision_family(make().state_dict()) for make, _ in TORCHVISION.values()}
+    assert names == {*libraries.TORCHVISION}
 
 
 VIT = FAMILIES["vit"]
@@ -262,59 +259,6 @@ SMALL = {"img_size": 16, "embed_dim": 12, "depth": 1}
 
 def prefixed(prefix: str) -> dict[str, Tensor]:
     return {prefix + name: value for name, value in vit_net().items()}
-
-
-WRAPPINGS: dict[str, Callable[[], Any]] = {
-    "bare": vit_net,
-    "state_dict": lambda: {
-        "state_dict": vit_net(),
-        "epoch": 3,
-        "best_acc1": torch.tensor(0.5),
-    },
-    "options of a script": lambda: {
-        "model": vit_net(),
-        "args": argparse.Namespace(lr=0.1),
-        "optimizer": {"state": {}},
-    },
-    "data parallel, compiled": lambda: {"model": prefixed("module._orig_mod.")},
-    "lightning": lambda: {
-        "state_dict": prefixed("model."),
-        "hyper_parameters": {"lr": 0.1},
-        "callbacks": {},
-    },
-    "backbone": lambda: prefixed("backbone."),
-    "nested": lambda: {"model_ema": {"state_dict": prefixed("encoder.")}},
-}
-
-
-@pytest.mark.parametrize("name", WRAPPINGS)
-def test_wrappings_are_taken_off(name: str, tmp_path: Path) -> None:
-    path = tmp_path / ("weights.ckpt" if name == "lightning" else "weights.pth.tar")
-    torch.save(WRAPPINGS[name](), path)
-    found = open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL)).tensors
-    assert found.keys() == vit_net().keys()
-    assert all(torch.equal(found[key], value) for key, value in vit_net().items())
-
-
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
-def test_raw_and_averaged_weights_are_a_question(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"weights.{suffix}"
-    averaged = {name: value + 1 for name, value in vit_net().items()}
-    if suffix == "pth":
-        torch.save({"model": vit_net(), "model_ema": averaged}, path)
-    else:
-        both = {f"model.{name}": value for name, value in vit_net().items()}
-        save_file(
-            {**both, **{f"model_ema.{name}": value for name, value in averaged.items()}}, path
-        )
-    with pytest.raises(ArchitectureError, match="which network is meant") as refused:
-        open_checkpoint(str(path), Hints("vit_tiny_patch16_224", SMALL))
-    assert "--weights ema" in refused.value.hint
-    for choice, expected in (("raw", vit_net()), ("ema", averaged)):
-        found = open_checkpoint(
-            str(path), Hints("vit_tiny_patch16_224", SMALL, weights=choice)
-        ).tensors  # type: ignore[arg-type]
-        assert torch.equal(found["cls_token"], expected["cls_token"])
 
 
 def openclip(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

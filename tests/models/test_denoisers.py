@@ -19,11 +19,18 @@ from certcli.checkpoint.schema import convert_json
 from certcli.models.diffusion import EPSILON, SAMPLE, Schedule, read_diffusers
 from certcli.models.guided import PUBLISHED
 from certcli.nn.unet import UNet, UNetShape
-from certcli.system.errors import CertvitError, CheckpointError
-from tests.helpers.diffusion_cases import NETWORKS, SCHEDULES, SMALL, STEPS, fill, noisy_images
-from tests.helpers.diffusion_folder import diffusion_folder
+from certcli.system.errors import CertvitError
+from tests.helpers.commands import UNREADABLE
+from tests.helpers.diffusion import (
+    NETWORKS,
+    SCHEDULES,
+    SMALL,
+    STEPS,
+    diffusion_folder,
+    fill,
+    noisy_images,
+)
 from tests.helpers.guided_unet import Guided, Runner, random_tensors
-from tests.helpers.unreadable import UNREADABLE
 from tests.models.diffusers_outputs import STORED
 
 
@@ -100,61 +107,64 @@ def test_another_network_or_schedule_is_refused(tmp_path: Path, case: str) -> No
     assert refused.value.code in (3, 4)
 
 
-@pytest.mark.parametrize("name", ["scheduler_config.json", "config.json"])
-def test_a_missing_or_broken_description_is_refused(tmp_path: Path, name: str) -> None:
-    path = diffusion_folder(tmp_path)
-    (path / name).write_text("{")
-    with pytest.raises(CertvitError, match="no JSON object"):
-        read_diffusers(path, 1)
-    (path / name).unlink()
-    with pytest.raises(CertvitError, match=f"{name} is missing"):
-        read_diffusers(path, 1)
+Spoil = Callable[[Path], object]
+DESCRIPTIONS = ("scheduler_config.json", "config.json")
 
 
-@pytest.mark.parametrize("unreadable", UNREADABLE)
-@pytest.mark.parametrize(
-    "name", ["scheduler_config.json", "config.json", "model_index.json", "unet", "scheduler"]
-)
-def test_a_description_that_cannot_be_read_is_refused_unread(
-    tmp_path: Path, name: str, unreadable: str
-) -> None:
-    """A terabyte, a pipe and a broken link are neither read nor taken for absent."""
-    path = diffusion_folder(tmp_path)
-    (path / name).unlink(missing_ok=True)
-    UNREADABLE[unreadable](path / name)
-    with pytest.raises(CheckpointError, match=name):
-        read_diffusers(path, 1)
+def unreadable_part(name: str, kind: str) -> Spoil:
+    return lambda path: [(path / name).unlink(missing_ok=True), UNREADABLE[kind](path / name)]
 
 
-@pytest.mark.parametrize("part", ["vae", "vqvae", "text_encoder"])
-def test_a_pipeline_of_latent_images_is_refused(tmp_path: Path, part: str) -> None:
-    """Its UNet may well be an unconditional one for three channels."""
-    path = diffusion_folder(tmp_path, apart=True)
-    index = {"_class_name": "LDMPipeline", "unet": ["diffusers", "UNet2DModel"], part: ["a", "b"]}
-    (path / "model_index.json").write_text(json.dumps(index))
-    with pytest.raises(CertvitError, match=f"LDMPipeline .it has a {part}"):
-        read_diffusers(path, 1)
+def pipeline_index(name: str, **parts: list[str]) -> Spoil:
+    text = json.dumps({"_class_name": name, **parts})
+    return lambda path: (path / "model_index.json").write_text(text)
 
 
-def test_a_pipeline_without_a_unet_is_named(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "FluxPipeline"}))
-    with pytest.raises(CertvitError, match="FluxPipeline"):
-        read_diffusers(tmp_path, 1)
-
-
-def test_nan_and_pickles_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(CertvitError, match="NaN"):
-        read_diffusers(
-            diffusion_folder(
-                tmp_path / "nan", spoil=lambda state: state["conv_in.bias"].fill_(torch.nan)
-            ),
-            1,
-        )
-    path = diffusion_folder(tmp_path / "bin")
+def as_pickle(path: Path) -> None:
     weights = path / "diffusion_pytorch_model.safetensors"
     weights.rename(weights.with_suffix(".bin"))
-    with pytest.raises(CertvitError, match="pickle"):
+
+
+FOLDERS: dict[str, tuple[Spoil, str]] = {
+    **{f"broken {n}": (lambda path, n=n: (path / n).write_text("{"), "no JSON object") for n in DESCRIPTIONS},
+    **{f"no {n}": (lambda path, n=n: (path / n).unlink(), f"{n} is missing") for n in DESCRIPTIONS},
+    # a terabyte, a pipe and a broken link are neither read nor taken for absent
+    **{
+        f"{n}: {kind}": (unreadable_part(n, kind), n)
+        for n in (*DESCRIPTIONS, "model_index.json", "unet", "scheduler")
+        for kind in UNREADABLE
+    },
+    # its UNet may well be an unconditional one for three channels
+    **{
+        part: (
+            pipeline_index("LDMPipeline", unet=["diffusers", "UNet2DModel"], **{part: ["a", "b"]}),
+            f"LDMPipeline .it has a {part}",
+        )
+        for part in ("vae", "vqvae", "text_encoder")
+    },
+    "pickle": (as_pickle, "pickle"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FOLDERS)
+def test_a_folder_that_says_too_little_is_refused(tmp_path: Path, case: str) -> None:
+    spoil, words = FOLDERS[case]
+    path = diffusion_folder(tmp_path)
+    spoil(path)
+    with pytest.raises(CertvitError, match=words) as refused:
         read_diffusers(path, 1)
+    assert refused.value.code in (3, 4)
+
+
+def test_nan_and_a_pipeline_without_a_unet_are_refused(tmp_path: Path) -> None:
+    path = diffusion_folder(
+        tmp_path / "nan", spoil=with_tensor("conv_in.bias", torch.full((8,), torch.nan))
+    )
+    with pytest.raises(CertvitError, match="NaN"):
+        read_diffusers(path, 1)
+    pipeline_index("FluxPipeline")(tmp_path)
+    with pytest.raises(CertvitError, match="FluxPipeline"):
+        read_diffusers(tmp_path, 1)
 
 
 def test_every_field_of_a_case_is_a_field_of_the_network() -> None:
@@ -289,31 +299,46 @@ def test_safetensors_and_another_prediction(tmp_path: Path) -> None:
     assert plain.digest != by_torch.digest
 
 
-def without(*beginnings: str) -> Callable[[dict[str, Tensor]], Any]:
+def without_tensors(*beginnings: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda state: [state.pop(name) for name in [*state] if name.startswith(beginnings)]
 
 
-def put(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+def with_tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
     return lambda state: state.update({name: value})
 
 
 PLAIN = Guided(heads=2)
 REFUSED: dict[str, tuple[Guided, Any, dict[str, Any], str]] = {
     "classes": (replace(PLAIN, classes=10), None, {}, "conditional"),
-    "half a UNet": (PLAIN, without("output_blocks."), {}, "half a UNet"),
-    "a tensor is missing": (PLAIN, without("middle_block.2.in_layers.2.weight"), {}, "missing"),
-    "a tensor too many": (PLAIN, put("input_blocks.1.0.extra.weight", torch.ones(3)), {}, "extra"),
-    "NaN": (PLAIN, put("out.2.bias", torch.full((1,), torch.nan)), {}, "NaN"),
-    "a scalar": (PLAIN, put("input_blocks.0.0.weight", torch.ones(())), {}, "fit no UNet"),
-    "another scalar": (PLAIN, put("out.2.bias", torch.ones(())), {}, "fit no UNet"),
+    "half a UNet": (PLAIN, without_tensors("output_blocks."), {}, "half a UNet"),
+    "a tensor is missing": (
+        PLAIN,
+        without_tensors("middle_block.2.in_layers.2.weight"),
+        {},
+        "missing",
+    ),
+    "a tensor too many": (
+        PLAIN,
+        with_tensor("input_blocks.1.0.extra.weight", torch.ones(3)),
+        {},
+        "extra",
+    ),
+    "NaN": (PLAIN, with_tensor("out.2.bias", torch.full((1,), torch.nan)), {}, "NaN"),
+    "a scalar": (PLAIN, with_tensor("input_blocks.0.0.weight", torch.ones(())), {}, "fit no UNet"),
+    "another scalar": (PLAIN, with_tensor("out.2.bias", torch.ones(())), {}, "fit no UNet"),
     "rows of no head": (
         PLAIN,
-        put("middle_block.1.qkv.weight", torch.ones(7, 64, 1)),
+        with_tensor("middle_block.1.qkv.weight", torch.ones(7, 64, 1)),
         {},
         "fit no UNet",
     ),
-    "odd waves": (PLAIN, put("time_embed.0.weight", torch.ones(128, 31)), {}, "fit no UNet"),
-    "a gap": (PLAIN, without("input_blocks.1.0.out_layers.3.bias"), {}, "fit no UNet"),
+    "odd waves": (
+        PLAIN,
+        with_tensor("time_embed.0.weight", torch.ones(128, 31)),
+        {},
+        "fit no UNet",
+    ),
+    "a gap": (PLAIN, without_tensors("input_blocks.1.0.out_layers.3.bias"), {}, "fit no UNet"),
     "channels": (replace(PLAIN, channels=3), None, {}, "3 channels"),
     "no heads": (PLAIN, None, {"num_heads": None}, "num_heads or num_head_channels"),
     "two answers": (PLAIN, None, {"num_head_channels": 8}, "num_heads or num_head_channels"),

@@ -2,7 +2,10 @@
 
 import copy
 import functools
+import math
+import operator
 import re
+import statistics
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional
 
 import certvit
+from certcli.models import program
 from certcli.models.program import program_digest
 from certcli.system.errors import ArchitectureError
 
@@ -385,6 +389,28 @@ def test_a_graph_counts_by_its_operations() -> None:
         graph.meta["note"] = "unread"
         graph.recompile()
     assert [program_digest(graph) for graph in graphs] == digests
+
+
+TARGETS = (
+    *(operator.add, operator.getitem, max, getattr, math.sqrt, statistics.fmean, "relu", "softmax"),
+    *(torch.relu, functional.relu, functional.gelu, Tensor.add, torch.ops.aten.cumsum.default),
+    *(torch.ops.aten.cumsum, torch.ops.aten.relu.default, torch.ops.aten.sum.dim_IntList),
+)
+"""What graphs call: of Python, of its library, of torch."""
+
+
+def called_graph(target: Any) -> nn.Module:
+    graph = fx.Graph()
+    call = graph.call_method if isinstance(target, str) else graph.call_function
+    graph.output(call(target, (graph.placeholder("x"), slice(1, None), Ellipsis, torch.float64)))
+    return fx.GraphModule(nn.Module(), graph)
+
+
+def test_no_code_of_python_enters_the_digest_of_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instructions belong to one version. A call of aten was read to the code of `typing`."""
+    monkeypatch.setattr(program, "_code_parts", lambda code: pytest.fail(f"{code} was read"))
+    digests = {program_digest(called_graph(target)) for target in TARGETS}
+    assert len(digests) == len(TARGETS)
 
 
 def test_a_buffer_that_no_state_dict_holds_counts() -> None:

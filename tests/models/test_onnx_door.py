@@ -13,7 +13,7 @@ import certvit
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
 from tests.helpers.commands import attempt
 from tests.helpers.onnx_graph import SIZE, graph_of
-from tests.soundness.onnx_edits import edited_onnx
+from tests.soundness.edits import edited_onnx
 
 
 def test_without_the_package_one_line_says_what_to_install(

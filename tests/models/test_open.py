@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -17,16 +18,16 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import InputSpec, Record
-from certcli.checkpoint.shards import INDEX
+from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
-from certcli.models.build_limits import Building
 from certcli.models.open import HUB_NAMES, open_checkpoint
 from certcli.models.origins import Hints
+from certcli.models.weights import Building
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.helpers.commands import certvit, console
-from tests.helpers.unreadable import UNREADABLE
+from tests.helpers.commands import UNREADABLE, certvit, console
 from tests.helpers.workshop import shape
+from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
 
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
@@ -146,28 +147,21 @@ def test_a_new_network_records_its_shape_and_an_old_record_keeps_its_own(arch: s
     )
 
 
-@pytest.mark.parametrize("classes", [2, 9, 11, 1000])
-def test_the_network_has_the_classes_of_its_record(tiny: Checkpoint, classes: int) -> None:
-    """With fewer classes than logits, certificates would compare too few of them."""
-    with pytest.raises(ArchitectureError, match="10 logits"):
-        build.load(Checkpoint(tiny.tensors, replace(tiny.record, classes=classes)))
+HUGE = {"head.weight": torch.full((10, 16), 3e38), "norm.bias": torch.full((16,), 3e38)}
+MISDESCRIBED: list[tuple[dict[str, Any], dict[str, Tensor], str]] = [
+    # with fewer classes than logits, certificates would compare too few of them
+    *(({"classes": classes}, {}, "10 logits") for classes in (2, 9, 11, 1000)),
+    ({"input": InputSpec((1, 12, 12), (0.5,), (0.5,))}, {}, "1x12x12"),
+    ({}, HUGE, "not finite"),  # finite weights can have infinite products
+]
 
 
-def test_the_network_takes_images_of_its_record(tiny: Checkpoint) -> None:
-    spec = replace(tiny.record.input, size=(1, 12, 12))
-    with pytest.raises(ArchitectureError, match="1x12x12"):
-        build.load(Checkpoint(tiny.tensors, replace(tiny.record, input=spec)))
-
-
-def test_logits_that_overflow_are_refused(tiny: Checkpoint) -> None:
-    """Finite weights can have infinite products."""
-    tensors = {
-        **tiny.tensors,
-        "head.weight": torch.full((10, 16), 3e38),
-        "norm.bias": torch.full((16,), 3e38),
-    }
-    with pytest.raises(ArchitectureError, match="not finite"):
-        build.load(Checkpoint(tensors, tiny.record))
+@pytest.mark.parametrize(("about", "tensors", "named"), MISDESCRIBED)
+def test_the_network_is_that_of_its_record(
+    tiny: Checkpoint, about: dict[str, Any], tensors: dict[str, Tensor], named: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=named):
+        build.load(Checkpoint({**tiny.tensors, **tensors}, replace(tiny.record, **about)))
 
 
 def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
@@ -238,15 +232,10 @@ def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-ARCH = "vit_tiny_patch16_224"
-SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
-HINTS = Hints(ARCH, SMALL, (0.5,), (0.5,))
-
-
 @pytest.fixture(scope="module", name="tensors")
 def folder_tensors() -> dict[str, Tensor]:
     torch.manual_seed(0)
-    return dict(build.create(ARCH, {**SMALL, "num_classes": 10}, initialise=True).state_dict())
+    return wrapped_network()
 
 
 def put_weights(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:

@@ -3,9 +3,11 @@ differ are a question. Names with parts added are read as the network that they 
 file's name of the cause.
 """
 
+import argparse
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +41,11 @@ def wrapped_network(**arguments: Any) -> Tensors:
     return dict(build.create(arch, arguments, initialise=True).state_dict())
 
 
-def opened_wrapping(content: Any, folder: Path, hints: Hints = HINTS) -> build.OpenCheckpoint:
-    torch.save(content, folder / "x.pth")
-    return open_checkpoint(str(folder / "x.pth"), hints)
+def opened_wrapping(
+    content: Any, folder: Path, hints: Hints = HINTS, suffix: str = ".pth"
+) -> build.OpenCheckpoint:
+    torch.save(content, folder / f"x{suffix}")
+    return open_checkpoint(str(folder / f"x{suffix}"), hints)
 
 
 WRAPPINGS = {
@@ -55,6 +59,12 @@ WRAPPINGS = {
     },
     "with a small loss": lambda s: {"net": s, "loss": {"center": torch.zeros(1, 24)}},
     "the same twice": lambda s: {"model": s, "best": {k: v.clone() for k, v in s.items()}},
+    "lightning": lambda s: {
+        "state_dict": {f"model.{k}": v for k, v in s.items()},
+        "hyper_parameters": {"lr": 0.1},
+        "callbacks": {},
+    },
+    "nested": lambda s: {"model_ema": {"state_dict": {f"encoder.{k}": v for k, v in s.items()}}},
     "any prefix": lambda s: {f"whatever.{k}": v for k, v in s.items()},
     "two prefixes": lambda s: {f"module.classifier_net.{k}": v for k, v in s.items()},
 }
@@ -62,7 +72,9 @@ WRAPPINGS = {
 
 @pytest.mark.parametrize("name", WRAPPINGS)
 def test_wrapped_weights_are_read(name: str, tensors: Tensors, tmp_path: Path) -> None:
-    read = opened_wrapping(WRAPPINGS[name](tensors), tmp_path)
+    suffix = ".ckpt" if name == "lightning" else ".pth.tar"
+    read = opened_wrapping(WRAPPINGS[name](tensors), tmp_path, suffix=suffix)
+    assert read.tensors.keys() == tensors.keys()
     assert all(torch.equal(read.tensors[key], value) for key, value in tensors.items())
     assert read.reading.doubts == ()
 
@@ -163,7 +175,7 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
         assert "git lfs pull" in caught.value.hint
 
 
-Wrap = Callable[[Tensors], dict[str, Tensor]]
+Wrap = Callable[[Tensors], dict[str, Any]]
 QKV = "blocks.0.attn.qkv."
 ONE = torch.ones(1)
 
@@ -249,6 +261,15 @@ def test_the_classes_of_a_wrapped_head_are_counted(classes: int, tmp_path: Path)
     assert read.record.classes == classes
 
 
+def in_two_keys(first: str, second: str) -> Wrap:
+    return lambda state: {
+        first: state,
+        second: {name: value + 1 for name, value in state.items()},
+        "epoch": 3,
+        "args": argparse.Namespace(lr=0.1),
+    }
+
+
 def under_two_names(first: str, second: str) -> Wrap:
     return lambda state: {
         **under(first)(state),
@@ -258,6 +279,7 @@ def under_two_names(first: str, second: str) -> Wrap:
 
 REFUSED: dict[str, tuple[Wrap, str]] = {
     "student and teacher": (under_two_names("student.", "teacher."), "'student'.*'teacher'"),
+    "raw and averaged": (in_two_keys("model", "model_ema"), "which network is meant"),
     "model and ema": (under_two_names("model.", "ema."), "'model'.*'ema'"),
     "a copy beside": (under_two_names("", "ema_model."), "'ema_model'"),
     "two of nobody's names": (under_two_names("first.", "second."), "'first', 'second'"),
@@ -318,25 +340,26 @@ def test_what_may_change_the_function_is_refused_by_its_name(
         opened_wrapping(wrap(tensors), tmp_path, HINTS if by == "--arch" else Hints())
     hint = refused.value.hint.lower()
     assert hint
+    assert name != "raw and averaged" or "--weights ema" in hint
     assert "name the architecture" not in hint  # it is named
     assert "--arch" not in hint
 
 
-@pytest.mark.parametrize(
-    ("weights_of", "first", "second"),
-    [
-        ("first", "first.", "second."),
-        ("second", "first.", "second."),
-        ("raw", "", "ema_model."),
-        ("ema", "", "ema_model."),
-        ("ema", "net.", "net.ema."),
-    ],
-)
-def test_a_network_of_two_is_chosen_by_its_prefix(
-    weights_of: str, first: str, second: str, tensors: Tensors, tmp_path: Path
-) -> None:
-    hints = Hints(HINTS.arch, HINTS.arch_args, HINTS.mean, HINTS.std, weights=weights_of)
-    read = opened_wrapping(under_two_names(first, second)(tensors), tmp_path, hints)
+CHOSEN = {
+    "first": under_two_names("first.", "second."),
+    "second": under_two_names("first.", "second."),
+    "raw": under_two_names("", "ema_model."),
+    "ema": under_two_names("", "ema_model."),
+    "ema, inside": under_two_names("net.", "net.ema."),
+    "raw, by its key": in_two_keys("model", "model_ema"),
+    "ema, by its key": in_two_keys("model", "model_ema"),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_a_network_of_two_is_chosen(name: str, tensors: Tensors, tmp_path: Path) -> None:
+    weights_of = name.partition(",")[0]
+    read = opened_wrapping(CHOSEN[name](tensors), tmp_path, replace(HINTS, weights=weights_of))
     expected = tensors["pos_embed"] + (weights_of in ("second", "ema"))
     assert torch.equal(read.tensors["pos_embed"], expected)
 

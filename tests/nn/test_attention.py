@@ -22,9 +22,8 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Replacement
 from certcli.lipschitz.estimate import jacobian_norms
-from certcli.lipschitz.network import bound_network
+from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape, AttentionWeights

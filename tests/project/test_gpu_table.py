@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import gpu
 from certcli.cli.main import COMMANDS
-from tests.helpers.forks import exit_of_fork, fork
+from tests.helpers.runs import exit_of_fork, fork
 
 
 def test_without_the_device_nothing_is_measured(

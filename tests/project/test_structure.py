@@ -254,13 +254,13 @@ READ_ELSEWHERE = {
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
-    "checkpoint/header.py": "the temporary file that it writes",
+    "checkpoint/tensor_files.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",
 }
 """Files of the system and of the package, which no stranger writes."""
 DECODED_ELSEWHERE = {
     "api/arguments.py": "values of Python",
-    "checkpoint/header.py": "entries of a header that the door has let in",
+    "checkpoint/tensor_files.py": "entries of a header that the door has let in",
     "checkpoint/schema.py": "the door",
     "cli/shared/inputs.py": "the text of an option",
     "cli/verify/run.py": "what this run states, as a file would hold it",
@@ -274,7 +274,7 @@ LOOKED_AT = {
     "audit/plan.py": "which folder must be told from timm's network of its name",
     "checkpoint/file.py": "what is no regular file is refused",
     "checkpoint/outputs.py": "which inputs and folders could be overwritten; a lock on a state",
-    "checkpoint/shards.py": "which files of an index could be deleted",
+    "checkpoint/tensor_files.py": "which files of an index could be deleted",
     "certify/smoothing/denoiser.py": "what is no folder is read as a file",
     "cli/log/run.py": "what is no folder is read as a file",
     "cli/shared/inputs.py": "where an output goes by default",

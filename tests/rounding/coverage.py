@@ -12,7 +12,7 @@ from typing import Any
 from certcli.rounding import PRECISIONS
 from certcli.rounding.arithmetics import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
-from tests.helpers.layouts import FORMATS, KERNELS
+from tests.helpers.executions import FORMATS, KERNELS
 
 PAGE = Path(__file__).parents[2] / "docs" / "rounding.md"
 HEAD = """# Which executions a rounding bound covers

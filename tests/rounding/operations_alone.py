@@ -19,7 +19,7 @@ from certcli.rounding import NeighbourErrors
 from certcli.rounding.arithmetics import Precision
 from certcli.rounding.enclosed import ErrorStep
 from certcli.rounding.operation_errors import Executed, Followed, Steep
-from tests.helpers.layouts import channels_last
+from tests.helpers.executions import channels_last
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]
 

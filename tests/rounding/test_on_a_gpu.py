@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from certcli.engine.table import NoRule
 from certcli.models.build import keep_float32
 from certcli.rounding import PRECISIONS, NeighbourErrors
-from tests.helpers.executions import require_within
-from tests.helpers.layouts import FORMATS, Laid
+from tests.helpers.executions import FORMATS, Laid, require_within
 from tests.helpers.lipschitz_cases import ROWS
 from tests.helpers.slopes import IMAGE
 from tests.rounding.test_every_rule import OTHER_BATCHES, WITHOUT_ROUNDING, network

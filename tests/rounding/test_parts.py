@@ -25,7 +25,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.layers import OrthogonalMixing

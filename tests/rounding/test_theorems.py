@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from certcli.engine.derived_constants import Computed, Moved
 from certcli.engine.walk import Call, Constant
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape

@@ -11,7 +11,6 @@ exits 1 at the first image of another class inside a radius. Smoothing may be wr
 coverage_campaign.py counts how often.
 """
 
-import argparse
 import itertools
 import sys
 from collections import Counter
@@ -60,6 +59,7 @@ from tests.enclosure.test_zonotope_networks import OPTIONS as VITS
 from tests.enclosure.test_zonotope_networks import network as vision_transformer
 from tests.helpers.executions import logits_of_executions, representable
 from tests.rounding.test_neighbours import CASES
+from tests.soundness.edits import asked_for
 
 STEPS = 20
 JUDGED = 5
@@ -427,11 +427,7 @@ def rounds(method: str) -> Iterator[tuple[Row, int]]:
 
 def attack_campaign() -> int:
     methods = list(dict.fromkeys(row.method for row in ROWS))
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--attacks", type=int, default=100_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--method", choices=methods)
-    asked = parser.parse_args()
+    asked = asked_for(__doc__ or "", attacks=100_000, method=tuple(methods))
     seen = Seen()
     for method in [asked.method] if asked.method else methods:
         first = next(row.name for row in ROWS if row.method == method)

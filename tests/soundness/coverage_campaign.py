@@ -11,7 +11,6 @@ exits 1 where they are so more often than alpha explains, where a draw is used t
 arrangement changes a record.
 """
 
-import argparse
 import functools
 import itertools
 import sys
@@ -40,6 +39,7 @@ from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team
 from tests.cli.test_processes import together
+from tests.soundness.edits import asked_for
 
 CPU = torch.device("cpu")
 SIGMA = 0.5
@@ -230,11 +230,7 @@ def wrong_ones(found: Sequence[Certificate], true: float) -> int:
 
 
 def coverage_campaign() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--runs", type=int, default=10_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--drawn", action="store_true")
-    asked = parser.parse_args()
+    asked = asked_for(__doc__ or "", runs=10_000_000, drawn=False)
     if asked.drawn:
         return 0 if drawn_coverage(asked.runs, asked.seed) else 1
     each = -(-asked.runs // (len(SETTINGS) * len(TRUE)))

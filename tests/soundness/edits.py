@@ -1,16 +1,19 @@
-"""Random edits of JSON and of bytes, and the campaigns that count how a program ends on them."""
+"""Random edits of JSON, of bytes and of ONNX files, and the campaigns that count how a program ends on them."""
 
 import argparse
 import collections
 import contextlib
 import copy
+import itertools
 import json
+import math
 import random
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from certcli.models.onnx.call import READERS
 from certcli.system.errors import CertvitError
 
 Raw = dict[str, Any]
@@ -223,6 +226,75 @@ def edit_bytes(content: bytes, rng: random.Random) -> bytes:
     return bytes(found)
 
 
+NUMBERS = (-(2**63), -(2**31), -5, -1, 0, 1, 2, 3, 8, 1000, 10**6, 10**12, 2**31, 2**63 - 1)
+
+
+def edited_onnx(data: bytes, rng: random.Random) -> bytes:
+    """Return the file with a few bytes changed, or with an operator, a number or a tensor changed."""
+    import onnx
+
+    if rng.random() < 0.3:
+        return edit_bytes(data, rng)
+    model = onnx.ModelProto.FromString(data)
+    for _ in range(rng.choice((1, 1, 2))):
+        edit = rng.choice((edit_node, edit_numbers, edit_tensor, edit_sizes))
+        edit(model.graph, rng)
+    return model.SerializeToString()
+
+
+def edit_node(graph: Any, rng: random.Random) -> None:
+    node = rng.choice(graph.node)
+    names = [name for other in graph.node for name in (*other.input, *other.output)]
+    kind = rng.randrange(5)
+    if kind == 0:
+        node.op_type = rng.choice([*READERS, "If", "Loop", "Scan", "NonZero"])
+    elif kind == 1 and node.input:
+        node.input[rng.randrange(len(node.input))] = rng.choice([*names, "", "nowhere"])
+    elif kind == 2:
+        node.domain = "com.example"
+    elif kind == 3:
+        node.ClearField(rng.choice(("attribute", "input", "output")))
+    else:
+        node.output.append(rng.choice(names))
+
+
+def edit_numbers(graph: Any, rng: random.Random) -> None:
+    """Change an attribute, as shapes, axes and kernels are."""
+    attributes = [one for node in graph.node for one in node.attribute]
+    if attributes:
+        one = rng.choice(attributes)
+        one.i, one.f = rng.choice(NUMBERS), rng.choice((float("nan"), 1e38, -1.0, 0.0))
+        if one.ints:
+            one.ints[rng.randrange(len(one.ints))] = rng.choice(NUMBERS)
+
+
+def edit_tensor(graph: Any, rng: random.Random) -> None:
+    """Change whole numbers, which are shapes, or the size, type or place of a tensor."""
+    import onnx
+
+    stored = [one.t for node in graph.node for one in node.attribute if one.HasField("t")]
+    whole = [one for one in stored if one.data_type == onnx.TensorProto.INT64]
+    tensor = rng.choice([*graph.initializer, *stored, *whole * 3])
+    kind = rng.randrange(4)
+    if kind == 0 and tensor in whole:
+        values = onnx.numpy_helper.to_array(tensor).copy().reshape(-1)
+        values[rng.randrange(len(values))] = rng.choice(NUMBERS)
+        tensor.CopyFrom(onnx.numpy_helper.from_array(values.reshape(tuple(tensor.dims))))
+    elif kind == 1:
+        tensor.dims.append(rng.choice(NUMBERS))
+    elif kind == 2:
+        tensor.data_type = rng.randrange(25)
+    else:
+        tensor.data_location = 1
+        entry = tensor.external_data.add()
+        entry.key, entry.value = "location", "evil.pth"
+
+
+def edit_sizes(graph: Any, rng: random.Random) -> None:
+    sizes = graph.input[0].type.tensor_type.shape.dim
+    sizes[rng.randrange(len(sizes))].dim_value = rng.choice(NUMBERS)
+
+
 Case = Callable[[random.Random], tuple[str, list[str]]]
 """One edit and its trial: how it ended, and the laws that it broke."""
 
@@ -256,14 +328,39 @@ def campaign(
     return {"edits": count, "outcomes": dict(sorted(outcomes.items())), "findings": findings}
 
 
+def asked_for(purpose: str, **defaults: Any) -> argparse.Namespace:
+    """Return what the command line of a campaign asks for: --seed, and options by their defaults.
+
+    False is a switch, a list an option that may be repeated, a tuple the words that one may have.
+    """
+    parser = argparse.ArgumentParser(description=purpose)
+    for name, value in {"seed": 0, **defaults}.items():
+        kinds: dict[type, Raw] = {
+            bool: {"action": "store_true"},
+            list: {"action": "append"},
+            tuple: {"choices": value},
+        }
+        usual = {"type": type(value), "default": value}
+        parser.add_argument(f"--{name}", **kinds.get(type(value), usual))
+    return parser.parse_args()
+
+
+EDGES = (0.999, 0.9, 0.5, 0.1)
+"""Of the shares in a table."""
+
+
+def bands(shares: Mapping[str, float]) -> Iterator[tuple[str, list[str]]]:
+    """Yield the rows of a table: shares between two edges in words, and the names that have them."""
+    for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
+        names = sorted(name for name, share in shares.items() if low < share <= high)
+        yield f"above {low:g}" if low > 0 else f"at most {high:g}", names
+
+
 def run_edits(purpose: str, cases: contextlib.AbstractContextManager[Case]) -> int:
     """Run a campaign as --count and --seed ask, print its report, and return 1 where it has
     findings.
     """
-    parser = argparse.ArgumentParser(description=purpose)
-    parser.add_argument("--count", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = asked_for(purpose, count=1000)
     with cases as case:
         report = campaign(case, options.count, options.seed)
     print(json.dumps(report, indent=1))

@@ -27,19 +27,21 @@ from certcli.checkpoint.file import read_tensors
 from certcli.checkpoint.record import KEY
 from certcli.system.errors import CertvitError
 from tests.helpers.commands import console
-from tests.helpers.runs import WRITING, M, named_words
-from tests.helpers.workshop import Workshop
-from tests.soundness.edits import run_edits
-from tests.soundness.forked_runs import (
+from tests.helpers.runs import (
     CHANGING,
     OTHER,
     RESUMABLE,
+    WRITING,
+    M,
     Plan,
     Starved,
     Watch,
     frozen,
+    named_words,
     start_run,
 )
+from tests.helpers.workshop import Workshop
+from tests.soundness.edits import run_edits
 
 UNLIKE = r'"threads":"\d"|\\"threads\\":\\"\d\\"| --resume|\n<p>\d+ records were read[^<]*</p>|[\d-]{10}[T ][\d:]{8} UTC'
 """Parts of files that a repeated run writes otherwise: its threads, and in pages the typed command, the date, and how much

@@ -39,8 +39,7 @@ from certcli.system.errors import CertvitError
 from certcli.verification.documents import verify_laws
 from tests.helpers.commands import console
 from tests.models.transformers_logits import FILE, PIXELS, weights
-from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, run_edits
-from tests.soundness.onnx_edits import edited_onnx
+from tests.soundness.edits import BAIT, Case, edit_bytes, edit_text, edited_onnx, run_edits
 
 TOO_LONG = 20
 """CPU seconds of one file: a hang, or a file that asks for more than it holds. An honest one takes milliseconds."""

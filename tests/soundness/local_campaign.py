@@ -9,9 +9,6 @@ The first takes vision transformers, the second random programs of odd layouts
 and exits 1 at the first point found outside an enclosure.
 """
 
-import argparse
-import itertools
-import math
 import sys
 import time
 
@@ -21,8 +18,8 @@ from certcli.enclosure.zonotopes.network import LocalNetwork
 from tests.enclosure.test_zonotope_networks import OPTIONS, SIZE, image, largest_share, network
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import CASES, forms
+from tests.soundness.edits import asked_for, bands
 from tests.soundness.local_laws import Found, check_program
-from tests.soundness.slope_campaign import EDGES
 
 KINDS = [kind for kind in OPTIONS if kind != "mish"]  # which has no enclosure
 
@@ -75,11 +72,8 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
         print(f"refused {count}: {reason}")
     for domain in sorted({domain for domain, _ in found.tightest}):
         shares = {rule: share for (its, rule), share in found.tightest.items() if its == domain}
-        for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
-            names = sorted(rule for rule, share in shares.items() if low < share <= high)
-            print(
-                f"| {domain} | {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {', '.join(names)} |"
-            )
+        for band, names in bands(shares):
+            print(f"| {domain} | {band} | {', '.join(names)} |")
     for line in found.broken:
         print(f"VIOLATED: {line}")
     peak_text = ", ".join(f"{name} {count:,}" for name, count in sorted(found.tried.items()))
@@ -90,12 +84,7 @@ def programs(seconds: float, seed: int, nodes: int) -> int:
 
 
 def local_campaign() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=3600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--nodes", type=int, default=100_000)
-    parser.add_argument("--programs", action="store_true")
-    asked = parser.parse_args()
+    asked = asked_for(__doc__ or "", seconds=3600.0, nodes=100_000, programs=False)
     if asked.programs:
         return programs(asked.seconds, asked.seed, asked.nodes)
     stop = time.monotonic() + asked.seconds

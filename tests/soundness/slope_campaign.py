@@ -9,9 +9,6 @@ every tensor of it, and of random programs, to what is claimed about it. Prints 
 their tightest ratio of slope to bound; exits 1 at a claim that does not hold.
 """
 
-import argparse
-import itertools
-import math
 import sys
 import time
 from collections import Counter
@@ -24,14 +21,13 @@ from certcli.engine.tracer import Untraceable
 from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.nodes import Claims
 from tests.helpers.slopes import IMAGE, steepest_jacobian
+from tests.soundness.edits import asked_for, bands
 from tests.soundness.local_programs import SIZE, program
 
 PAIRS = 400
 ALONE = 10
 STEPS = 4
 PROGRAMS = 20
-EDGES = (0.999, 0.9, 0.5, 0.1)
-"""Of the ratios, for the table."""
 
 
 @torch.no_grad()
@@ -62,10 +58,7 @@ def slopes_of_pairs(net: nn.Module, seed: int) -> Tensor:
 
 
 def slope_campaign() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--checks", type=int, default=1_000_000)
-    parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    asked = asked_for(__doc__ or "", checks=1_000_000)
     checked: Counter[str] = Counter()
     tightest = dict.fromkeys(RULES, 0.0)
     refused = 0
@@ -107,11 +100,8 @@ def slope_campaign() -> int:
             f"seed {seed}: {checked.total():,} slopes, {time.monotonic() - started:.0f} s",
             flush=True,
         )
-    for high, low in itertools.pairwise((math.inf, *EDGES, -1.0)):
-        names = sorted(name for name, ratio in tightest.items() if low < ratio <= high)
-        print(
-            f"| {f'above {low:g}' if low > 0 else f'at most {high:g}'} | {len(names)} | {', '.join(names)} |"
-        )
+    for band, names in bands(tightest):
+        print(f"| {band} | {len(names)} | {', '.join(names)} |")
     print(
         f"nothing found: {seed - asked.seed} networks of each of {len(RULES)} rules, {checked.total():,} slopes, "
         f"{refused} of {(seed - asked.seed) * PROGRAMS} programs refused"

@@ -14,7 +14,7 @@ import torch
 
 import certvit
 from certcli.certify.methods import METHODS
-from certcli.checkpoint import file, header
+from certcli.checkpoint import file, tensor_files
 from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
@@ -24,13 +24,12 @@ from certcli.verification import evidence
 from examples.planted import CASES, SIZE
 from examples.planted.__main__ import main
 from tests.helpers.grids import EVERY
-from tests.helpers.runs import M
+from tests.helpers.runs import OTHER, M
 from tests.soundness import fault_fuzz, file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
 from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.fault_fuzz import Faults
-from tests.soundness.forked_runs import OTHER
 from tests.soundness.record_fuzz import edited_records
 
 LIES = (
@@ -166,7 +165,7 @@ def test_faults_lose_nothing(faults: Faults) -> None:
 
 
 def test_writing_in_place_is_found_out(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file, header, formats):
+    for module in (file, tensor_files, formats):
         monkeypatch.setattr(module, "atomic_file", contextlib.nullcontext)
     assert campaign(faults, 16)["findings"]
 

@@ -20,9 +20,9 @@ from torch import nn
 import certcli.lipschitz
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics import arithmetic, convolution, eigenvalues, outward, spectral
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.propagate import propagate, trace_network
 from tests.helpers.lipschitz_cases import build_row, f
 from tests.helpers.slopes import IMAGE
 from tests.lipschitz.test_attention import Copies
@@ -146,7 +146,7 @@ def random_matrices() -> list[float]:
     arith = Arithmetic()
     a = arith.matrix(noise(3, 8))
     b = Matrix(noise(8, 5), 0.01)
-    made = [arith.matmul(a, b), arith.add(a, a), arith.center_rows(a), arith.scale(b, 3.0)]
+    made = [arith.matmul(a, b), arith.add(a, a), arith.centred(a, 0), arith.scale(b, 3.0)]
     factors = torch.linalg.cholesky_ex
     with (
         pytest.MonkeyPatch.context() as patch

@@ -16,12 +16,11 @@ import torch
 
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs
-from certcli.checkpoint.shards import INDEX, orphans, shards_of_index
+from certcli.checkpoint.tensor_files import INDEX, orphans, shards_of_index
 from certcli.system.errors import OutputError, UsageError
 from certcli.system.files import atomic_file, is_stream, require_absent, sweep
 from tests.helpers.commands import attempt, certvit
-from tests.helpers.forks import exit_of_fork, fork
-from tests.helpers.runs import FEW, RUNS, WRITING, M, named_words
+from tests.helpers.runs import FEW, RUNS, WRITING, M, exit_of_fork, fork, named_words
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from torch import nn
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 
 from certcli.audit.clock import EndsAfter, OutOfTime
-from certcli.engine import pinned
+from certcli.engine import table
 from certcli.lipschitz.network import bound_network
 from tests.helpers import grids
 
@@ -56,7 +56,7 @@ def state() -> tuple[object, ...]:
         torch.is_grad_enabled(),
         nn.Module.__call__,
         nn.Module.__getattr__,
-        pinned.patched_function(),
+        table.patched_function(),
     )
 
 

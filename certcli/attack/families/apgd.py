@@ -1,4 +1,5 @@
-"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once; AutoAttack."""
+"""APGD of Croce and Hein, for any row-wise loss and several targets of an image at once;
+AutoAttack."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -28,7 +29,8 @@ SHORTER = 0.03
 SHORTEST = 0.06
 """Of the steps: the first stretch between checkpoints, its decrease, its end."""
 TargetLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the label."""
+"""logits (r, k), labels (r,), targets (r,) -> (r,). Positive once the target has overtaken the
+label."""
 
 
 def apgd_ce(
@@ -141,12 +143,7 @@ def _ascend_runs(
     With `successes` a run ends where any of its image has succeeded, and the points of those that
     remain are returned.
     """
-    net = search.net
-    successes = search.successes
-    settings = search.settings
-    images = search.images
-    labels = search.labels
-    region = search.region
+    net, successes, images, labels, region, settings, generator = search
     end = images.clone()
     height = torch.full_like(images[:, 0, 0, 0], float("-inf"))
     steps = settings.steps or APGD_STEPS
@@ -173,7 +170,7 @@ def _ascend_runs(
     if targets is not None and settings.give_up:
         with torch.no_grad():
             start = loss(net(images[owner]), labels[owner], aims)
-    point = _on_the_sphere(clean, limit, search.generator)
+    point = _on_the_sphere(clean, limit, generator)
     value, gradient = slope(point, owner, aims)
     step = per_image(2 * limit.radii(clean), clean)
     rises = torch.zeros_like(owner)

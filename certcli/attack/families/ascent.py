@@ -1,6 +1,6 @@
-"""Ascents of any loss of the logits by projected gradients, in both norms, with steps that fall: FGSM,
-PGD and EOT-PGD of the cross entropy, PGD of the margin, and the self-attention gradient attack,
-which leans towards the patches attended to."""
+"""Ascents of any loss of the logits by projected gradients, in both norms, with steps that fall:
+FGSM, PGD and EOT-PGD of the cross entropy, PGD of the margin, and the self-attention gradient
+attack, which leans towards the patches attended to."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,12 +24,15 @@ from certcli.system.errors import UsageError
 
 MARGIN_STEPS = 40
 MARGIN_AIMED = 5
-"""Classes that the first run of `margin_pgd` takes in turn, at most; each gets `MARGIN_SHORTEST` steps or more."""
+"""Classes that the first run of `margin_pgd` takes in turn, at most; each gets `MARGIN_SHORTEST`
+steps or more."""
 MARGIN_SHORTEST = 5
 MOMENTUM = 0.5
-"""What is kept of the last direction in linf, where a step takes signs alone; docs/attack.md shows the choice."""
+"""What is kept of the last direction in linf, where a step takes signs alone; docs/attack.md shows
+the choice."""
 RowLoss = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""logits (b, k), labels (b,), logits of the run's first point (b, k) -> (b,): what the ascent raises."""
+"""logits (b, k), labels (b,), logits of the run's first point (b, k) -> (b,): what the ascent
+raises."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +171,8 @@ def ascend_gradient(
 def _unit_mean(gradient: Tensor) -> Tensor:
     """Return the gradient over the mean of its entries' size: (b, c, h, w) -> same.
 
-    A gradient of 0 stays 0. Of an infinite one the signs are taken. The largest entry is divided out
-    first: the sum of all could overflow.
-    """
+    A gradient of 0 stays 0. Of an infinite one the signs are taken. The largest entry is divided
+    out first: the sum of all could overflow."""
     largest = gradient.abs().flatten(1).amax(dim=1)
     usable = (largest > 0) & largest.isfinite()
     scaled = gradient / beside_pixels(
@@ -186,7 +188,8 @@ EOT_SAMPLES = 10
 WARMTH = 0.3
 """Temperature of PGD's softmax, as a share of the margin where a run begins."""
 PGD_AIMED = 6
-"""Classes that a run of PGD takes in turn, at most; each gets an eighth of its steps, `PGD_SHORTEST` or more."""
+"""Classes that a run of PGD takes in turn, at most; each gets an eighth of its steps,
+`PGD_SHORTEST` or more."""
 PGD_SHORTEST = 4
 UNTARGETED = 6
 """Steps of the cross entropy before them, at least; a quarter of the run where that is more."""
@@ -283,8 +286,8 @@ FLOOR = 0.05
 def saga(
     model: nn.Module, images: Tensor, labels: Tensor, region: Region, settings: AttackSettings
 ) -> Tensor:
-    """x <- P(x + alpha_t * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c, h,
-    w), (b,) -> same.
+    """x <- P(x + alpha_t * steepest(R(x) * grad CE)), R the attention rollout of the image: (b, c,
+    h, w), (b,) -> same.
 
     R = prod_l (A_l / 2 + I / 2), A_l the attention of block l averaged over heads, the row of the
     class token (without one the mean of the rows) spread over the pixels of each patch, at most 1

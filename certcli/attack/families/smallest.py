@@ -28,7 +28,8 @@ OVERSHOOT = 1.05
 BACK = 0.9
 PULL = 0.1
 LOOK = 0.2
-"""Share of the steps after which `give_up` asks, again and again, whether a run can still come within the radius."""
+"""Share of the steps after which `give_up` asks, again and again, whether a run can still come
+within the radius."""
 
 
 def fab(
@@ -84,18 +85,13 @@ def _run_target(
 @torch.no_grad()
 def _search_runs(search: AttackSearch, owner: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Run each entry of `owner`: nearest success (r, c, h, w) and norm (r,), inf without one."""
-    net = search.net
-    successes = search.successes
-    settings = search.settings
-    images = search.images
-    labels = search.labels
-    region = search.region
+    net, successes, images, labels, region, settings, generator = search
     steps = settings.steps or FAB_STEPS
     nearest = images[owner]
     smallest = torch.full((len(owner),), float("inf"), dtype=torch.float64, device=images.device)
     point = nearest.clone()
     if settings.restart:
-        drawn = region.of(owner).random_point(nearest, search.generator)
+        drawn = region.of(owner).random_point(nearest, generator)
         point = nearest + (drawn - nearest) / 2
     rows = torch.arange(len(owner), device=images.device)
     look = max(1, int(LOOK * steps))

@@ -16,7 +16,8 @@ SHARE = 0.8
 HALVED = (10, 50, 200, 500, 1000, 2000, 4000, 6000, 8000)
 """Queries, of 10,000, after which the share is halved."""
 LOOK = 0.2
-"""Share of the queries after which `give_up` asks, again and again, whether an image is half way to its boundary."""
+"""Share of the queries after which `give_up` asks, again and again, whether an image is half way to
+its boundary."""
 
 
 def square_attack(
@@ -39,11 +40,8 @@ def square_attack(
 
     @torch.no_grad()
     def climb(search: AttackSearch) -> Tensor:
-        net = search.net
-        successes = search.successes
-        images = search.images
-        labels = search.labels
-        draw = _Draw(images, search.generator)
+        net, successes, images, labels, _, settings, generator = search
+        draw = _Draw(images, generator)
         propose, first = (_circle, _tiles) if region.norm == "l2" else (_stripe, _stripes)
         rows = search.standing()
         reached = torch.full_like(images[:, 0, 0, 0], float("-inf"))

@@ -49,7 +49,9 @@ _KEPT = 0.5
 _EDGE = 0.02
 """Pixels this near 0 or 1 count as at the edge when the search begins."""
 _STEEPEST = 0.95
-"""Share of the slope at the edge at which the first guess ends: its length grows without limit towards 1."""
+"""Share of the slope at the edge at which the first guess ends: its length grows without limit
+towards 1.
+"""
 
 
 def climb(
@@ -108,11 +110,15 @@ def _with_gradient(margins: Callable[[Tensor], Tensor], anchors: Tensor) -> tupl
 
 _HALVINGS = 24
 _RANGE = 2.0**30
-"""The best mu, where |d| = r, is sought between |u| / r over this number and times it; any mu gives a bound."""
+"""The best mu, where |d| = r, is sought between |u| / r over this number and times it; any mu gives
+a bound.
+"""
 _LEAST = 1e-20
 """Stands for lengths of 0 where they divide."""
 _ROUNDING = 2.0**-50
-"""Relative, of a term and of adding it, for each entry: all terms are positive, so that relative errors do not grow."""
+"""Relative, of a term and of adding it, for each entry: all terms are positive, so that relative
+errors do not grow.
+"""
 _NEWTON = 6
 _BELOW = (2.0**-8, 2.0**-16, 2.0**-24, 2.0**-32)
 """Relative: what is tried below the radius at which Newton's steps end."""
@@ -179,10 +185,14 @@ def box_reach(images: Tensor, anchors: Tensor, within: Tensor) -> Tensor:
 
 METHOD = "box"
 SMALLEST = 1 / 255
-"""Radius from which on anchors are sought: nearer than a grey level of one pixel there is no other image of 8 bits."""
+"""Radius from which on anchors are sought: nearer than a grey level of one pixel there is no other
+image of 8 bits.
+"""
 FURTHEST = 1.5
 MOST = 16
-"""An image has anchors for the pairs of classes whose radius is below FURTHEST times its own: the MOST nearest of them."""
+"""An image has anchors for the pairs of classes whose radius is below FURTHEST times its own: the
+MOST nearest of them.
+"""
 _AT_ONCE = 256
 _PIXELS = 2**22
 """Pairs that are climbed together, and pixels of all their images, at most."""
@@ -299,8 +309,8 @@ class BoxCertifier(LipschitzCertifier):
                 (repeated,) = self._certified(
                     [claim.index], image[None], [claim.prediction], 2 * STEPS
                 )
-                again = claim.radius <= repeated.radius * (1 + AGAIN)
-                if claim.prediction == repeated.prediction and again:
+                proven = claim.radius <= repeated.radius * (1 + AGAIN)
+                if claim.prediction == repeated.prediction and proven:
                     confirmed = claim.proven_again(repeated.prediction, True)
             confirmations.append(confirmed)
         return confirmations

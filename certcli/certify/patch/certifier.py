@@ -21,8 +21,7 @@ from certcli.evaluation.claim import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import sent
 from certcli.models import build
-from certcli.models.pixels import PixelModel
-from certcli.models.visible_part import AUTO, seen_part
+from certcli.models.pixels import AUTO, PixelModel, seen_part
 from certcli.system.errors import UsageError
 
 METHOD = "patch"

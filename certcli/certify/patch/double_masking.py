@@ -23,7 +23,7 @@ from torch import Tensor
 from certcli.certify.options import DOUBLE_MASKING, VOTING
 from certcli.certify.patch.passes import NONE, Answer, MaskedPasses, hole, met_views, square_masks
 from certcli.evaluation.threat import Patch
-from certcli.models.visible_part import Grid, band_views
+from certcli.models.pixels import Grid, band_views
 from certcli.system.errors import UsageError
 
 

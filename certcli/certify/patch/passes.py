@@ -1,4 +1,5 @@
-"""Masks that hide every patch of a size, and passes over what they leave, in batches of a fixed size.
+"""Masks that hide every patch of a size, and passes over what they leave, in batches of a fixed
+size.
 
 A certificate speaks of the classifier as it is executed: a pass that sees nothing of a patch must
 give the same class as without it. BLAS chooses its sums by the shape of a batch, so that a row's
@@ -19,7 +20,7 @@ from certcli.engine.replay import close, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.evaluation.threat import Patch
 from certcli.images.labelled import sent
-from certcli.models.visible_part import Grid, SeenPart
+from certcli.models.pixels import Grid, SeenPart
 from certcli.system.errors import UsageError
 
 Interval = tuple[int, int]
@@ -131,9 +132,13 @@ def hole(views: Tensor, grid: Grid, patch: Patch) -> tuple[Interval, Interval] |
 
 
 NONE = -1
-"""The class of a pass whose logits are not finite: a patch must not end the procedure by breaking what sees it."""
+"""The class of a pass whose logits are not finite: a patch must not end the procedure by breaking
+what sees it.
+"""
 SAFETY = 4.0
-"""Times the measured difference: two of it lie between the leads of two executions, and as much again in reserve."""
+"""Times the measured difference: two of it lie between the leads of two executions, and as much
+again in reserve.
+"""
 
 
 @dataclass(frozen=True)

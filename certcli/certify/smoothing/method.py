@@ -32,13 +32,18 @@ from certcli.system.memory import out_of_memory
 METHOD = "smoothing"
 
 STATED = ("sigma", "n0", "samples", "alpha", "enough", "seed", "precision")
-"""Parameters of every run; `decide` and `denoiser` only where they are used, as in older records."""
+"""Parameters of every run; `decide` and `denoiser` only where they are used, as in older records.
+"""
 TIES = 1e-3
-"""How far the probability behind a repeated radius may lie from the record's: other batches round otherwise, and an image
-with noise near two classes may fall to the other. Far more draws have to be such than are."""
+"""How far the probability behind a repeated radius may lie from the record's: other batches round
+otherwise, and an image with noise near two classes may fall to the other. Far more draws have to be
+such than are.
+"""
 SHIFT = 1e-2
-"""How far the radius may lie from it then, in deviations of the noise, where more than one draw differs: rounding shifts
-the boundary by less. Near probability 1, TIES alone would allow a radius a quarter larger."""
+"""How far the radius may lie from it then, in deviations of the noise, where more than one draw
+differs: rounding shifts the boundary by less. Near probability 1, TIES alone would allow a radius a
+quarter larger.
+"""
 
 
 class SmoothingCertifier(Certifier):
@@ -223,9 +228,9 @@ class SmoothingCertifier(Certifier):
             message = f"{hits[row]} of {self.settings.samples} fresh draws are of class {claim.prediction}"
             probability = normal_chance(raw_radii[row] / self.settings.sigma)
             few = _chance_of_so_few(hits[row], self.settings.samples, probability) <= doubt.level
-            stated = f", {probability:.4f} of all are stated" if few else ""
+            refutation = f", {probability:.4f} of all are stated" if few else ""
             status: Status = "refuted" if few else "verified"
-            confirmations.append(claim.checked(status, message + stated))
+            confirmations.append(claim.checked(status, message + refutation))
         return confirmations
 
     def repeat(self, claims: Sequence[Certificate], pixels: Tensor) -> list[Claim]:
@@ -240,12 +245,12 @@ class SmoothingCertifier(Certifier):
             )
             shift = abs(claim.radius - now.radius) / self.settings.sigma
             few = abs(claimed - drawn) <= 1 / self.settings.samples or shift <= SHIFT
-            found = proven_radius(now.radius)
+            radius = proven_radius(now.radius)
             if claim.prediction == now.prediction and few and abs(claimed - drawn) <= TIES + SAME:
-                confirmations.append(claim.checked("verified", f"radius {found} is found again"))
+                confirmations.append(claim.checked("verified", f"radius {radius} is found again"))
                 continue
             said = f"class {claim.prediction} and radius {proven_radius(claim.radius)} are stated"
-            message = f"{said}, {now.prediction} and {found} found again"
+            message = f"{said}, {now.prediction} and {radius} found again"
             confirmations.append(claim.checked("refuted", message))
         return confirmations
 
@@ -298,7 +303,10 @@ class SmoothingCertifier(Certifier):
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         start = 0
         while start < len(rows):
-            part = rows[start : start + _whole_batch_size(len(rows) - start, self._batch_size)]
+            rest = len(rows) - start
+            # of the last batches powers of two, since each size is looked at once
+            size = self._batch_size if rest >= self._batch_size else 1 << rest.bit_length() - 1
+            part = rows[start : start + size]
             which = [image for image, _ in part]
             samples = [sample for _, sample in part]
             names = [indices[image] for image in which]
@@ -341,11 +349,6 @@ class SmoothingCertifier(Certifier):
             )
             raise DataError("the network gives NaN or infinite logits on noisy images", hint)
         return counts.view(len(indices), self._classes).cpu()
-
-
-def _whole_batch_size(remaining: int, batch_size: int) -> int:
-    """Return a batch's size: of the last ones powers of two, since each size is looked at once."""
-    return batch_size if remaining >= batch_size else 1 << remaining.bit_length() - 1
 
 
 def _chance_of_so_few(hits: int, draws: int, p: float) -> float:

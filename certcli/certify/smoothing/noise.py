@@ -1,5 +1,5 @@
-"""Gaussian noise by counter, the same on any device and in any batch; and what smoothing speaks of: the network run on noisy
-pixels, alone or behind a denoiser.
+"""Gaussian noise by counter, the same on any device and in any batch; and what smoothing speaks of:
+the network run on noisy pixels, alone or behind a denoiser.
 
 The bits are those of Philox4x64-10 (Salmon et al. 2011, Parallel random numbers: as easy as 1, 2,
 3) with the key (seed, 0) and the counter (block, image, sample, purpose), blocks from 1: numpy's
@@ -32,7 +32,9 @@ from certcli.system.memory import out_of_memory
 
 VERSION = "philox4x64-10/2"
 CERTIFY, CONFIRM, ATTACK, NEARBY, TIMED = 0, 2, 3, 4, 5
-"""Purposes: noise that an attack climbs on must not be what certifies or judges. 1 once served a choice of sigma."""
+"""Purposes: noise that an attack climbs on must not be what certifies or judges. 1 once served a
+choice of sigma.
+"""
 
 _LARGEST = 6.67
 """|z| at most: sqrt(-2 log(2^-32)) = 6.661, and what float32 rounds."""
@@ -44,8 +46,9 @@ _LOW = 0xFFFFFFFF
 _CACHED = 1 << 17
 """Numbers at a time on a CPU: half a megabyte."""
 _FEW = 256
-"""Words a row up to which torch is faster than numpy, which makes a generator for each row: 5 against 14 us for 64 words,
-18 against 31 us for 256, 60 against 29 us for 784."""
+"""Words a row up to which torch is faster than numpy, which makes a generator for each row: 5
+against 14 us for 64 words, 18 against 31 us for 256, 60 against 29 us for 784.
+"""
 
 
 def philox_words(
@@ -78,7 +81,9 @@ def philox(
     device: torch.device,
     purpose: int = CERTIFY,
 ) -> Tensor:
-    """`philox_words` in torch's integer arithmetic, which wraps modulo 2^64 as Philox does, on any device."""
+    """`philox_words` in torch's integer arithmetic, which wraps modulo 2^64 as Philox does, on any
+    device.
+    """
     blocks = -(-count // 8)
 
     def column(values: Sequence[int]) -> Tensor:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import certified_radii, examples
+from certcli.attack import examples, judge
 from certcli.attack.checks import Flag, raised
 from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
 from certcli.attack.run import AttackRecord
@@ -54,7 +54,7 @@ class Session:
     images: Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
-    certificates: Mapping[int, certified_radii.CertifiedImage] | None
+    certificates: Mapping[int, judge.CertifiedImage] | None
     machine: groups.BatchDevice
     facts: Mapping[str, Any]
     sink: Sink
@@ -329,7 +329,7 @@ def report_attacks(
     )
     certificates = None
     if data.only_certified is not None:
-        norm, certificates = certified_radii.read_certified(data.only_certified, checkpoint.digest)
+        norm, certificates = judge.read_certified(data.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())

@@ -7,7 +7,7 @@ from typing import Any
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
 from certcli.certify.options import Patches
-from certcli.cli.certify.options import ASKED, LARGEST, RADII, CertifyOptions
+from certcli.cli.certify.options import LARGEST, RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation import radii, records
 from certcli.evaluation.threat import Threat
@@ -46,7 +46,7 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
     """Return the demand and the balls (patches wait for the image). UsageError: contradictions."""
 
     target = options.target
-    methods = options.target.methods
+    methods = target.methods
     norm = options.local.norm
     if "patch" not in methods and options.patches.patches:
         raise UsageError(
@@ -64,7 +64,7 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
             )
     demand = None
     threats = list[Threat]()
-    if not of_patches(options):
+    if methods != ["patch"]:
         demand, threats = demand_of(
             target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]]
         )
@@ -92,8 +92,6 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
                 f"{unused} works with --method {method}, not with {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
-    if target.radius not in (ASKED, LARGEST):
-        raise UsageError(f"--radius {target.radius}: one of {ASKED}, {LARGEST}")
     if target.radius == LARGEST and not {"local", AUTO} & set(methods):
         raise UsageError(
             f"--radius works with --method local, not with {', '.join(methods)}: others compute each "
@@ -114,10 +112,6 @@ def first_given(values: Any) -> str | None:
         if note is not None and getattr(values, one.name) != one.default:
             return max(note.names, key=len, default=f"--{one.name.replace('_', '-')}")
     return None
-
-
-def of_patches(options: CertifyOptions) -> bool:
-    return options.target.methods == ["patch"]
 
 
 def demand_of(

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final, Literal
 
 from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.shared import command, groups, options
@@ -10,8 +11,8 @@ from certcli.system.options import option
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
 """Radii at which certified accuracy is shown by default."""
-ASKED = "asked"
-LARGEST = "largest"
+ASKED: Final = "asked"
+LARGEST: Final = "largest"
 
 
 @command.group()
@@ -43,7 +44,7 @@ class CertifyTarget:
         "--min-certified",
         metavar="SHARE[@R]",
     )
-    radius: str = option(
+    radius: Literal["asked", "largest"] = option(
         ASKED,
         "With --method local: asked decides the radii of -e alone, largest searches each image's "
         "largest one, as without -e.",

@@ -39,7 +39,7 @@ class Architecture:
         """Return the new checkpoint. UsageError for options that contradict published weights."""
         from certcli.cli.shared.inputs import parse_arguments, typed_numbers
         from certcli.models.build import initialise
-        from certcli.models.mean import mean_of
+        from certcli.models.in_memory import mean_of
         from certcli.models.open import open_checkpoint
         from certcli.models.origins import Hints
         from certcli.system.errors import UsageError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.shards import ENDING, shards_of_index
+from certcli.checkpoint.tensor_files import ENDING, shards_of_index
 from certcli.cli.log import view
 from certcli.cli.log.view import AS_STATED, bound_words, bounds_features, promise_words
 from certcli.cli.shared.output import Sink, percent

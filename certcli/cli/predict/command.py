@@ -66,7 +66,8 @@ def predict(
     import torch
 
     from certcli.certify.patch.certifier import Predictor
-    from certcli.images.folders import Decoder, image_files
+    from certcli.images.decoding import Decoder
+    from certcli.images.folders import image_files
     from certcli.images.names import known_class_names
 
     if pictures.defence == "none" and (patches.patches or pictures.prove):

@@ -347,7 +347,7 @@ class Output:
 
     def shard_bytes(self) -> int:
         """Return the most bytes of a file. UsageError: --shard-size where -o is no index."""
-        from certcli.checkpoint.shards import ENDING, SHARD_BYTES, is_index
+        from certcli.checkpoint.tensor_files import ENDING, SHARD_BYTES, is_index
 
         if self.shard_size is None:
             return SHARD_BYTES

@@ -117,7 +117,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     Args:
         shards: it is the index of several files.
     """
-    from certcli.checkpoint.shards import ENDING, stem_of_checkpoint
+    from certcli.checkpoint.tensor_files import ENDING, stem_of_checkpoint
 
     path = Path(source)
     ending = ENDING if shards else ".safetensors"
@@ -131,7 +131,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
 
 def path_beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
-    from certcli.checkpoint.shards import ENDING, is_index, stem_of_checkpoint
+    from certcli.checkpoint.tensor_files import ENDING, is_index, stem_of_checkpoint
 
     return path.with_name(
         f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"

@@ -15,7 +15,7 @@ from certcli.audit.evidence import with_evidence
 from certcli.certify import around
 from certcli.certify.around import Around, AroundImages, NearImage
 from certcli.certify.methods import certify_images, options_of_method, prepare_method
-from certcli.checkpoint import record, shards
+from certcli.checkpoint import record, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
 from certcli.cli.log.run import files_of
@@ -65,7 +65,7 @@ def verify_file(options: VerifyOptions, sink: Sink) -> None:
             ".jsonl",
             ".safetensors",
         )
-    if file.is_dir() or file.suffix == ".safetensors" or shards.is_index(file):
+    if file.is_dir() or file.suffix == ".safetensors" or tensor_files.is_index(file):
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":

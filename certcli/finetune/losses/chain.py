@@ -76,14 +76,18 @@ class ChainBound:
         self.arithmetic = arithmetic
         self.drop = drop
 
-    def gains(self, pixels: Tensor, epsilon: float) -> Callable[[Tensor], Tensor]:
-        """Return, for (b, c, h, w) and a radius, labels (b,) -> growth of each z_j - z_y (b, k)."""
+    def gains(self, pixels: Tensor, labels: Tensor, epsilon: float) -> Tensor:
+        """Return the growth of each z_j - z_y within a radius: (b, c, h, w), (b,) -> (b, k)."""
         reach = self.reach(pixels, epsilon)
-        return lambda labels: self._gains(reach, labels)
+        weight = self.last.weight.to(reach.x.dtype)
+        difference = weight[labels][:, None, :] - weight[None]
+        slopes = difference.abs() * reach.moving[:, None] if self.drop else difference.abs()
+        farthest = torch.where(difference > 0, -reach.lo[:, None], reach.hi[:, None])
+        return _largest_gain(slopes, farthest, reach.rho[:, None])
 
-    def slopes(self, reach: Reach, epsilon: float) -> Callable[[Tensor], Tensor]:
+    def slopes(self, pixels: Tensor, labels: Tensor, epsilon: float) -> Tensor:
         """Return the gains divided by the radius, for the loss."""
-        return lambda labels: self._gains(reach, labels) / max(epsilon, _LEAST)
+        return self.gains(pixels, labels, epsilon) / max(epsilon, _LEAST)
 
     def reach(self, pixels: Tensor, epsilon: float) -> Reach:
         """Return the reach of the last layer's input."""
@@ -131,13 +135,6 @@ class ChainBound:
             )
         corner = torch.maximum(-reach.lo, reach.hi).flatten(1)
         return torch.minimum(norm * reach.rho, (corner.square().sum(1) + _LEAST).sqrt())
-
-    def _gains(self, reach: Reach, labels: Tensor) -> Tensor:
-        weight = self.last.weight.to(reach.x.dtype)
-        difference = weight[labels][:, None, :] - weight[None]
-        slopes = difference.abs() * reach.moving[:, None] if self.drop else difference.abs()
-        farthest = torch.where(difference > 0, -reach.lo[:, None], reach.hi[:, None])
-        return _largest_gain(slopes, farthest, reach.rho[:, None])
 
 
 def _reach_behind_map(reach: Reach, step: LinearLayer, mask: Tensor | None) -> Reach:

@@ -76,7 +76,8 @@ class Form:
         return torch.cat([self.box, zeros], 1)
 
     def solid(self) -> "Form":
-        """Turn the slack into symbols, one an entry, so that a map that mixes entries can cancel."""
+        """Turn the slack into symbols, one an entry, so that a map that mixes entries can
+        cancel."""
         if self.slack is None:
             return self
         fresh = torch.diag_embed(self.slack.flatten(1)).unflatten(2, self.centre.shape[1:])
@@ -224,8 +225,8 @@ def softmax_form(scores: Form) -> Form:
 
 
 def variance_form(tokens: Form, eps: float) -> tuple[Form, Form, Tensor]:
-    """Return y = z - mean(z), v = |y|^2 / d + eps and a floor under v, for the last axis (docs/local.md,
-    sections 5 and 6).
+    """Return y = z - mean(z), v = |y|^2 / d + eps and a floor under v, for the last axis
+    (docs/local.md, sections 5 and 6).
 
     Where v may reach 0, certificates are refused; here the floor is a twentieth of its value at the
     image, so that the loss has a slope.
@@ -283,9 +284,8 @@ def scores_of(query: Form, key: Form) -> Form:
 
 
 def averages_of(weights: Form, values: Form) -> Form:
-    """Return p v, of weights whose rows sum to 1 (docs/local.md, section 7): (b, h, i, j), (b, h, j,
-    d) -> (b, h, i, d).
-    """
+    """Return p v, of weights whose rows sum to 1 (docs/local.md, section 7): (b, h, i, j), (b, h,
+    j, d) -> (b, h, i, d)."""
     weights = weights.solid()
     share = weights.centre / weights.centre.sum(-1, keepdim=True)
     columns = share[:, None]

@@ -7,7 +7,7 @@ a few random directions in place of the pixels: row norms of A and Gram matrices
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -42,9 +42,8 @@ AT_ONCE = 16
 """Images that are enclosed together where an epoch is judged: some 100 MB at 5 tokens."""
 SAME = 1e-4
 SAME_MARGINS = 1e-2
-"""Relative distances at which tokens and margins count as the network's own. What `forms.NARROW` and
-`forms.TINY` add was at most 5e-7 and, on the small margins of a fresh network, 5e-4.
-"""
+"""Relative distances at which tokens and margins count as the network's own. What `forms.NARROW`
+and `forms.TINY` add was at most 5e-7 and, on the small margins of a fresh network, 5e-4. """
 _NARROW = 1e-6
 
 
@@ -156,17 +155,11 @@ class LocalEnclosure:
             form = _form_behind_block(form, block, only_first=alone)
             yield form
 
-    def gains(
-        self, images: Tensor, epsilon: float, directions: Tensor
-    ) -> Callable[[Tensor], Tensor]:
-        """Return labels (b,) -> the largest growth of each z_j - z_y within `epsilon`: (b, k)."""
+    def gains(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
+        """Return the largest growth of each z_j - z_y within `epsilon`: (b, k)."""
         logits = self.model(images)
-
-        def growth(labels: Tensor) -> Tensor:
-            leads = logits.gather(1, labels[:, None]) - logits
-            return leads - self.margins(images, labels, epsilon, directions)
-
-        return growth
+        leads = logits.gather(1, labels[:, None]) - logits
+        return leads - self.margins(images, labels, epsilon, directions)
 
     def _tokens(self, images: Tensor, epsilon: float, directions: Tensor) -> Form:
         """Return the form of the tokens before the first block."""
@@ -176,8 +169,8 @@ class LocalEnclosure:
         centre = net._pos_embed(net.patch_embed(pixels))
         std = self.model.normalize.std.to(projection.weight)
         resize = self.model.resize
-        moved = directions if resize is None else resize(directions)
-        steps = epsilon * moved.to(projection.weight) / std
+        resized = directions if resize is None else resize(directions)
+        steps = epsilon * resized.to(projection.weight) / std
         moves = functional.conv2d(steps, projection.weight, None, projection.stride)
         ball = functional.pad(moves.flatten(2).mT, (0, 0, net.num_prefix_tokens, 0))
         ball = ball.expand(len(centre), *ball.shape)
@@ -243,9 +236,8 @@ def _attended_form(form: Form, attention: Any, only_first: bool) -> Form:
 def _margins_of_head(
     token: Form, norm: nn.LayerNorm | FloorNorm, head: nn.Linear, labels: Tensor
 ) -> Tensor:
-    """Return lower bounds of the margins of head(norm(token)), by docs/local.md, section 6: (w . y +
-    b s) / (s at the image), s the spread: sqrt(v), or a floor.
-    """
+    """Return lower bounds of the margins of head(norm(token)), by docs/local.md, section 6: (w . y
+    + b s) / (s at the image), s the spread: sqrt(v), or a floor."""
     rows = head.weight[labels][:, None] - head.weight
     offsets = torch.zeros_like(rows[..., 0])
     if head.bias is not None:

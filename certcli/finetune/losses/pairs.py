@@ -1,6 +1,6 @@
-"""Losses on logits and the constants of pairs of classes: plain cross entropy, which needs none, the
-margin loss, the best of our trials of certified training, and published certified losses, each with
-a constant for every pair of classes where the paper has one for all pairs.
+"""Losses on logits and the constants of pairs of classes: plain cross entropy, which needs none,
+the margin loss, the best of our trials of certified training, and published certified losses, each
+with a constant for every pair of classes where the paper has one for all pairs.
 
 K_ij bounds the slope of z_i - z_j (pixel l2); y is the label, k the number of classes. Each
 certified loss raises the errors of `require_pairs`.
@@ -15,7 +15,8 @@ from torch.nn import functional
 from certcli.system.errors import NoBoundError, UsageError
 
 LINEAR_UP_TO = 1e4
-"""Gains beyond this count by their logarithm: no gap between logits is as large, and gradients stay within float32."""
+"""Gains beyond this count by their logarithm: no gap between logits is as large, and gradients stay
+within float32."""
 
 
 def require_pairs(pairs: Tensor | None) -> Tensor:
@@ -52,15 +53,18 @@ def shifted_logits(logits: Tensor, gain: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) -> Tensor:
-    """Return the mean of -log softmax(z)_y: (b, k), (b,) -> (). `pairs` and `epsilon` are not used."""
+    """Return the mean of -log softmax(z)_y: (b, k), (b,) -> (). `pairs` and `epsilon` are not
+    used."""
     return functional.cross_entropy(logits, labels)
 
 
 QUOTIENT = 0.7
-"""q of the generalised cross entropy (1 - p^q) / q: between cross entropy (q -> 0) and the plain error (q = 1)."""
+"""q of the generalised cross entropy (1 - p^q) / q: between cross entropy (q -> 0) and the plain
+error (q = 1)."""
 HOPELESS = 1e-4
-"""Confidence below which the loss continues as its tangent in log p. There (1 - p^q) / q is flat, and a network whose bound
-is far too large at the start (constrained, not yet trained for it) would never certify an image."""
+"""Confidence below which the loss continues as its tangent in log p. There (1 - p^q) / q is flat,
+and a network whose bound is far too large at the start (constrained, not yet trained for it) would
+never certify an image."""
 CLEAN_SHARE = 0.2
 """Weight of plain cross entropy on the unshifted logits: without it clean accuracy collapses."""
 
@@ -84,7 +88,8 @@ def margin_loss(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: f
 TRADES_WEIGHT = 1.0
 """lambda of `trades`. Source: the authors' code for Hu et al. 2023 (LiResNet)."""
 EMMA_FLOOR = 0.01
-"""Least share of the radius that `emma` demands of a pair, misclassified ones included. Source: the authors' code."""
+"""Least share of the radius that `emma` demands of a pair, misclassified ones included. Source: the
+authors' code."""
 HINGE_WEIGHT = 10.0
 """alpha of `hinge-kr`. Source: Serrurier et al. 2021, who take 10 to 20."""
 # a pair of classes whose difference does not depend on the image has no radius to divide by

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.lipschitz.numerics.convolution import conv_norm
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry, conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm, gamma, up
 from certcli.lipschitz.numerics.real import ONE, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norm, spectral_norms
@@ -167,17 +166,11 @@ class Arithmetic:
         tensor = a.tensor * factor
         return Matrix(tensor, self._scaled_error(a, tensor, abs(factor)))
 
-    def center_columns(self, a: Matrix) -> Matrix:
-        """Return a P with P = I - 11^T/d: every row without its mean."""
-        return self._centred(a, 1)
+    def centred(self, a: Matrix, dim: int) -> Matrix:
+        """Return P a (dim 0) or a P (1), P = I - 11^T/d: every column or row without its mean.
 
-    def center_rows(self, a: Matrix) -> Matrix:
-        """Return P a: every column without its mean."""
-        return self._centred(a, 0)
-
-    def _centred(self, a: Matrix, dim: int) -> Matrix:
-        """Subtract the mean along `dim`: mean and difference round within gamma_{d+3} |a|_F
-        each."""
+        Mean and difference round within gamma_{d+3} |a|_F each.
+        """
         tensor = a.tensor - a.tensor.mean(dim=dim, keepdim=True)
         d = a.tensor.shape[dim]
         size = self._norm(a.tensor)

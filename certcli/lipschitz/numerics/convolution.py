@@ -65,6 +65,24 @@ _DENSE_SIDE = 1024
 
 
 @dataclass(frozen=True)
+class Geometry:
+    """A zero-padded convolution without its weight: numbers per axis, (before, after) of the
+    padding, input pixels.
+
+    Attributes:
+        transposed: the adjoint of such a convolution, from images of input_size, for every output
+            padding.
+    """
+
+    stride: tuple[int, ...]
+    padding: tuple[tuple[int, int], ...]
+    dilation: tuple[int, ...]
+    groups: int
+    input_size: tuple[int, ...]
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
 class _Axis:
     kernel: int
     stride: int

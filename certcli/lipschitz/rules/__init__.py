@@ -1,4 +1,6 @@
-"""All rules, one theorem each: importing this package registers them in `lipschitz.table.rules`."""
+"""All rules, one theorem each: importing this package registers them in
+`lipschitz.context.rules`.
+"""
 
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
@@ -14,8 +16,5 @@ from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
     moves,
     norms,
     pointwise,
-    products,
     reductions,
-    scale_shift,
-    token_mixing,
 )

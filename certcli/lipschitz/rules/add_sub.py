@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
-from certcli.lipschitz.rules.products import by_number, multiply_bound, scaled_bound
-from certcli.lipschitz.rules.scale_shift import feature_axis, shift_features
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Probabilities, Scores, Value
+from certcli.lipschitz.rules.linear import feature_axis, shift_features
+from certcli.lipschitz.rules.pointwise import by_number, multiply_bound, scaled_bound
+from certcli.lipschitz.value import Probabilities, Scores, Size, Value
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 
 

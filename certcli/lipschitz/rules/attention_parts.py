@@ -21,9 +21,10 @@ from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 
-_SLACK = 1e-9
-"""Relative: the error of a softmax of numbers below 1e4 in float64, and of sums of its entries, is
-below 1e-10."""
+SLACK = 1e-9
+"""Relative: the error of a softmax of numbers below 1e4 in float64, of Newton's last step, and
+of sums of up to 1e6 positive terms of these, is below 1e-10.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,25 +36,42 @@ class Prior:
     peak: list[Scalar]
 
 
+def by_head(
+    ctx: Context,
+    heads: int,
+    without: Sequence[float],
+    biases: Tensor | None,
+    terms_of: Callable[[Tensor], Sequence[Tensor]],
+) -> list[list[Scalar]]:
+    """Return terms of a theorem, each a number a head.
+
+    Args:
+        without: The terms without biases, bounds from above.
+        terms_of: Computes them from biases B (m, h, n, n), each (h,): differentiable, within SLACK.
+    """
+    arith = ctx.arith
+    if biases is None:
+        return [[arith.const(value)] * heads for value in without]
+    parts = terms_of(biases)
+    if not arith.rigorous:
+        return [list(part.unbind()) for part in parts]
+    return [[arith.const(up(value * (1 + SLACK))) for value in part.tolist()] for part in parts]
+
+
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
     """Return the bounds of pi for this layer and mask: 1, 1/sqrt(n) and 1/n where B = 0."""
-    arith = ctx.arith
-    heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
-    if biases is None:
-        constants = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
-        return Prior(*([arith.const(value)] * heads for value in constants))
-    ctx.require(
-        float(biases.detach().clamp_min(-1e4).abs().max()) <= 1e4, "position biases beyond 1e4"
-    )
+    without = (1.0, up(1 / math.sqrt(tokens), 2), up(1 / tokens))
+    return Prior(*by_head(ctx, module.num_heads, without, biases, _prior_terms))
+
+
+def _prior_terms(biases: Tensor) -> tuple[Tensor, ...]:
+    if float(biases.detach().clamp_min(-1e4).abs().max()) > 1e4:
+        raise NoRule("position biases beyond 1e4")
     pi = biases.softmax(dim=-1)
-    ctx.require(not bool(pi.isnan().any()), "a mask under which a token sees nothing")
-    parts = (pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3)))
-    if not arith.rigorous:
-        return Prior(*(list(part.unbind()) for part in parts))
-    return Prior(
-        *([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts)
-    )
+    if bool(pi.isnan().any()):
+        raise NoRule("a mask under which a token sees nothing")
+    return pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3))
 
 
 def position_logits(
@@ -110,8 +128,7 @@ def gates_of_layer(ctx: Context, module: LipschitzAttention, tokens: int) -> Gat
     """Return the gates of Theorem 7.1 for ConViT's gated positions, else keep = 1, B = 0."""
     if not module.gated:
         one = ctx.arith.const(1.0)
-        zero = ctx.arith.const(0.0)
-        return Gates([one] * module.num_heads, [zero] * module.num_heads)
+        return Gates([one] * module.num_heads, [ctx.arith.const(0.0)] * module.num_heads)
     ctx.require(runs_known_code(module.pos_proj, nn.Linear), "a replaced linear layer")
     return positional_gates(ctx, module, tokens)
 

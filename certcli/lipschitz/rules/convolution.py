@@ -11,14 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, resized
+from certcli.lipschitz.context import Context, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
-from certcli.lipschitz.numerics.convolution_estimate import Geometry
+from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.rules.linear import followed_by_linear, size_after
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, Convolution, Value, Windows
+from certcli.lipschitz.value import Affine, Convolution, Size, Value, Windows
 
 
 def pads_with_zeros(module: nn.Conv2d) -> bool:
@@ -158,8 +156,7 @@ def _by_output(columns: Tensor, weight: Tensor, groups: int) -> Tensor:
     """Return rows (out of one group, tap) of all input channels as a kernel of the weight's
     layout."""
     taps = math.prod(weight.shape[2:])
-    out = len(weight) // groups
-    kernel = columns.view(out, taps, groups, -1).permute(2, 0, 3, 1)
+    kernel = columns.view(len(weight) // groups, taps, groups, -1).permute(2, 0, 3, 1)
     return kernel.reshape(len(weight), -1, *weight.shape[2:])
 
 

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.rules.add_sub import as_tensor, shifted_bound
 from certcli.lipschitz.rules.reductions import extreme_bound
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Scores, Value
+from certcli.lipschitz.value import Scores, Size, Value
 
 
 @rules.function(torch.cat, torch.concat, torch.concatenate, torch.stack)

@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar, lambert_w_upper
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import (
+    Gates,
+    HeadMap,
     Prior,
+    by_head,
     combined,
     exp_twice,
     gates_of_layer,
@@ -23,7 +26,6 @@ from certcli.lipschitz.rules.attention_parts import (
     prior,
     require_bounded_tokens,
 )
-from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.attention_variants import (
@@ -37,9 +39,6 @@ from certcli.nn.attention_variants import (
 W_OF_1_OVER_E = 0.27846454277
 """Lambert's W(1/e) = 0.278464542761..., rounded up: the largest r / (1 + e^r)."""
 
-_SLACK = 1e-9
-"""Relative: the error of Newton's last step and of sums of up to 1e6 positive terms in float64 is
-below 1e-10."""
 
 _UNSEEN = -1e4
 """A logit so far below the token's own that its exp() is 0 in float64."""
@@ -81,20 +80,13 @@ class Tied:
 
 def tied_logits(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Tied:
     """Return the terms of Theorem 6.2 for the positions of this layer and the mask of this call."""
-    arith = ctx.arith
-    heads = module.num_heads
     biases = position_logits(ctx, module, mask, tokens)
-    if biases is None:
-        # two roundings of u: of 5 u in all, which 8 steps up cover
-        s = lambert_w_upper((tokens - 1) / math.e)
-        root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
-        constants = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
-        return Tied(*([arith.const(up(value, 8))] * heads for value in constants))
-    parts = _with_bias(biases)
-    if not arith.rigorous:
-        return Tied(*(list(part.unbind()) for part in parts))
+    # two roundings of u: of 5 u in all, which 8 steps up cover
+    s = lambert_w_upper((tokens - 1) / math.e)
+    root = math.sqrt(W_OF_1_OVER_E * (tokens - 1))
+    without = (math.sqrt((tokens + 1) / 2), s, math.sqrt(s) * root, root)
     return Tied(
-        *([arith.const(up(value * (1 + _SLACK))) for value in part.tolist()] for part in parts)
+        *by_head(ctx, module.num_heads, [up(value, 8) for value in without], biases, _with_bias)
     )
 
 
@@ -144,22 +136,25 @@ def lambert_w_of_exp(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShortRows:
-    """The terms of Theorem 6.3 for each head on rows |z| <= R_z: averaging = |P|, the factor of
+    """The terms of Theorem 6.3 for each head on rows |z| <= radii: averaging = |P|, the factor of
     |dv|, and the factor `moving` of R_v |dz|, by which the weights change.
     """
 
+    radii: list[Scalar]
     averaging: list[Scalar]
     moving: list[Scalar]
 
 
 def short_rows(
-    ctx: Context, tied: Tied, positions: Prior, radii: list[Scalar], tokens: int
+    ctx: Context, module: LipschitzAttention, mask: Any, tied: Tied, query: HeadMap, tokens: int
 ) -> ShortRows:
-    """Return the terms of Theorem 6.3, without their factor R_v."""
+    """Return the terms of Theorem 6.3 for rows z = q / dh^(1/4), without their factor R_v."""
     arith = ctx.arith
+    positions = prior(ctx, module, mask, tokens)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     two = arith.const(2.0)
+    radii = [_temperature(ctx, module) * reach for reach in query.reach]
     averaging = []
     moving = []
     for h, radius in enumerate(radii):
@@ -171,7 +166,7 @@ def short_rows(
             arith.minimum(tied.reach[h], two * radius * peak),
         )
         moving.append(two * (steps[0] + steps[1]))
-    return ShortRows(averaging, moving)
+    return ShortRows(radii, averaging, moving)
 
 
 @rules.module(L2Attention)
@@ -196,11 +191,10 @@ def l2_attention(
         for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)
     ]
     if not arith.rigorous or inputs.size.fibre.finite:
-        radii = [_temperature(ctx, module) * reach for reach in query.reach]
-        row_bounds = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
+        rows = short_rows(ctx, module, mask, tied, query, tokens)
         short = [
             a + radius * t
-            for a, radius, t in zip(row_bounds.averaging, radii, row_bounds.moving, strict=True)
+            for a, radius, t in zip(rows.averaging, rows.radii, rows.moving, strict=True)
         ]
         each = [
             arith.minimum(everywhere, here) for everywhere, here in zip(each, short, strict=True)
@@ -228,16 +222,13 @@ def l2_untied_value_attention(
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
     require_bounded_tokens(ctx, inputs, what)
     arith = ctx.arith
-    temperature = _temperature(ctx, module)
     tied = tied_logits(ctx, module, mask, tokens)
     gate = gates_of_layer(ctx, module, tokens)
-    radii = [temperature * reach for reach in query.reach]
-    row_bounds = short_rows(ctx, tied, prior(ctx, module, mask, tokens), radii, tokens)
-    moving = [
-        radius * t * temperature for radius, t in zip(value.reach, row_bounds.moving, strict=True)
-    ]
+    rows = short_rows(ctx, module, mask, tied, query, tokens)
+    temperature = _temperature(ctx, module)
+    moving = [radius * t * temperature for radius, t in zip(value.reach, rows.moving, strict=True)]
     constant = combined(
-        arith, [(gate.averaging(row_bounds.averaging), value), (gate.scale(moving), query)]
+        arith, [(gate.averaging(rows.averaging), value), (gate.scale(moving), query)]
     )
     shown = f" of norm at most {inputs.size.fibre}" if arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
@@ -247,6 +238,15 @@ def l2_untied_value_attention(
 def _temperature(ctx: Context, module: LipschitzAttention) -> Scalar:
     """Return |z| / |q| for z = q / dh^(1/4)."""
     return ctx.arith.const(up(module.head_dim**-0.25, 4))
+
+
+def _scored_heads(
+    ctx: Context, module: LipschitzAttention, x: Value, mask: Any
+) -> tuple[Value, list[HeadMap], Prior, Gates]:
+    """Return the tokens, the maps to queries, keys and values, and what no image changes."""
+    inputs, maps = head_maps(ctx, x, module, "query", "key", "value")
+    tokens = x.shape[-2]
+    return inputs, maps, prior(ctx, module, mask, tokens), gates_of_layer(ctx, module, tokens)
 
 
 @rules.module(CosineAttention)
@@ -263,10 +263,7 @@ def cosine_attention(
     """
     tokens = x.shape[-2]
     arith = ctx.arith
-    heads = module.num_heads
-    inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions = prior(ctx, module, mask, tokens)
-    gate = gates_of_layer(ctx, module, tokens)
+    inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
@@ -274,7 +271,7 @@ def cosine_attention(
     averaging = []
     of_query = []
     of_key = []
-    for h in range(heads):
+    for h in range(module.num_heads):
         grown = exp_twice(arith, tau[h])
         columns = arith.minimum(n, grown * positions.columns[h])
         peak = arith.minimum(half, grown * positions.peak[h])
@@ -283,7 +280,7 @@ def cosine_attention(
         of_key.append(nu[h] * slope * tau[h] * arith.sqrt(n * peak))
     # the positional map of a gated layer averages the same rows nu v, which move by nu / sqrt(eps)
     # |dw|
-    fixed = [nu[h] * slope * gate.fixed[h] for h in range(heads)]
+    fixed = [nu[h] * slope * gate.fixed[h] for h in range(module.num_heads)]
     of_value = [
         scaled_term + constant
         for scaled_term, constant in zip(gate.scale(averaging), fixed, strict=True)
@@ -309,10 +306,7 @@ def lipschitz_norm_attention(
     """
     tokens = x.shape[-2]
     arith = ctx.arith
-    heads = module.num_heads
-    inputs, (query, key, value) = head_maps(ctx, x, module, "query", "key", "value")
-    positions = prior(ctx, module, mask, tokens)
-    gate = gates_of_layer(ctx, module, tokens)
+    inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
     half = arith.const(0.5)
     one = arith.const(1.0)
@@ -325,7 +319,7 @@ def lipschitz_norm_attention(
             arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak))
         )
         of_key.append(arith.sqrt(arith.minimum(half, square * peak)))
-    keep = gate.scale([one] * heads)
+    keep = gate.scale([one] * module.num_heads)
     terms = [(gate.averaging(averaging), value), (keep, query), (gate.scale(of_key), key)]
     constant = combined(arith, terms, pairs=(keep, (query, key, value)))
     why = f"LipschitzNorm attention of {tokens} tokens (Theorem 10.2)"

@@ -20,7 +20,7 @@ from certcli.engine.moves import Move
 from certcli.engine.table import NoRule, runs_known_code, with_attributes
 from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import Gates, positional_gates
@@ -30,9 +30,7 @@ from certcli.lipschitz.rules.moves import (
     reshaped_bound,
     transposed_axes,
 )
-from certcli.lipschitz.size import Size
-from certcli.lipschitz.table import rules
-from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Value
+from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Size, Value
 
 
 def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:

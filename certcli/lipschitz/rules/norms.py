@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context
+from certcli.lipschitz.context import Context, rules
 from certcli.lipschitz.numerics.outward import up
+from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
 from certcli.lipschitz.rules.moves import permuted_axes
-from certcli.lipschitz.rules.scale_shift import gain_and_shift, scale_features, shift_features
-from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 

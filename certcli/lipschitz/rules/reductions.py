@@ -19,11 +19,10 @@ from certcli.engine.averages import (
     window_places,
 )
 from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context, resized
+from certcli.lipschitz.context import Context, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
-from certcli.lipschitz.table import rules
 from certcli.lipschitz.value import Value
 from certcli.nn.layers import L2Pool
 
@@ -141,8 +140,8 @@ def degrees(
     return axes, count, divisor * (1 - 2.0**-52)
 
 
-@rules.method("std")
-@rules.function(torch.std)
+@rules.method("std", "var")
+@rules.function(torch.std, torch.var)
 def deviation_bound(
     ctx: Context,
     x: Value,
@@ -152,36 +151,21 @@ def deviation_bound(
     *,
     correction: Any = None,
 ) -> Value:
-    """std x = |P x| / sqrt(m - c), P the projection off the mean: slope 1 / sqrt(m - c)."""
+    """P is the projection off the mean. std x = |P x| / sqrt(m - c) has slope 1 / sqrt(m - c);
+    var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
+    """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
     x = ctx.settle(x)
     arith = ctx.arith
-    slope = arith.const(up(1 / math.sqrt(divisor), 2))
-    why = f"deviation of {count}: 1/sqrt({divisor:g})"
-    return ctx.chain(
-        x,
-        slope,
-        why,
-        total=lambda: slope * x.size.total,
-        peak=lambda: slope * _longest_spread(x, axes),
-    )
-
-
-@rules.method("var")
-@rules.function(torch.var)
-def variance_bound(
-    ctx: Context,
-    x: Value,
-    dim: Any = None,
-    unbiased: Any = None,
-    keepdim: bool = False,
-    *,
-    correction: Any = None,
-) -> Value:
-    """var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c): finite on the pixel box only."""
-    axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
-    x = ctx.settle(x)
-    arith = ctx.arith
+    if ctx.kind.startswith("std"):
+        slope = arith.const(up(1 / math.sqrt(divisor), 2))
+        return ctx.chain(
+            x,
+            slope,
+            f"deviation of {count}: 1/sqrt({divisor:g})",
+            total=lambda: slope * x.size.total,
+            peak=lambda: slope * _longest_spread(x, axes),
+        )
     longest = _longest_spread(x, axes)
     if arith.rigorous and not longest.finite:
         raise NoRule("the variance of a tensor without a bound on its size")
@@ -206,9 +190,7 @@ def spread_and_mean_bound(
     correction: Any = None,
 ) -> list[Value]:
     at = ctx.at(tuple(ctx.shape[0]))
-    spread = (variance_bound if ctx.kind == "var_mean" else deviation_bound)(
-        at, x, dim, unbiased, keepdim, correction=correction
-    )
+    spread = deviation_bound(at, x, dim, unbiased, keepdim, correction=correction)
     return [spread, mean_bound(at, x, None if isinstance(dim, bool) else dim, keepdim)]
 
 
@@ -304,12 +286,6 @@ register_averages(rules, Value, separable)
 register_interpolation(rules, Value, separable)
 
 
-def _pooled_axes(ctx: Context, x: Value) -> list[tuple[int, int]]:
-    """Return (size, number of windows) for each pooled axis."""
-    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
-    return list(zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True))
-
-
 @rules.function(
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
@@ -321,8 +297,9 @@ def adaptive_maximum(
         not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices"
     )
     x = ctx.settle(x)
+    pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
     times = 1
-    for size, count in _pooled_axes(ctx, x):
+    for size, count in zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True):
         windows = adaptive_windows(size, count)
         times *= max(sum(pixel in window for window in windows) for pixel in range(size))
     why = (

@@ -217,18 +217,20 @@ def chosen_weights(
     averaged = [keys for keys in places if set(keys) & set(EMA)]
     raw = [keys for keys in places if keys not in averaged]
     if raw and averaged:
-        if weights is None and not _all_equal([state_dicts[keys] for keys in places]):
-            raise ArchitectureError(
-                f"{path.name} holds raw weights ({_places_in_words(raw)}) and averaged ones "
-                f"({_places_in_words(averaged)}): which network is meant?",
-                "--weights raw or --weights ema",
-            )
-        places = averaged if weights == "ema" else raw
-    if not _all_equal([state_dicts[keys] for keys in places]):
-        raise ArchitectureError(
-            f"{path.name} holds the weights of several networks, {_places_in_words(places)}: which is meant?",
-            f"--weights {'/'.join(max(places[:2], key=bool))}",
+        raise_if(
+            weights is None and not _all_equal([state_dicts[keys] for keys in places]),
+            ArchitectureError,
+            f"{path.name} holds raw weights ({_places_in_words(raw)}) and averaged ones "
+            f"({_places_in_words(averaged)}): which network is meant?",
+            "--weights raw or --weights ema",
         )
+        places = averaged if weights == "ema" else raw
+    raise_if(
+        not _all_equal([state_dicts[keys] for keys in places]),
+        ArchitectureError,
+        f"{path.name} holds the weights of several networks, {_places_in_words(places)}: which is meant?",
+        f"--weights {'/'.join(max(places[:2], key=bool))}",
+    )
     return places[0]
 
 

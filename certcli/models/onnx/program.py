@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
-from certcli.models.build_limits import SPARE_VALUES, SPARE_WORK
+from certcli.models.weights import SPARE_VALUES, SPARE_WORK
 from certcli.system.errors import Refused
 
 LARGEST_TENSOR = 2**28

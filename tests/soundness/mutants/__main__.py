@@ -26,19 +26,23 @@ from typing import Any
 import pytest
 
 from tests.helpers.workshop import Workshop
-from tests.soundness.mutants.operators import CHECKS, Mutant, mutants, mutated
-from tests.soundness.mutants.reached import marked
+from tests.soundness.edits import asked_for
+from tests.soundness.mutants.operators import CHECKS, Mutant, marked, mutants, mutated
 from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 CRASHES = (TypeError, AttributeError, NameError, LookupError, RuntimeError)
 """Of one of these a mutant dies at once: it never had a bound, so it is not counted (except where a check is gone)."""
 EQUIVALENT = Path(__file__).with_name("equivalent.tsv")
 """Mutant, tab, why no law can or should see it."""
+LONGEST = 3.0
+"""CPU seconds of a test; a longer one is left out."""
+TESTS = 10.0
+"""CPU seconds of tests a mutant, the quickest first."""
 Json = dict[str, Any]
 
 
 class TooLong(BaseException):
-    """A test took more than --longest."""
+    """A test took more than LONGEST."""
 
 
 def too_long(number: int, frame: FrameType | None) -> None:
@@ -150,7 +154,7 @@ class Campaign:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Any:
         if self.timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, self.options.longest)
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST)
         try:
             return (yield)
         finally:
@@ -217,7 +221,7 @@ class Campaign:
         self.state.parent.mkdir(parents=True, exist_ok=True)
         alike = [name for name in ROOMS if ROOMS[name].tests == room.tests]  # traced together
         mapped = self.state.with_name("+".join(alike) + ".lines.json")
-        if not mapped.exists() or options.trace:
+        if not mapped.exists():
             files = sorted({file for name in alike for file in ROOMS[name].files()})
             mapped.write_text(json.dumps(forked(lambda: self.tracing(session.items, files), 3000)))
         ran = json.loads(mapped.read_text())
@@ -228,14 +232,7 @@ class Campaign:
         done = {row["key"]: row["status"] for row in answers(self.state)}
         deadline = time.monotonic() + self.seconds
         drawn = chosen_rooms(self.room, options)
-        again = [
-            mutant
-            for mutant in every(self.room)
-            if done.get(mutant.key) == "survived" and options.only in mutant.key
-        ]
-        for mutant in (
-            again if options.survivors else [mutant for mutant in drawn if mutant.key not in done]
-        ):
+        for mutant in [mutant for mutant in drawn if mutant.key not in done]:
             if time.monotonic() > deadline:
                 break
             first, second = (f"{mutant.path.relative_to(ROOT)}:{line}" for line in mutant.lines)
@@ -243,7 +240,7 @@ class Campaign:
             picked: list[pytest.Item] = []
             cost = 0.0
             for name, seconds in in_turn(tests, mutant, lines_run):
-                if name in items and (not picked or cost + seconds <= options.tests):
+                if name in items and (not picked or cost + seconds <= TESTS):
                     picked.append(items[name])
                     cost += seconds
 
@@ -308,16 +305,14 @@ def every(room: str) -> list[Mutant]:
 
 
 def chosen_rooms(room: str, options: argparse.Namespace) -> list[Mutant]:
-    """Return a sample in which every operator has its turn, of the mutants whose name contains
-    `--only`.
+    """Return a sample in which every operator has its turn.
 
     A mutant's place among those of its operator is a hash of its name: code that comes or goes
     moves no other one's.
     """
     of: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in every(room):
-        if options.only in mutant.key:
-            of[mutant.operator].append(mutant)
+        of[mutant.operator].append(mutant)
     for found in of.values():
         found.sort(
             key=lambda mutant: hashlib.sha256(f"{options.seed} {mutant.key}".encode()).digest()
@@ -372,28 +367,13 @@ def score(state: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--room", choices=ROOMS, action="append", help="these rooms only")
-    parser.add_argument(
-        "--seconds", type=float, default=600, help="of mutants, divided among the rooms"
+    options = asked_for(
+        __doc__ or "",
+        room=[],  # these rooms only
+        seconds=600.0,  # of mutants, divided among the rooms
+        count=66,  # mutants of a room, drawn with --seed
+        state="build/mutants",  # the folder of the answers
     )
-    parser.add_argument(
-        "--count", type=int, default=66, help="mutants of a room, drawn with --seed"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--longest", type=float, default=3.0, help="CPU seconds of a test; a longer one is left out"
-    )
-    parser.add_argument("--only", default="", help="only mutants whose name contains this")
-    parser.add_argument("--survivors", action="store_true", help="try again those that survived")
-    parser.add_argument(
-        "--tests", type=float, default=10, help="CPU seconds of tests a mutant, the quickest first"
-    )
-    parser.add_argument(
-        "--trace", action="store_true", help="find out again which tests run which line"
-    )
-    parser.add_argument("--state", default="build/mutants", help="the folder of the answers")
-    options = parser.parse_args()
     rooms = options.room or list(ROOMS)
     workshop = Workshop(options.state, "workshop")
     workshop.mkdir(parents=True, exist_ok=True)

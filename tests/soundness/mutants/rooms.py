@@ -24,7 +24,7 @@ class Room:
         )
 
 
-_LIPSCHITZ = ("bound", "chain", "context", "network", "propagate", "size", "value")
+_LIPSCHITZ = ("bound", "chain", "context", "network", "value")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spectral")
 _EVALUATION = (
@@ -45,17 +45,17 @@ ROOMS = {
     "rounding": Room(("rounding",), ("rounding", "certify/test_as_run.py")),
     "certify": Room(("certify",), ("certify", "api/test_bounds.py", "enclosure/test_branching.py")),
     "judge": Room(
-        ("attack/judge.py", "attack/certified_radii.py"),
+        ("attack/judge.py",),
         ("attack/test_judge.py", "attack/test_run.py", "cli/test_attack_certified.py"),
     ),
     "evaluation": Room(
         tuple(f"evaluation/{name}.py" for name in _EVALUATION),
         ("evaluation", "attack/test_judge.py", "soundness/test_fuzz.py"),
     ),
-    "verification": Room(("verification",), ("verification", "nn/test_mean_network.py")),
+    "verification": Room(("verification",), ("verification", "nn/test_networks.py")),
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
         ("engine",),
-        ("engine", *(f"lipschitz/test_{name}.py" for name in ("options", "refusals", "attention"))),
+        ("engine", *(f"lipschitz/test_{name}.py" for name in ("network", "refusals", "attention"))),
     ),
 }

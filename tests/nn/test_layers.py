@@ -1,4 +1,7 @@
-"""Token mixing with a constant of 1: its function, and the constant of the reference networks."""
+"""MaxMin's own backward pass: the slopes that autograd finds by itself, under every transform.
+
+Token mixing with a constant of 1: its function, and the constant of the reference networks.
+"""
 
 import math
 from collections.abc import Callable
@@ -8,12 +11,34 @@ import torch
 from torch import nn
 
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise
+from certcli.lipschitz.network import propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.propagate import propagate, trace_network
 from certcli.models import build
-from certcli.nn.layers import SOFTMAX_SLOPE, ChannelRoll, L2Pool, OrthogonalMixing, TokenMaxMin
+from certcli.nn.layers import (
+    SOFTMAX_SLOPE,
+    ChannelRoll,
+    L2Pool,
+    MaxMin,
+    OrthogonalMixing,
+    TokenMaxMin,
+)
 from certcli.nn.lipschitz_networks import LipschitzMixer, LipschitzPyramid, TokenMixer
 from certcli.system.errors import ArchitectureError
+
+
+def test_the_backward_pass_of_maxmin_is_that_of_its_formula() -> None:
+    torch.manual_seed(0)
+    act = MaxMin()
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(act, x)
+    assert torch.autograd.gradgradcheck(act, x)
+    with torch.no_grad():
+        plain = act(x)
+    assert torch.equal(act(x), plain)
+    columns = torch.func.vmap(torch.func.jacrev(act))(x.detach())
+    ties = torch.func.jacrev(act)(torch.ones(8, dtype=torch.float64))
+    for jacobian in (*columns, ties):  # a permutation, also where two entries are equal
+        assert torch.equal(jacobian @ jacobian.mT, torch.eye(8, dtype=torch.float64))
 
 
 def _tokens_of_norm(mixing: OrthogonalMixing) -> OrthogonalMixing:
