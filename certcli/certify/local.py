@@ -136,7 +136,7 @@ class LocalCertifier(ProvingCertifier):
         if self.walked in (BACKWARD, BRANCH):
             spoken += ", and back"
         if self.effort == BRANCH:
-            search = "cut by what walks say" if self.cuts else "split at signs of units"
+            search = "and of what it leaves," if self.cuts else "split at signs of units"
             spoken += f", {search} for {self.seconds:g} s an image"
         pixels = math.prod(self._size)
         if self.norm == "l2" and self.network.numbers < pixels:
