@@ -385,7 +385,7 @@ def _ours() -> Iterator[Row]:
         "certvit-f1/digits/4c3f",
         ("digits (ours)", "4C3F, plain and GloRo"),
         {
-            "picture": f"certvit attack {{{plain}}}/net.safetensors {tested} --compare {{{certified}}}/net.safetensors "
+            "picture": f"certvit attack {{{plain}}}/net.safetensors {tested} "
             "--gallery figure.png --force",
             "transfer": f"certvit attack {{{certified}}}/net.safetensors {tested} --source {{{plain}}}/net.safetensors",
             "own": f"certvit attack {{{certified}}}/net.safetensors {tested}",

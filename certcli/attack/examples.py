@@ -1,16 +1,11 @@
 """Adversarial examples: as tensors, to be saved and checked by others, and a few to look at."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.attack.judge import rounded_to_8bit
-from certcli.attack.run import AttackRecord, attack_images
-from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import Stage
-from certcli.evaluation.perturbation import Region, image_norms
+from certcli.attack.run import AttackRecord
 
 
 def collect(
@@ -66,64 +61,10 @@ def _float64(values: Iterable[float | None]) -> Tensor:
 ROWS = 4
 
 
-@dataclass(frozen=True)
-class Exhibit:
-    """One image before one network.
-
-    Attributes:
-        record: with its images.
-        crafted_here: the perturbation was found on this network; else it is that of the first
-            network, which this one withstands.
-    """
-
-    network: str
-    record: AttackRecord
-    crafted_here: bool = True
-
-
-def choose_exhibits(
-    records: Sequence[AttackRecord], network: str, count: int = ROWS
-) -> list[Exhibit]:
+def choose_exhibits(records: Sequence[AttackRecord], count: int = ROWS) -> list[AttackRecord]:
     """The first `count` images that fell, at that radius; those that fall as 8-bit files lead."""
-    chosen: dict[int, Exhibit] = {}
+    chosen: dict[int, AttackRecord] = {}
     for record in sorted(records, key=lambda record: record.as_8bit is not True):
         if record.fell and record.image is not None:
-            chosen.setdefault(record.index, Exhibit(network, record))
+            chosen.setdefault(record.index, record)
     return list(chosen.values())[:count]
-
-
-def beside_network(
-    exhibits: Sequence[Exhibit], other: nn.Module, network: str, stage: Stage, seed: int
-) -> list[Exhibit]:
-    """The same images before `other`, attacked anew at the same radius: one exhibit for each.
-
-    Where `other` withstands, the first network's adversarial image is shown to it instead.
-    """
-    like = next(other.parameters())
-    pictures: list[Exhibit] = []
-    for exhibit in exhibits:
-        shown = exhibit.record
-        assert shown.image is not None
-        assert shown.adversarial is not None
-        pixels, point = (
-            part[None].to(like.device, like.dtype) for part in (shown.image, shown.adversarial)
-        )
-        batch = [(torch.tensor([shown.index]), pixels, torch.tensor([shown.label]))]
-        region = Region(shown.kind, shown.epsilon)
-        settings = AttackSettings(seed=seed)
-        (record,) = attack_images(other, batch, stage.plan, region, settings, keep_images=True)
-        if record.fell:
-            pictures.append(Exhibit(network, record))
-            continue
-        with torch.no_grad():
-            after = int(other(point).argmax())
-            filed = int(other(rounded_to_8bit(point)).argmax())
-        withstood = replace(
-            shown,
-            prediction=record.prediction,
-            adversarial_prediction=after,
-            norm=float(image_norms(point.double() - pixels.double(), shown.kind)),
-            as_8bit=filed != shown.label,
-        )
-        pictures.append(Exhibit(network, withstood, crafted_here=False))
-    return pictures

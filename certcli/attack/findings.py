@@ -68,19 +68,21 @@ def inspect(
 
 @dataclass(frozen=True)
 class TaskSummary:
-    """The summaries of one stage, one a radius, ascending. `own`: smallest, middle and largest
+    """The summaries of one stage, one a radius, ascending. `own_radii`: smallest, middle and largest
     radius of the images where each was attacked at its own; the summary then bears the smallest,
     which all of them were attacked at or beyond.
     """
 
     stage: Stage
     summaries: tuple[RobustAccuracy, ...]
-    own: tuple[float, float, float] | None = None
+    own_radii: tuple[float, float, float] | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
         names = ("smallest", "median", "largest")
         own_radii = (
-            {} if self.own is None else {"own_radii": dict(zip(names, self.own, strict=True))}
+            {}
+            if self.own_radii is None
+            else {"own_radii": dict(zip(names, self.own_radii, strict=True))}
         )
         return [
             {

@@ -7,18 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from certcli.attack import run, stages
 from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
-from certcli.attack.run import AttackRecord, attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of
-from certcli.audit.findings import ROBUST, AuditFindings, Key
-from certcli.audit.judging import dataset_of, first_in_turn
-from certcli.audit.schedule import Stage
-from certcli.evaluation.intervals import Sample
-from certcli.evaluation.perturbation import growing
+from certcli.audit import gates, judging, schedule
+from certcli.evaluation import intervals, perturbation, threat
 from certcli.evaluation.radii import radius_key
 from certcli.evaluation.records import packed, unpacked
-from certcli.evaluation.threat import Patch
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -50,7 +45,7 @@ PATCH_STEPS = 500
 """Gradient steps of an attack by patches, about."""
 
 
-class Attacking(Stage):
+class Attacking(schedule.Stage):
     """The attacks in turn at ascending radii.
 
     rows: of each image its records, one a radius. forward: seconds of a forward pass.
@@ -58,6 +53,7 @@ class Attacking(Stage):
 
     name = "attack"
     doing = "attacks"
+    owed = True
     first = 1
     few = 3
 
@@ -73,7 +69,7 @@ class Attacking(Stage):
         forward: float = 0.0,
         team: Team = ALONE,
     ) -> None:
-        (stage,) = stages_of(names, None, "l2", radii, settings)
+        (stage,) = stages.stages_of(names, None, "l2", radii, settings)
         self.stage = stage.with_draws(settings.seed, classes, settings.precision)
         self.model = model
         self.radii = radii
@@ -85,8 +81,8 @@ class Attacking(Stage):
         together_at_most = int(AT_ONCE / (max(1, parameters) * steps * settings.restarts))
         largest = max(1, min(limit, together_at_most))
         super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
-        self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
-        self._mine: list[AttackRecord] = []
+        self._shown: list[tuple[int, run.AttackRecord]] = []  # with the process that has its pixels
+        self._mine: list[run.AttackRecord] = []
         self.singles: dict[str, float] = {}
 
     @property
@@ -95,46 +91,46 @@ class Attacking(Stage):
         return super().gain if self.tries else FOOLED
 
     @property
-    def records(self) -> list[AttackRecord]:
+    def records(self) -> list[run.AttackRecord]:
         return [record for records in self.rows for record in records]
 
     @property
-    def samples(self) -> dict[Key, Sample]:
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
         return {
-            (ROBUST, radius_key(radius)): Sample(
+            (gates.ROBUST, radius_key(radius)): intervals.Sample(
                 [records[place].withstood for records in self.rows], len(self.images)
             )
             for place, radius in enumerate(self.radii)
         }
 
-    def judge(self, positions: list[int]) -> list[list[AttackRecord]]:
+    def judge(self, positions: list[int]) -> list[list[run.AttackRecord]]:
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
         self._mine = []
-        for record in attack_images(
+        for record in run.attack_images(
             self.model,
             batch,
             self.stage.plan,
-            growing("l2", self.radii),
+            perturbation.growing("l2", self.radii),
             self.settings,
             keep_images=True,
         ):
             self._mine.append(record)
         return self._by_image(len(positions))
 
-    def _by_image(self, images: int) -> list[list[AttackRecord]]:
+    def _by_image(self, images: int) -> list[list[run.AttackRecord]]:
         """Return the records of each image, at the radii that all of them were attacked at."""
         done = len(self._mine) // images * images
         return [self._mine[place:done:images] for place in range(images)]
 
     @staticmethod
-    def pack(piece: list[list[AttackRecord]]) -> list[Any]:
+    def pack(piece: list[list[run.AttackRecord]]) -> list[Any]:
         return [packed(records) for records in piece]
 
-    def unpack(self, plain: Any) -> list[list[AttackRecord]]:
-        return [unpacked(AttackRecord, records) for records in plain]
+    def unpack(self, plain: Any) -> list[list[run.AttackRecord]]:
+        return [unpacked(run.AttackRecord, records) for records in plain]
 
-    def take(self, pieces: Sequence[list[list[AttackRecord]]]) -> None:
+    def take(self, pieces: Sequence[list[list[run.AttackRecord]]]) -> None:
         if self.broken and not self.rows and not self.team.several:
             whole = self._by_image(min(self.size, len(self.images)))
             if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
@@ -158,7 +154,7 @@ class Attacking(Stage):
         ]
         super().take(bare)
 
-    def _show(self, rank: int, row: AttackRecord) -> None:
+    def _show(self, rank: int, row: run.AttackRecord) -> None:
         """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
         if len(self._shown) < EXHIBITS:
             self._shown.append((rank, row))
@@ -167,7 +163,7 @@ class Attacking(Stage):
             if places:
                 self._shown[places[0]] = (rank, row)
 
-    def exhibits(self) -> list[AttackRecord]:
+    def exhibits(self) -> list[run.AttackRecord]:
         """Fooled images with pixels, from the process that attacked them. All call it.
 
         Also of all processes the largest change of a pixel value by a success at each radius.
@@ -191,7 +187,7 @@ class Attacking(Stage):
     @property
     def shares(self) -> AttackShares:
         """The shares so far."""
-        summaries = robust_curve(self.records)
+        summaries = run.robust_curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
             radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
@@ -200,7 +196,7 @@ class Attacking(Stage):
         return AttackShares(
             attacks=[entry.label for entry in self.stage.plan],
             norm="l2",
-            dataset=dataset_of(first_in_turn(self.images, self.count)),
+            dataset=judging.dataset_of(judging.first_in_turn(self.images, self.count)),
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in withstood.items()},
             fooled={name: clean - hits for name, hits in withstood.items()},
@@ -211,7 +207,7 @@ class Attacking(Stage):
             seconds=round(self.seconds, 2),
         )
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.attack = self.shares
         for row in self.records:
             entry = findings.row(row.index, row.label)
@@ -220,7 +216,7 @@ class Attacking(Stage):
                 entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
 
-class PatchAttacking(Stage):
+class PatchAttacking(schedule.Stage):
     """A patch searched for image after image, for the network itself, without masks.
 
     rows: (withstood, right without a patch).
@@ -230,7 +226,7 @@ class PatchAttacking(Stage):
     doing = "attacks by patches"
 
     def __init__(
-        self, model: PixelModel, images: Images, patch: Patch, seed: int, forward: float
+        self, model: PixelModel, images: Images, patch: threat.Patch, seed: int, forward: float
     ) -> None:
         few = images.select(range(min(PATCHED, len(images))))
         super().__init__(few, 1, forward * GRADIENT * PATCH_STEPS)
@@ -241,8 +237,12 @@ class PatchAttacking(Stage):
         self.pair: tuple[Tensor, Tensor] | None = None
 
     @property
-    def samples(self) -> dict[Key, Sample]:
-        return {(self.name, str(self.patch)): Sample([a for a, _ in self.rows], len(self.images))}
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
+        return {
+            (self.name, str(self.patch)): intervals.Sample(
+                [a for a, _ in self.rows], len(self.images)
+            )
+        }
 
     @torch.no_grad()
     def _classify(self, pixels: Tensor) -> list[int | None]:
@@ -261,12 +261,12 @@ class PatchAttacking(Stage):
             self.pair = pixels[0], rows[0].adversarial
         return [(row.withstood, row.prediction == row.label) for row in rows]
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         withstood, right = (sum(values) for values in zip(*self.rows, strict=True))
         findings.patched_pair = self.pair
         findings.patch_attack = PatchAttack(
             patch=str(self.patch),
-            dataset=dataset_of(first_in_turn(self.images, self.count)),
+            dataset=judging.dataset_of(judging.first_in_turn(self.images, self.count)),
             clean=Share.of(right, self.count),
             robust=Share.of(withstood, self.count),
             seconds=round(self.seconds, 2),

@@ -1,4 +1,5 @@
-"""A time budget: what is left, what this process computed, and an end to work that does not stop."""
+"""A time budget: what is left, what this process computed, and an end to work that does not
+stop."""
 
 import gc
 import signal
@@ -15,13 +16,21 @@ from certcli.system.processes import ALONE, Team
 
 FINISHING = 0.04
 """Share of the budget kept for writing what was found."""
+WRITING = 0.2
+"""Seconds of work that writing takes at least: on a busy machine more than its share of the
+budget."""
+OWED = 0.25
+"""Of the budget, beyond it: for the first attacked images and the bound, without which there is no
+answer."""
 PREPARING = 0.4
 """Share of the budget after which images without labels get no further answers."""
 AGAIN = 5.0
-"""Seconds between two rings: a library may swallow what is raised inside it, and with it the first one."""
+"""Seconds between two rings: a library may swallow what is raised inside it, and with it the first
+one."""
 
 AFTER_AN_IMPORT = 0.05
-"""Seconds until the next ring, where one met an import, the entry of a block, or the end of an object."""
+"""Seconds until the next ring, where one met an import, the entry of a block, or the end of an
+object."""
 
 Moment = tuple[float, float]
 """Wall and CPU seconds."""
@@ -64,7 +73,16 @@ class Clock:
     @property
     def left(self) -> float:
         """Seconds for work: the end of the budget belongs to writing."""
-        return max(0.0, self.budget * (1 - FINISHING) - self.spent)
+        return max(0.0, self.budget - self._writing - self.spent)
+
+    @property
+    def owed(self) -> float:
+        """Seconds for what the answer cannot do without, where its start has taken the time."""
+        return max(0.0, self.budget * (1 + OWED) - self._writing - self.spent)
+
+    @property
+    def _writing(self) -> float:
+        return max(FINISHING * self.budget, WRITING * self.pace)
 
     @property
     def pressed(self) -> bool:

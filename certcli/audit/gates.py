@@ -1,4 +1,5 @@
-"""Gates: `certified@0.25<0.4` fails where less than 40 % of the images are certified at 0.25.
+"""Gates: `certified@0.25<0.4` fails where less than 40 % of the images are certified at 0.25; and what
+the stages found, which they judge.
 
     GATE = SHARE "@" RADIUS ("<" | "<=") NUMBER | "patched@" PATCH ("<" | "<=") NUMBER |
            "clean" ("<" | "<=") NUMBER | "upper" (">" | ">=") NUMBER
@@ -7,34 +8,119 @@ SHARE is `certified` (the best method, whatever it promises), `proven` (proofs o
 (what attacks left); `patched` is the share that no patch (32, 16x64, 2%) changes behind masks. A
 number may be a quotient, 36/255.
 
-The interval of a share decides (`certcli.evaluation.intervals`). A gate whose quantity was not
+The interval of a share decides (`certcli.evaluation.verdicts`). A gate whose quantity was not
 measured fails, and says why; where time was short it is not decided. Gates are written as failures
-and reported as requirements.
-"""
+and reported as requirements."""
 
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from certcli.audit.findings import CLEAN, PATCHED, ROBUST, AuditFindings, Key
+from certcli.evaluation import choices, intervals, radii, threat
 from certcli.evaluation.intervals import (
     FAILED,
-    FEW,
     PASSED,
     UNDECIDED,
     Demand,
     Look,
     Sample,
-    interval_text,
     judge_all,
     judge_sample,
 )
-from certcli.evaluation.radii import proven_percent, radius_key
-from certcli.evaluation.threat import Threat
-from certcli.report.document import GateReport, GateResult, Share
-from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.images.labelled import OWN, Images
+from certcli.report.document import (
+    AttackShares,
+    CertifiedShares,
+    Dataset,
+    GateReport,
+    GateResult,
+    GlobalBound,
+    ImageRow,
+    PatchAttack,
+    PatchShares,
+    Share,
+    Skipped,
+    Slope,
+)
+from certcli.system import errors, registry
+
+CLEAN = "clean"
+ROBUST = "robust"
+PATCHED = "patched"
+Key = tuple[str, str]
+"""CLEAN, ROBUST, PATCHED or a method of certificates, and the radius or patch, as keys of shares
+spell it."""
+
+
+@dataclass
+class AuditFindings:
+    """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
+
+    Attributes:
+        input: channels, height and width of an image.
+        gpu: whether this machine has one, for its advice.
+        exhibits: fooled images with their pixels.
+        sample: the first image.
+        patched_pair: an image without and with a patch.
+        images: that are judged.
+        samples: of each share the outcome of its images, in the order in which they were judged.
+        failing: why the figures say little about the network, so that the other stages are not
+            worth their time.
+        statistics: options that give the pixel statistics with which it is more often right.
+    """
+
+    parameters: int = 0
+    input: tuple[int, int, int] = (0, 0, 0)
+    changed: bool = False
+    gpu: bool = False
+    bound: GlobalBound | None = None
+    slope: Slope | None = None
+    attention_weight: float | None = None
+    dataset: Dataset | None = None
+    clean: Share | None = None
+    certificates: list[CertifiedShares] = field(default_factory=list)
+    attack: AttackShares | None = None
+    patched: PatchShares | None = None
+    patch_attack: PatchAttack | None = None
+    skipped: list[Skipped] = field(default_factory=list)
+    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
+    images: Images | None = None
+    exhibits: list[Any] = field(default_factory=list)
+    sample: Any = None
+    patched_pair: tuple[Any, Any] | None = None
+    samples: dict[Key, Sample] = field(default_factory=dict)
+    precision: choices.Precision = "float32"
+    failing: str | None = None
+    statistics: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
+    seen: list[str] = field(default_factory=list)
+
+    @property
+    def own(self) -> bool:
+        """Whether the labels are the network's own answers: nothing is known of its accuracy."""
+        return self.dataset is not None and self.dataset.split == OWN
+
+    @property
+    def stopped(self) -> bool:
+        """Whether nothing was certified or attacked because the figures would say little."""
+        return self.failing is not None and self.attack is None and not self.certificates
+
+    def skip(self, stage: str, why: str, for_time: bool = False) -> None:
+        self.skipped.append(Skipped(stage=stage, why=why, for_time=for_time))
+
+    def row(self, index: int, label: int) -> dict[str, Any]:
+        """Return the row of an image, which stages extend."""
+        return self.rows.setdefault(index, {"index": index, "label": label})
+
+    def records(self, files: bool = True) -> list[ImageRow]:
+        """Return a row an image, with the name of its file if it has one and `files` are named."""
+        file_of = {} if self.images is None or not files else self.images.file_of
+        return [
+            ImageRow(file=file_of.get(index), **row) for index, row in sorted(self.rows.items())
+        ]
+
 
 AT_A_RADIUS = ("certified", "proven", "robust")
 AGAINST = "patched"
@@ -94,31 +180,32 @@ def parse_gate(text: str) -> FailOn:
     """Return the gate of an expression; UsageError names the mistake and the likely correction."""
     match = _FORM.fullmatch(text)
     if match is None:
-        raise UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}' is no gate", EXAMPLE)
     quantity = match["quantity"]
     sign = match["sign"]
     if quantity not in QUANTITIES:
-        raise UsageError(
-            f"--fail-on '{text}': unknown quantity '{quantity}'", one_of(quantity, QUANTITIES)
+        raise errors.UsageError(
+            f"--fail-on '{text}': unknown quantity '{quantity}'",
+            registry.one_of(quantity, QUANTITIES),
         )
     size = match["radius"] or match["patch"]
     if quantity == AGAINST:
         if size is None:
-            raise UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
-        Threat.read(size, "patch")
+            raise errors.UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
+        threat.Threat.read(size, "patch")
     elif match["patch"] is not None:
-        raise UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
     elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
         mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
-        raise UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
-        raise UsageError(
+        raise errors.UsageError(
             f"--fail-on '{text}' would fail a network for being better", f"did you mean '{turned}'?"
         )
     value = _gate_number(match["value"], text)
     if quantity != "upper" and value > 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"--fail-on '{text}': {value:g} is no share of the images", "0.4 means 40 %"
         )
     name = " ".join(text.split())
@@ -133,7 +220,7 @@ def _gate_number(text: str, gate: str) -> float:
     divisor = float(below) if below else 1.0
     number = float(above) / divisor if divisor else math.inf
     if not math.isfinite(number):
-        raise UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
+        raise errors.UsageError(f"--fail-on '{gate}': {text} is not a finite number", EXAMPLE)
     return number
 
 
@@ -166,7 +253,7 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
     if gate.quantity in ("certified", "proven"):
         return (
             stage not in (CLEAN, ROBUST, PATCHED)
-            and size == radius_key(gate.radius or 0.0)
+            and size == radii.radius_key(gate.radius or 0.0)
             and (proven or gate.quantity == "certified")
         )
     return gate.quantity == stage and key == _key(gate, image)
@@ -175,8 +262,8 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
 def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     """Return the key of the share that a gate of `clean`, `robust` or `patched` speaks of."""
     if gate.patch is not None:
-        return PATCHED, Threat.read(gate.patch, "patch", image).key
-    return gate.quantity, "" if gate.radius is None else radius_key(gate.radius)
+        return PATCHED, threat.Threat.read(gate.patch, "patch", image).key
+    return gate.quantity, "" if gate.radius is None else radii.radius_key(gate.radius)
 
 
 def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
@@ -239,8 +326,10 @@ def _measured_text(look: Look, images: int) -> str:
         images: of the table beside the gate; a look that decided earlier says "of the first 50".
     """
     first = "the first " if look.images < images else ""
-    percent = "" if look.images < FEW else f"{proven_percent(_share_of_look(look))}, "
-    between = f"({interval_text(look.hits, look.images, look.chance)} %)"
+    percent = (
+        "" if look.images < intervals.FEW else f"{radii.proven_percent(_share_of_look(look))}, "
+    )
+    between = f"({intervals.interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {first}{look.images} images {between}"
 
 
@@ -251,7 +340,7 @@ def _looks_of_gate(
     how many images its stage judged.
     """
     shares: list[tuple[Key, Share | None, str]] = []
-    at = radius_key(gate.radius or 0.0)
+    at = radii.radius_key(gate.radius or 0.0)
     if gate.quantity == CLEAN and findings.own:
         return []  # an answer is always the network's own
     if gate.quantity == CLEAN:

@@ -3,20 +3,19 @@
 import math
 from collections.abc import Sequence
 
-from certcli.audit.findings import AuditFindings
+from certcli.audit import gates, summary_text
 from certcli.audit.plan import AuditPlan
-from certcli.audit.summary_text import CORRECT, best_proof, every_change, magnitude
 from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of
 from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
-from certcli.report.published import nearest_published
+from certcli.report.shares import nearest_published
 
 FAINT = 1.0
 """Grey levels of 255, root mean square over all pixel values: the smallest step of an 8-bit image. The answer speaks of the
 largest radius below it, else of the largest one."""
 
 
-def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+def headline(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     """Return the answer, after what training saw of the images. size: (c, height, width)."""
     return " ".join(
         text if text[-1] in ".?" else f"{text}."
@@ -24,21 +23,21 @@ def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> s
     )
 
 
-def _answer_sentence(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+def _answer_sentence(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     if findings.failing is not None:
         return f"Nothing can be said about robustness yet: {findings.failing}"
     if findings.dataset is None:
         return "No images were judged: accuracy, certified shares and attacks are not known"
     if findings.clean is None:
         return "The time was too short to judge one image"
-    proof = best_proof(findings, plan)
+    proof = summary_text.best_proof(findings, plan)
     smallest = radius_key(plan.least)
     parts = [_attack_clause(findings, size), *_other_classifiers(findings)]
     if proof is not None:
         share = proof.certified[smallest]
         parts.insert(
             0,
-            f"proven: {part_of(share.hits, share.images)} keep their class under {every_change(smallest)}",
+            f"proven: {part_of(share.hits, share.images)} keep their class under {summary_text.every_change(smallest)}",
         )
     elif findings.patched is None or not any(
         share.hits for share in findings.patched.certified.values()
@@ -55,7 +54,7 @@ def _answer_sentence(findings: AuditFindings, plan: AuditPlan, size: Sequence[in
     return f"{_basis_clause(findings)}{text}"
 
 
-def _basis_clause(findings: AuditFindings) -> str:
+def _basis_clause(findings: gates.AuditFindings) -> str:
     """Return what the answer rests on, where the images have no labels or come with certvit."""
     if not findings.own or findings.dataset is None or findings.clean is None:
         return ""
@@ -66,7 +65,7 @@ def _basis_clause(findings: AuditFindings) -> str:
     return f"{first} the network's own answers on {which}: "
 
 
-def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
+def points(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
     """Return three lines: what attacks did, what is proven, what else holds. None: stopped."""
     if findings.failing is not None or findings.dataset is None or findings.clean is None:
         return []
@@ -83,28 +82,28 @@ def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> lis
     return lines
 
 
-def _bare_attack_clause(findings: AuditFindings, size: Sequence[int]) -> str:
+def _bare_attack_clause(findings: gates.AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found, without the words around it."""
     text = _attack_clause(findings, size)
     return text.replace("this network can be fooled by", "fooled by", 1)
 
 
-def _proof_clause(findings: AuditFindings, plan: AuditPlan) -> str:
-    proof = best_proof(findings, plan)
+def _proof_clause(findings: gates.AuditFindings, plan: AuditPlan) -> str:
+    proof = summary_text.best_proof(findings, plan)
     smallest = radius_key(plan.least)
     if proof is None:
         bound = findings.bound
         if bound is None or bound.log10_upper is None:
             return "nothing useful"
-        return f"nothing useful, the bound is {magnitude(bound.log10_upper, bound.upper_text)}"
+        return f"nothing useful, the bound is {summary_text.magnitude(bound.log10_upper, bound.upper_text)}"
     share = proof.certified[smallest]
     return f"{part_of(share.hits, share.images)} keep their class whatever the change, up to l2 {proven_radius(smallest)}"
 
 
-def _attack_clause(findings: AuditFindings, size: Sequence[int]) -> str:
+def _attack_clause(findings: gates.AuditFindings, size: Sequence[int]) -> str:
     """Return what attacks found at one radius (`FAINT`): its norm, and what of it a pixel takes."""
     attack = findings.attack
-    noun = "images" if findings.own else CORRECT
+    noun = "images" if findings.own else summary_text.CORRECT
     if attack is None or not attack.clean.hits:
         return "it was not attacked"
     faint = [at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < FAINT]
@@ -132,7 +131,7 @@ def _how_many(some: int, of: int) -> str:
     return str(some) if some else "none"
 
 
-def _other_classifiers(findings: AuditFindings) -> list[str]:
+def _other_classifiers(findings: gates.AuditFindings) -> list[str]:
     """Return what holds about other classifiers: with noise, and behind masks."""
     parts = []
     if findings.patched is not None:
@@ -158,7 +157,7 @@ def grey_levels(radius: float, size: Sequence[int]) -> float:
     return 255 * radius / math.sqrt(math.prod(size))
 
 
-def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+def scale(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     """Return how large the radii are; nothing where the audit stopped before them."""
     if findings.stopped:
         return ""
@@ -172,7 +171,7 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
     )
 
 
-def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
+def published_reference(findings: gates.AuditFindings, size: Sequence[int]) -> str:
     """Return the figures of a published network; nothing where none sees such images."""
     published = None if findings.stopped else nearest_published(size)
     return "" if published is None else f"For comparison, {published.sentence}"

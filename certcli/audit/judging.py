@@ -1,32 +1,235 @@
-"""Stages that judge images: clean accuracy and certificates, of the first n that time allows.
+"""Stages without attacks: the proven bound, what drives it, and a measured slope; clean accuracy and
+certificates, of the first n images that time allows.
 
 The images come class by class in turn, so any first n of them are a balanced sample, the same as
 `--limit n`. A unit begins only if the longest image so far would fit into the time again, so slow
-images are not left out for being slow.
-"""
+images are not left out for being slow."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from certcli.audit.findings import CLEAN, PATCHED, AuditFindings, Key
-from certcli.audit.schedule import Stage
+from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation.intervals import Sample
-from certcli.evaluation.record_lines import describe_images
-from certcli.evaluation.records import packed, unpacked
+from certcli.evaluation import intervals, radii, record_lines, records
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images, sent
+from certcli.lipschitz.bound import bound_document
+from certcli.lipschitz.estimate import measure
+from certcli.lipschitz.network import NetworkBound, prove_network
+from certcli.lipschitz.numerics.real import Real
+from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.report.document import CertifiedShares, Dataset, PatchShares, Share
-from certcli.system.errors import DataError
-from certcli.system.processes import ALONE, Team
+from certcli.report.document import (
+    Block,
+    CertifiedShares,
+    Dataset,
+    GlobalBound,
+    PatchShares,
+    Share,
+    Slope,
+)
+from certcli.system import errors, processes
+
+SLOPE_IMAGES = 8
+"""Images at most on which a slope is measured."""
+PROOF = 30.0
+"""Forward passes that a proof takes, about: a first guess."""
+SLOPE = 50.0
+"""The same of the slope at an image."""
+SELDOM = 0.02
+"""What a slope tells, of what a share of images does."""
+LOOSE = 3.0
+"""log10 of a bound from which on the answer names the layers that make it large."""
+NEGLIGIBLE = 0.002
+"""log10 below which a factor is none."""
+DRIVER_SHARE = 0.2
+"""Of the bound's logarithm, that a kind of layer must have to be named."""
+PENDING = ("(last linear map)", "Linear", "a linear map that was pending when its block ended")
+JOINED = ("(how they are joined)", "", "last maps, sums and concatenations")
+"""Path, kind and reason of what the parts leave of the bound."""
+
+
+def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
+    finite = proven.upper.finite
+    return GlobalBound(
+        **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
+        why=proven.bound.why,
+        drivers=drivers(proven) if finite else "",
+        blocks=[block for block, _ in bound_parts(proven)] if finite else [],
+        seconds=round(seconds, 2),
+    )
+
+
+def drivers(proven: NetworkBound) -> str:
+    """Return "each of 25 LayerNorms alone contributes 1000", for layers that carry log(bound)."""
+    if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
+        return ""
+    whole = proven.upper.log10()
+    kinds: dict[str, list[float]] = {}
+    for charge in proven.charges:
+        if charge.constant.finite and charge.constant > 0.0:
+            kinds.setdefault(charge.kind, []).append(charge.constant.log10())
+    heaviest = sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]
+    sentences = []
+    for kind, logs in heaviest:
+        if sum(logs) < DRIVER_SHARE * whole:
+            continue
+        low = _round(min(logs))
+        high = _round(max(logs))
+        size = high if low == high else f"{low} to {high}"
+        sentences.append(
+            f"the {kind} contributes {size}"
+            if len(logs) == 1
+            else f"each of {len(logs)} {kind}s {size}"
+        )
+    if sentences and sentences[0].startswith("each"):
+        head, _, tail = sentences[0].partition("s ")
+        sentences[0] = f"{head}s alone contributes {tail}"
+    return ", ".join(sentences)
+
+
+def _round(log10: float) -> str:
+    """Two digits: 1000, 0.35, 10^9."""
+    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else radii.power_of_ten(log10)
+
+
+def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
+    """Return the outermost parts of the network, and what stands outside them, in order, each with
+    the proven constant from the pixels to its end; the constants' product is the bound.
+    """
+    rows: list[tuple[Block, Real]] = []
+    inside = [path for path, *_ in proven.blocks if path]
+    containers = {path for path in inside if any(other.startswith(f"{path}.") for other in inside)}
+    named = [
+        path
+        for path in inside
+        if path.count(".") <= 1 and not (path in containers and path.count(".") == 0)
+    ]
+    for path, kind, before, after in proven.blocks:
+        if path in named and before.finite and before > 0.0 and after > 0.0:
+            rows.append((_part(path, kind, after / before, _why(proven, path)), after))
+    for charge in proven.charges:
+        covered = any(charge.path == path or charge.path.startswith(f"{path}.") for path in named)
+        if not covered and charge.constant > 0.0:
+            part = _part(charge.path, charge.kind, charge.constant, charge.why)
+            rows.append((part, charge.cumulative))
+    order = {charge.path: number for number, charge in enumerate(proven.charges)}
+
+    def place(path: str) -> int:
+        return min(
+            (number for at, number in order.items() if at == path or at.startswith(f"{path}.")),
+            default=10**9,
+        )
+
+    rows.sort(key=lambda row: place(row[0].path))
+    if not (proven.upper.finite and proven.upper > 0.0):
+        return rows
+    rest = proven.upper.log10() - sum(row.log10 for row, _ in rows)
+    if abs(rest) > NEGLIGIBLE:
+        last = proven.blocks[-1][3] if proven.blocks else proven.upper
+        pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
+        name, kind, why = PENDING if pending else JOINED
+        size = radii.rounded_up(10**rest, 4) if abs(rest) < 5 else radii.power_of_ten(rest)
+        rows.append((Block(path=name, kind=kind, log10=rest, text=size, why=why), proven.upper))
+    return rows
+
+
+def _part(path: str, kind: str, constant: Real, why: str) -> Block:
+    log10 = constant.log10() if constant.finite else math.inf
+    return Block(path=path, kind=kind, log10=log10, text=str(constant), why=why)
+
+
+def _why(proven: NetworkBound, path: str) -> str:
+    """The largest constants inside a block, each with its theorem."""
+    inner = [
+        c
+        for c in proven.charges
+        if c.path.startswith(f"{path}.") and c.constant.finite and c.constant > 0.0
+    ]
+    largest = sorted(inner, key=lambda charge: charge.constant, reverse=True)[:3]
+    return "; ".join(f"{charge.path} {charge.constant}: {charge.why}" for charge in largest)
+
+
+class Proving(schedule.Stage):
+    """The proven bound, by the leader: the only row.
+
+    double, network: the float64 network and its bound.
+    """
+
+    name = "bound"
+    doing = "proven bound"
+    owed = True
+    gain = 1.0
+    double: PixelModel | None = None
+    network: NetworkBound | None = None
+
+    def __init__(
+        self,
+        model: PixelModel,
+        classes: int,
+        forward: float,
+        team: processes.Team = processes.ALONE,
+    ) -> None:
+        super().__init__(range(1), 1, PROOF * forward, team)
+        self.model = model
+        self.classes = classes
+
+    def judge(self, positions: list[int]) -> list[bool]:
+        self.double = build.converted(self.model, torch.float64)
+        self.network = prove_network(self.double, self.classes)
+        return [True]
+
+    def report(self, findings: gates.AuditFindings) -> None:
+        assert self.network is not None
+        findings.bound = global_bound(self.network, self.seconds)
+
+    def unfinished(self) -> str:
+        return f"its proof was {super().unfinished()}: it is unknown, not infinite"
+
+
+class Measuring(schedule.Stage):
+    """The steepest slope at a few images."""
+
+    name = "slope"
+    doing = "slope"
+
+    def __init__(
+        self,
+        model: PixelModel,
+        images: Images,
+        seed: int,
+        forward: float,
+        team: processes.Team = processes.ALONE,
+    ) -> None:
+        few = images.select(range(min(SLOPE_IMAGES, len(images))))
+        super().__init__(few, 1, SLOPE * forward, team)
+        self.model = model
+        self.seed = seed
+
+    @property
+    def gain(self) -> float:
+        """The chance that a further image is the steepest, which few ask for."""
+        return SELDOM / (1 + self.count)
+
+    def judge(self, positions: list[int]) -> list[float]:
+        pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
+        return [float(one.value) for one in measure(self.model, iter([pixels]), seed=self.seed)]
+
+    def report(self, findings: gates.AuditFindings) -> None:
+        findings.slope = Slope(
+            lower=max(self.rows),
+            images=self.count,
+            of=f"{self.images.name} ({self.images.split})",
+            seconds=round(self.seconds, 2),
+        )
 
 
 def dataset_of(images: Images) -> Dataset:
-    return Dataset(**describe_images(images))
+    return Dataset(**record_lines.describe_images(images))
 
 
 def first_in_turn(images: Images, count: int) -> Images:
@@ -34,13 +237,20 @@ def first_in_turn(images: Images, count: int) -> Images:
     return images.select(sorted(range(count), key=lambda position: int(images.indices[position])))
 
 
-class Classifying(Stage):
+class Classifying(schedule.Stage):
     """Predictions of the network without any change."""
 
-    name = CLEAN
+    name = gates.CLEAN
     doing = "clean accuracy"
+    owed = True
 
-    def __init__(self, model: PixelModel, images: Images, largest: int, team: Team = ALONE) -> None:
+    def __init__(
+        self,
+        model: PixelModel,
+        images: Images,
+        largest: int,
+        team: processes.Team = processes.ALONE,
+    ) -> None:
         super().__init__(images, largest, 0.0, team)
         self.model = model
 
@@ -49,8 +259,8 @@ class Classifying(Stage):
         return [a == b for a, b in zip(self.rows, self.images.labels.tolist())]
 
     @property
-    def samples(self) -> dict[Key, Sample]:
-        return {(CLEAN, ""): Sample(self.right, len(self.images))}
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
+        return {(gates.CLEAN, ""): intervals.Sample(self.right, len(self.images))}
 
     @torch.no_grad()
     def judge(self, positions: list[int]) -> list[int]:
@@ -59,18 +269,18 @@ class Classifying(Stage):
         self.images.expect_at(positions[-1] + 1, 2 * self.size)
         logits = self.model(sent(pixels, next(self.model.parameters()).device))
         if not torch.isfinite(logits).all():
-            raise DataError("the network gives NaN or infinite logits on these images")
+            raise errors.DataError("the network gives NaN or infinite logits on these images")
         classes: list[int] = logits.argmax(1).tolist()
         return classes
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.clean = Share.of(sum(self.right), self.count)
         labelled = zip(self.images.indices.tolist(), self.images.labels.tolist(), self.rows)
         for index, label, prediction in labelled:
             findings.row(index, label)["prediction"] = prediction
 
 
-class Certifying(Stage):
+class Certifying(schedule.Stage):
     """Certificates of one method.
 
     Args:
@@ -90,7 +300,7 @@ class Certifying(Stage):
         threats: Sequence[Threat],
         each: float = 0.0,
         about: str = "the network itself",
-        team: Team = ALONE,
+        team: processes.Team = processes.ALONE,
     ) -> None:
         super().__init__(images, largest, each, team)
         self.name = name
@@ -102,10 +312,10 @@ class Certifying(Stage):
         self.about = about
 
     @property
-    def samples(self) -> dict[Key, Sample]:
-        name = PATCHED if self.name == "patch" else self.name
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
+        name = gates.PATCHED if self.name == "patch" else self.name
         return {
-            (name, threat.key): Sample(
+            (name, threat.key): intervals.Sample(
                 [row.holds_at(threat) for row in self.rows], len(self.images)
             )
             for threat in self.threats
@@ -120,13 +330,13 @@ class Certifying(Stage):
 
     @staticmethod
     def pack(piece: Any) -> Any:
-        return packed(piece)
+        return records.packed(piece)
 
     def unpack(self, plain: Any) -> list[Certificate]:
         # a process without images has made no certifier
-        return unpacked(PatchCertificate if self.name == "patch" else Certificate, plain)
+        return records.unpacked(PatchCertificate if self.name == "patch" else Certificate, plain)
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         by_index = {row.index: findings.row(row.index, row.label) for row in self.rows}
         if self.name == "patch":
             findings.patched = self._patch_shares()
@@ -150,7 +360,7 @@ class Certifying(Stage):
         }
         return {
             "arithmetic": certifier.arithmetic,
-            "title": certifier.title,
+            "title": certifier.title_of(self.rows),
             "statement": certifier.statement,
             "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),

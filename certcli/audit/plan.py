@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
-from certcli.evaluation.choices import Pixels, Precision
-from certcli.evaluation.radii import radius_key, require_radii
+from certcli.evaluation import choices, radii
+from certcli.evaluation.radii import radius_key
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
 FARTHEST = 1.5
-"""Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9 (validation digits)."""
+"""Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9
+(validation digits)."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: Precision | Literal["auto"] = AUTO
-    pixels: Pixels = FLOAT
+    precision: choices.Precision | Literal["auto"] = AUTO
+    pixels: choices.Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -64,11 +65,11 @@ class AuditPlan:
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
-        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
+        return radii.require_radii([*self.radii, *self._at_gates("certified", "proven")])
 
     @property
     def attacked_radii(self) -> tuple[float, ...]:
-        return require_radii([*self.radii, *self._at_gates("robust")])
+        return radii.require_radii([*self.radii, *self._at_gates("robust")])
 
     @property
     def tried_patches(self) -> list[str]:

@@ -9,27 +9,21 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.findings import AuditFindings, Key
-from certcli.evaluation.intervals import Sample, share_interval
+from certcli.audit.gates import AuditFindings, Key
+from certcli.evaluation import intervals
 from certcli.images.labelled import Images
-from certcli.system.errors import (
-    ArchitectureError,
-    CertvitError,
-    DataError,
-    NoBoundError,
-    UsageError,
-)
-from certcli.system.processes import ALONE, Team
+from certcli.system import errors, processes
 
 Piece = TypeVar("Piece")
 REFUSALS = {
-    kind.__name__: kind for kind in (UsageError, ArchitectureError, NoBoundError, DataError)
+    kind.__name__: kind
+    for kind in (errors.UsageError, errors.ArchitectureError, errors.NoBoundError, errors.DataError)
 }
 """Failures after which an audit continues without the stage, in all processes."""
 
 
 def run_by_team(
-    team: Team,
+    team: processes.Team,
     seconds: float,
     work: Callable[[], Piece],
     pack: Callable[[Piece], Any] = lambda piece: piece,
@@ -51,7 +45,7 @@ def run_by_team(
             mine = ["found", pack(work())]
     except OutOfTime:
         mine = ["over"]
-    except CertvitError as refusal:
+    except errors.CertvitError as refusal:
         if type(refusal).__name__ not in REFUSALS:
             raise
         mine = ["refused", type(refusal).__name__, refusal.message, refusal.hint]
@@ -85,6 +79,8 @@ class Stage:
         doing: for the progress.
         proven: whether its shares are proofs.
         optional: whether the audit goes on where it is refused.
+        owed: whether an answer needs its first unit, for which a budget may be overdrawn
+            (`Clock.owed`).
         refusal: why it is not done, whatever the time.
         broken: whether the last unit was broken off, which does not count.
         rows: of each image so far.
@@ -99,6 +95,7 @@ class Stage:
     doing: str
     proven = False
     optional = False
+    owed = False
     refusal: str | None = None
     broken = False
     first = FIRST
@@ -108,7 +105,11 @@ class Stage:
     seconds = 0.0
 
     def __init__(
-        self, images: Sequence[Any] | Images, largest: int, each: float, team: Team = ALONE
+        self,
+        images: Sequence[Any] | Images,
+        largest: int,
+        each: float,
+        team: processes.Team = processes.ALONE,
     ) -> None:
         self.images: Any = images
         self.largest = largest
@@ -150,7 +151,7 @@ class Stage:
         return _interval_width(self.count) - _interval_width(after)
 
     @property
-    def samples(self) -> dict[Key, Sample]:
+    def samples(self) -> dict[Key, intervals.Sample]:
         """Outcomes of the images so far, for the gates."""
         return {}
 
@@ -226,7 +227,7 @@ class Stage:
 
 def _interval_width(images: int) -> float:
     """Return the width of the 95 % interval of a share of one half."""
-    low, high = share_interval(images // 2, images) if images else (0.0, 1.0)
+    low, high = intervals.share_interval(images // 2, images) if images else (0.0, 1.0)
     return high - low
 
 
@@ -260,6 +261,9 @@ def _next_unit(
     def wall(stage: Stage) -> float:
         return CAREFUL * stage.price * clock.pace
 
+    def limit(stage: Stage) -> float:
+        return clock.owed if stage.owed and not stage.tries else time_left
+
     def over(stage: Stage) -> bool:
         return stage.tries > 0 or stage.refusal is not None or wall(stage) > time_left
 
@@ -268,7 +272,7 @@ def _next_unit(
     ready = [stage for stage in eager if all(map(over, stage.after))]
     new = [stage for stage in ready if not stage.tries]
     barred = [(stages.index(stage), why) for stage in new if (why := stage.barred()) is not None]
-    fitting = [stage for stage in ready if wall(stage) <= time_left]
+    fitting = [stage for stage in ready if wall(stage) <= limit(stage)]
     if barred or not fitting:
         return barred, None, 0.0
     first = [stage for stage in fitting if stage.begins]
@@ -279,4 +283,4 @@ def _next_unit(
     prices = [wall(stage) for stage in eager if not stage.tries and stage is not best]
     others = sum(price for price in prices if price <= time_left)
     enough = UNSURE * wall(best) + GRACE * clock.pace
-    return [], stages.index(best), min(time_left, max(enough, time_left - others))
+    return [], stages.index(best), min(limit(best), max(enough, time_left - others))

@@ -1,4 +1,5 @@
-"""Which stages an audit of these images has, what each waits for, and when it is not worth its time."""
+"""Which stages an audit of these images has, what each waits for, and when it is not worth its
+time."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,38 +7,29 @@ from dataclasses import dataclass
 import torch
 
 from certcli.attack.settings import AttackSettings
-from certcli.audit.attacking import Attacking, PatchAttacking
-from certcli.audit.findings import AuditFindings
-from certcli.audit.gates import waits_for
-from certcli.audit.judging import Certifying
+from certcli.audit import attacking, gates, judging, schedule
 from certcli.audit.plan import AuditPlan
-from certcli.audit.proving import Proving
-from certcli.audit.schedule import FIRST, Stage
-from certcli.certify.certificate import Certifier
-from certcli.certify.lipschitz import LipschitzCertifier
-from certcli.certify.method_choice import is_useful, why_hopeless
+from certcli.certify import certificate, lipschitz, method_choice
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import defended
+from certcli.certify.smoothing import noise, pixel_denoiser
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.certify.smoothing.noise import Classifier, require_rows_alone
-from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.intervals import FEWEST
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import intervals, threat
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound
 from certcli.lipschitz.numerics.real import INF
-from certcli.models import build
-from certcli.models.pixels import PixelModel
-from certcli.system.errors import UsageError
-from certcli.system.processes import Team
+from certcli.models import build, pixels
+from certcli.system import errors, processes
 
 LOCAL_PARAMETERS = 500_000
-"""Of networks that local certificates are tried on: beyond, one image may take an audit's whole time."""
+"""Of networks that local certificates are tried on: beyond, one image may take an audit's whole
+time."""
 DRAWS_FIRST = 16
 DRAWS = 256
-"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image takes 80 in all."""
+"""Of smoothing: draws that choose the class, and at most that bound its probability. A sure image
+takes 80 in all."""
 NOISY = 64
 """Noisy images at a time on a CPU: four images' first draws."""
 PATCH = "2%"
@@ -63,18 +55,18 @@ class Stages:
     """
 
     checkpoint: Checkpoint
-    model: PixelModel
+    model: pixels.PixelModel
     images: Images
     plan: AuditPlan
     device: torch.device
-    findings: AuditFindings
-    proving: Proving
+    findings: gates.AuditFindings
+    proving: judging.Proving
     forward: float
     passing: float
-    team: Team
-    denoiser: PixelDenoiser | None = None
+    team: processes.Team
+    denoiser: pixel_denoiser.PixelDenoiser | None = None
 
-    def all(self) -> list[Stage]:
+    def all(self) -> list[schedule.Stage]:
         """Return the stages; what is refused before any work is said in the findings."""
         plan = self.plan
         for method in ("lipschitz", "local", "smoothing"):
@@ -90,35 +82,40 @@ class Stages:
         if bound is not None:
             for stage in waiting:
                 stage.after = [bound]
-                stage.barred = lambda: USEFUL if self._useful(bound) else None
+                stage.barred = lambda: (
+                    USEFUL
+                    if method_choice.is_useful(bound.rows[: intervals.FEWEST], plan.least)
+                    else None
+                )
             others.append(bound)
         return [*others, *self._attack(), *patches]
-
-    def _useful(self, bound: Certifying) -> bool:
-        return is_useful(bound.rows[:FEWEST], self.plan.least)
 
     def _certifying(
         self,
         name: str,
-        make: Callable[[], Certifier],
+        make: Callable[[], certificate.Certifier],
         each: float,
         largest: int | None = None,
         about: str = "the network itself",
-        threats: Sequence[Threat] | None = None,
-    ) -> Certifying:
+        threats: Sequence[threat.Threat] | None = None,
+    ) -> judging.Certifying:
         """each: forward passes of an image, about."""
         one = self.passing if name == "smoothing" else self.forward
         if threats is None:
-            threats = [Threat("l2", radius) for radius in self.plan.certified_radii]
+            threats = [threat.Threat("l2", radius) for radius in self.plan.certified_radii]
         size = largest or self.plan.batch_size
-        stage = Certifying(name, make, self.images, size, threats, each * one, about, self.team)
+        stage = judging.Certifying(
+            name, make, self.images, size, threats, each * one, about, self.team
+        )
         # one image of what is dear; a few say whether the bound is worth having
-        stage.first = FIRST if name == "lipschitz" else 1
+        stage.first = schedule.FIRST if name == "lipschitz" else 1
         return stage
 
-    def _by_bound(self) -> Certifying:
+    def _by_bound(self) -> judging.Certifying:
         """Certificates of the bound, after its proof, where logits could reach it."""
-        stage = self._certifying("lipschitz", lambda: LipschitzCertifier(*self._shared()), BY_BOUND)
+        stage = self._certifying(
+            "lipschitz", lambda: lipschitz.LipschitzCertifier(*self._shared()), BY_BOUND
+        )
         stage.after = [self.proving]
         stage.barred = self._no_bound
         return stage
@@ -132,9 +129,9 @@ class Stages:
         if "lipschitz" in self.plan.methods:
             return None
         log10 = proven.upper.log10() if proven.upper > 0.0 else None
-        return why_hopeless(log10, self.plan.least)
+        return method_choice.why_hopeless(log10, self.plan.least)
 
-    def _shared(self) -> tuple[PixelModel, NetworkBound]:
+    def _shared(self) -> tuple[pixels.PixelModel, NetworkBound]:
         """Return the float64 network and the leader's proof, in every process."""
         double, proven = self.proving.double, self.proving.network
         if double is None or proven is None:
@@ -150,7 +147,7 @@ class Stages:
             self.team.spread(proven.pairs, 0)
         return double, proven
 
-    def _local(self) -> list[Stage]:
+    def _local(self) -> list[schedule.Stage]:
         """Image by image a small network as it is, at the radii of the plan."""
         named = "local" in self.plan.methods
         if not named and (self.findings.parameters > LOCAL_PARAMETERS or self._encloses_norms()):
@@ -159,7 +156,7 @@ class Stages:
             return []
         at = [radius for radius in self.plan.certified_radii if radius > 0]
 
-        def make() -> Certifier:
+        def make() -> certificate.Certifier:
             from certcli.certify.local import LocalCertifier
             from certcli.certify.options import Local
 
@@ -174,12 +171,14 @@ class Stages:
 
         return local_effort(self.model) == "norms"
 
-    def _smoothing(self) -> list[Stage]:
+    def _smoothing(self) -> list[schedule.Stage]:
         """The smoothed network, behind its denoiser if there is one."""
         plan = self.plan
         sigma = plan.noise
         threats = [
-            Threat("l2", radius) for radius in plan.certified_radii if 0 < radius <= plan.reach
+            threat.Threat("l2", radius)
+            for radius in plan.certified_radii
+            if 0 < radius <= plan.reach
         ]
         size = plan.batch_size if self.device.type == "cuda" else min(plan.batch_size, NOISY)
         precision = self.findings.precision
@@ -198,13 +197,13 @@ class Stages:
                 denoiser=None if self.denoiser is None else self.denoiser.digest,
             )  # fmt: skip
             options.require_reach()
-        except UsageError as refusal:
+        except errors.UsageError as refusal:
             self.findings.skip("smoothing", refusal.message)
             return []
 
-        def make() -> Certifier:
-            require_rows_alone(self.model)
-            classify = Classifier(self.model, precision, before)
+        def make() -> certificate.Certifier:
+            noise.require_rows_alone(self.model)
+            classify = noise.Classifier(self.model, precision, before)
             return SmoothingCertifier(
                 classify, self.checkpoint.record.classes, options, self.device
             )
@@ -212,7 +211,7 @@ class Stages:
         largest = -(-size // DRAWS_FIRST)
         return [self._certifying("smoothing", make, each, largest, about, threats)]
 
-    def _patches(self) -> list[Stage]:
+    def _patches(self) -> list[schedule.Stage]:
         """The network behind masks, and patches that fool it without."""
         plan = self.plan
         size = self.checkpoint.record.input.size
@@ -222,10 +221,10 @@ class Stages:
         options = Patches(plan.tried_patches or [PATCH])
         try:
             patches = sorted(set(options.sizes((size[1], size[2]))))
-        except UsageError as refusal:
+        except errors.UsageError as refusal:
             self.findings.skip("patch", refusal.message)
             return []
-        threats = [Threat("patch", patch) for patch in patches]
+        threats = [threat.Threat("patch", patch) for patch in patches]
         proofs = self._certifying(
             "patch", lambda: defended(self.model, options), MASKED, PATCHED_AT_ONCE,
             "the network behind masks", threats,
@@ -233,10 +232,12 @@ class Stages:
         if self.team.several:
             self.findings.skip("attack by patches", "only in one process")
             return [proofs]
-        attack = PatchAttacking(self.model, self.images, patches[0], plan.seed, self.forward)
+        attack = attacking.PatchAttacking(
+            self.model, self.images, patches[0], plan.seed, self.forward
+        )
         return [proofs, attack]
 
-    def _attack(self) -> list[Stage]:
+    def _attack(self) -> list[schedule.Stage]:
         """Attacks in turn, radii ascending."""
         plan = self.plan
         if not plan.attacked_radii:
@@ -246,18 +247,18 @@ class Stages:
             seed=plan.seed, precision=self.findings.precision, pixels=plan.pixels
         )
         return [
-            Attacking(
+            attacking.Attacking(
                 self.model, self.images, plan.attacks, plan.attacked_radii, settings,
                 self.checkpoint.record.classes, plan.batch_size, self.passing, self.team,
             )
         ]  # fmt: skip
 
 
-def awaited(plan: AuditPlan, size: Sequence[int], stage: Stage) -> bool:
+def awaited(plan: AuditPlan, size: Sequence[int], stage: schedule.Stage) -> bool:
     """Whether a gate is not decided by what this stage found so far. size: (c, height, width)."""
-    if stage.name == Proving.name:
+    if stage.name == judging.Proving.name:
         return any(gate.quantity in ("upper", "certified", "proven") for gate in plan.gates)
     return any(
-        waits_for(plan.gates, key, stage.proven, sample, (size[1], size[2]))
+        gates.waits_for(plan.gates, key, stage.proven, sample, (size[1], size[2]))
         for key, sample in stage.samples.items()
     )

@@ -3,7 +3,7 @@
 import math
 import shlex
 
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.method_choice import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
@@ -32,7 +32,8 @@ DENOISER = (
 PENALTY = 0.2
 """Weight of the enclosure penalty that small networks are advised."""
 LITTLE_ATTENTION = 0.01
-"""Largest weight of an attention branch below which the answer says that attention hardly takes part."""
+"""Largest weight of an attention branch below which the answer says that attention hardly takes
+part."""
 
 
 def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:

@@ -73,6 +73,7 @@ _HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""
+BY_NORMS = "balls of norms around one forward pass"
 
 
 class LocalCertifier(ProvingCertifier):
@@ -118,7 +119,7 @@ class LocalCertifier(ProvingCertifier):
         self._zonotope = self._enclosed() if self.effort != NORMS else None
         if self._zonotope is None:
             self._balls()
-            self.title = "balls of norms around one forward pass"
+            self.title = BY_NORMS
             if self.effort == AUTO:
                 self.title += f" ({self._why})"
             return
@@ -126,6 +127,15 @@ class LocalCertifier(ProvingCertifier):
         self.title = f"an enclosure of each image's neighbourhood, {self._spoken_symbols}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
+
+    def title_of(self, rows: Sequence[Certificate]) -> str:
+        """Return the title, which names norms for those images whose records do."""
+        by_norms = sum(row.rung == NORMS for row in rows)
+        if self._zonotope is None or not by_norms:
+            return self.title
+        if by_norms == len(rows):
+            return f"{BY_NORMS}, which proved enough of every image"
+        return f"{self.title}; {BY_NORMS} for {by_norms} of {len(rows)} images"
 
     @property
     def _spoken_symbols(self) -> str:

@@ -19,14 +19,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from certcli import __version__
-from certcli.cli.shared import output, settings, streams
+from certcli.cli.shared import inputs, output, streams
 from certcli.cli.shared.command import EVERYTHING
-from certcli.system import memory, watched
-from certcli.system.errors import CertvitError, Interrupted, UsageError, one_line, plain_text
-from certcli.system.processes import ALONE, Ended, Team, require_one, team
+from certcli.system import errors, memory, processes, watched
 
 NARROWEST = 60
-"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's name."""
+"""Characters a line that panels need; narrower, `--help` is plain lines, which break no option's
+name."""
 WORDS = "certvit.words"
 """Key in the context of the typed words of a command."""
 ONCE = {"sigma": "run them one by one: each sigma smooths another network"}
@@ -69,7 +68,7 @@ class _Command(_Untyped, TyperCommand):
             names = [parameter.name for parameter in order]
             for name, why in ONCE.items():
                 if names.count(name) > 1:
-                    raise UsageError(f"--{name} is given {names.count(name)} times", why)
+                    raise errors.UsageError(f"--{name} is given {names.count(name)} times", why)
         rest: list[str] = super().parse_args(ctx, args)
         return rest
 
@@ -115,7 +114,7 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
     def wrapped(*args: Any, **kwargs: Any) -> None:
         output.Sink.invocation.command = name
         if name not in SPLIT:
-            require_one(
+            processes.require_one(
                 f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it"
             )
         watched.forget()
@@ -125,9 +124,9 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
                 output.Sink(False, False).warn(
                     f"{path} was changed after it was read: the results are of the file as it was"
                 )
-            team().finish()
+            processes.team().finish()
         except KeyboardInterrupt as stop:
-            raise Interrupted(
+            raise errors.Interrupted(
                 "interrupted",
                 "nothing half-written was left; adapt, finetune, certify and attack go on with --resume",
             ) from stop
@@ -233,7 +232,7 @@ def describe_program(
     within minutes. lipschitz, certify and attack run its parts one by one. init, adapt, constrain
     and finetune make networks that can be proven. Radii are l2 in pixel units, images in [0, 1].
     """
-    settings.take_settings(context)
+    inputs.take_settings(context)
 
 
 def run(started: float | None = None) -> None:
@@ -282,35 +281,37 @@ def _run_program(interrupts: streams.Interrupts) -> int:
     try:
         os.getcwd()
     except OSError:  # torch would end the process with a line of its own
-        return _report("the working folder is gone", "cd to one that exists", UsageError.code)
+        return _report(
+            "the working folder is gone", "cd to one that exists", errors.UsageError.code
+        )
     try:
         returned = program(sys.argv[1:])(prog_name="certvit", standalone_mode=False)
         code = returned if isinstance(returned, int) else 0
-        return _report("interrupted", "", code) if code == Interrupted.code else code
+        return _report("interrupted", "", code) if code == errors.Interrupted.code else code
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else int(stop.code is not None)
     except KeyboardInterrupt:
-        return _report("interrupted", "", Interrupted.code)
-    except Ended as end:
+        return _report("interrupted", "", errors.Interrupted.code)
+    except processes.Ended as end:
         return _team_or_alone().fail(end.code) or end.code
     except Exception as failure:
-        if os.environ.get("CERTVIT_DEBUG") and not isinstance(failure, CertvitError):
+        if os.environ.get("CERTVIT_DEBUG") and not isinstance(failure, errors.CertvitError):
             raise
         if memory.out_of_memory(failure):
             return _report("out of memory", "try a smaller --batch-size or --limit", 1)
-        if isinstance(failure, CertvitError):
+        if isinstance(failure, errors.CertvitError):
             return _report(failure.message, failure.hint, failure.code)
         if interrupts.seen or isinstance(failure, typer.Abort):
-            return _report("interrupted", "", Interrupted.code)
+            return _report("interrupted", "", errors.Interrupted.code)
         if hasattr(failure, "format_message"):  # Typer's own: a wrong option, a missing argument
             return _usage(failure)
         # a path that no check foresaw
         if isinstance(failure, OSError) and failure.filename is not None:
-            reason = f"{one_line(failure.filename)}: {failure.strerror}"
+            reason = f"{errors.one_line(failure.filename)}: {failure.strerror}"
             return _report(
                 reason,
                 "choose another",
-                UsageError.code if failure.errno == errno.ENAMETOOLONG else 1,
+                errors.UsageError.code if failure.errno == errno.ENAMETOOLONG else 1,
             )
         reason = (str(failure).splitlines() or [""])[0][:300]
         if type(failure).__name__ == "DistBackendError" or (
@@ -325,19 +326,19 @@ def _run_program(interrupts: streams.Interrupts) -> int:
 def _usage(failure: Any) -> int:
     """Report a usage error and the command whose help explains it; return its exit code."""
     if type(failure).__name__ == "NoArgsIsHelpError":
-        return UsageError.code
+        return errors.UsageError.code
     context = getattr(failure, "ctx", None)
     words = context.command_path if context is not None else "certvit"
     message = " ".join(failure.format_message().split()).rstrip(".")
-    return _report(message[:1].lower() + message[1:], f"{words} --help", UsageError.code)
+    return _report(message[:1].lower() + message[1:], f"{words} --help", errors.UsageError.code)
 
 
-def _team_or_alone() -> Team:
+def _team_or_alone() -> processes.Team:
     """Return the team; this process alone in an invalid environment, which commands report."""
     try:
-        return team()
-    except UsageError:
-        return ALONE
+        return processes.team()
+    except errors.UsageError:
+        return processes.ALONE
 
 
 def _report(message: str, hint: str, code: int) -> int:
@@ -347,7 +348,10 @@ def _report(message: str, hint: str, code: int) -> int:
         return ended
     if "--json" in sys.argv and not output.Sink.invocation.concluded:
         sys.stdout.write(output.as_line({"error": message, "hint": hint, "code": code}))
-    lines = [f"certvit: {plain_text(message)}", *([f"  hint: {plain_text(hint)}"] if hint else [])]
+    lines = [
+        f"certvit: {errors.plain_text(message)}",
+        *([f"  hint: {errors.plain_text(hint)}"] if hint else []),
+    ]
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
     _team_or_alone().said()

@@ -1,4 +1,5 @@
-"""What operations say in every local domain, written once over its values: zonotopes, balls and, where they can, slopes.
+"""What operations say in every local domain, written once over its values: zonotopes, balls and,
+where they can, slopes.
 
 A domain's values have `shape`, `centre` and `size`, and `shift`, `scale`, `over` and `noisy`: x + a,
 x a, x / a for a constant a, and room for an error of x.
@@ -20,8 +21,6 @@ from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.columns import gamma
 from certcli.enclosure.zonotopes.form import fitting
-from certcli.enclosure.zonotopes.needed_tokens import chosen_token
-from certcli.engine.averages import MAX_WINDOWS, pair, window_places
 from certcli.engine.table import NoRule, RuleTable, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
@@ -31,7 +30,6 @@ from certcli.system.errors import raise_if
 Settle = Callable[[Any], Any]
 """Makes a value speak of the tensor itself, and leaves a constant as it is."""
 NOTHING = (nn.Identity, nn.Dropout, DropPath)
-CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def stored(value: Any, like: Tensor) -> Any:
@@ -46,10 +44,30 @@ def constant_operand(value: Any, centre: Tensor, shape: tuple[int, ...]) -> Tens
     return fitting(torch.as_tensor(tensor, dtype=centre.dtype, device=centre.device), shape)
 
 
+def shape_of(*parts: Any) -> tuple[int, ...]:
+    """Return the shape of an operation of values, constants and numbers, entry by entry."""
+    tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
+    return tuple(torch.broadcast_shapes(*(getattr(part, "shape", ()) for part in tensors)))
+
+
+def repeated(x: Any, shape: tuple[int, ...], arranged: Callable[..., Any]) -> Any:
+    """Return a value in this shape, its entries repeated by the domain's `arranged`."""
+    same = tuple(x.shape) == shape
+    return x if same else arranged(lambda t: t.expand(shape).contiguous(), x)
+
+
 def require_entries(parts: Iterable[Tensor]) -> None:
     """Raise NoRule for a part without entries, which has neither bounds nor a longest row."""
     empty = any(part.numel() == 0 for part in parts)
     raise_if(empty, NoRule, "a part of a tensor without entries")
+
+
+def axes_of(shape: tuple[int, ...], dim: Any, what: str) -> list[int]:
+    """Return the axes of a sum, mean or maximum. NoRule: over the batch, or over all."""
+    axes = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
+    dims = sorted({d % len(shape) for d in axes})
+    raise_if(0 in dims or not dims, NoRule, f"a {what} over the batch")
+    return dims
 
 
 def unit_length(shape: tuple[int, ...], p: float, dim: int, eps: float) -> Spread:
@@ -206,22 +224,16 @@ def register_arithmetic(
         arranged: (function, value) -> the value after a function that moves entries.
     """
 
-    def repeated(x: Any, y: Any) -> Any:
-        """Return x in the shape of x + y."""
-        tensor = y.tensor if isinstance(y, Constant) else y
-        shape = torch.broadcast_shapes(x.shape, getattr(tensor, "shape", ()))
-        return x if x.shape == shape else arranged(lambda t: t.expand(shape).contiguous(), x)
-
     def pair_of(x: Any, y: Any) -> tuple[Any, Any]:
         """Return both operands in the shape of the result, a value first."""
         x = settle(x)
         y = settle(y)
         if not isinstance(x, kind):
             x, y = y, x
-        x = repeated(x, y)
+        x = repeated(x, shape_of(x, y), arranged)
         if not isinstance(y, kind):
             return x, constant_operand(y, x.centre, x.shape)
-        return x, repeated(y, x)
+        return x, repeated(y, x.shape, arranged)
 
     @table.function(operator.add, operator.iadd, torch.add)
     @table.method("add", "add_")
@@ -235,7 +247,7 @@ def register_arithmetic(
         y = settle(y)
         if isinstance(y, kind):
             return plus(ctx, x, negative(y))
-        x = repeated(settle(x), y)
+        x = repeated(settle(x), shape_of(x, y), arranged)
         return x.shift(-constant_operand(y, x.centre, x.shape))
 
     @table.function(operator.neg, torch.neg)
@@ -272,10 +284,7 @@ def register_sums(table: RuleTable, settle: Settle, reduce: Callable[..., Any]) 
         @table.function(function)
         @table.method(what)
         def apply(ctx: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-            axes = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-            dims = sorted({d % len(x.shape) for d in axes})
-            raise_if(0 in dims or not dims, NoRule, f"a {what} over the batch")
-            return reduce(settle(x), dims, keepdim, function)
+            return reduce(settle(x), axes_of(x.shape, dim, what), keepdim, function)
 
         return apply
 
@@ -341,117 +350,3 @@ def register_products(
         return softmax(ctx, settle(x))
 
     table.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))
-
-
-def register_convolutions(table: RuleTable, values: Any, convolve: Callable[..., Any]) -> None:
-    """Register (context, value, weight, bias, options of torch's function) -> value."""
-
-    def rule(
-        ctx: Any, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
-        dilation: Any = 1, groups: int = 1,
-    ) -> Any:  # fmt: skip
-        raise_if(
-            not isinstance(x, values) or any(isinstance(part, values) for part in (weight, bias)),
-            NoRule,
-            "a convolution whose weight depends on the image",
-        )
-        weight, bias = (stored(part, x.centre) for part in (weight, bias))
-        raise_if(
-            len(x.shape) != weight.dim() or x.shape[0] != 1,
-            NoRule,
-            "a convolution of something other than one image",
-        )
-        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-        return convolve(ctx, x, weight, bias, options)
-
-    table.function(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)(rule)
-    table.module(nn.Conv1d, nn.Conv2d, nn.Conv3d, when=lambda m: m.padding_mode == "zeros")(
-        with_attributes(rule, "weight", "bias", "stride", "padding", "dilation", "groups")
-    )
-
-
-def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -> None:
-    """Register maxima and minima of two: larger(x, y, sign), of values or a value and a constant,
-    for max(x, y) and sign -1 for -max(-x, -y).
-    """
-
-    def rule(sign: float) -> Callable[..., Any]:
-        def apply(ctx: Any, x: Any, y: Any) -> Any:
-            x, y = (x, y) if isinstance(x, values) else (y, x)
-            other = y if isinstance(y, values) else constant_operand(y, x.centre, x.shape)
-            raise_if(
-                other.shape != x.shape and isinstance(y, values),
-                NoRule,
-                "a maximum that repeats a tensor",
-            )
-            return larger(x, other, sign)
-
-        return apply
-
-    for name, sign in (("maximum", 1.0), ("minimum", -1.0)):
-        table.function(getattr(torch, name))(rule(sign))
-        table.method(name)(rule(sign))
-
-
-def register_max_pooling(table: RuleTable, pool: Callable[..., Any]) -> None:
-    """Register max pooling of maps (b, c, h, w): (context, value, places (h', w', k)) -> value."""
-
-    def rule(
-        ctx: Any, x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
-        ceil_mode: bool = False, return_indices: bool = False,
-    ) -> Any:  # fmt: skip
-        raise_if(
-            return_indices or len(x.shape) != 4,
-            NoRule,
-            "max pooling that returns indices, or of other than maps",
-        )
-        steps = kernel_size if stride in (None, [], ()) else stride
-        kernel, *geometry = map(pair, (kernel_size, steps, padding, dilation))
-        return pool(ctx, x, window_places(x.shape[-2:], kernel, *geometry, ceil_mode))
-
-    table.function(F.max_pool2d, torch.max_pool2d)(rule)
-    table.module(nn.MaxPool2d)(with_attributes(rule, *MAX_WINDOWS))
-
-
-def register_choices(table: RuleTable) -> None:
-    """Register in a domain's table x[:, r] and its like where of x only the token read was kept."""
-    table.functions[operator.getitem] = _choosing(table.functions[operator.getitem], 0)
-    table.functions[torch.select] = _choosing(table.functions[torch.select], 1)
-    table.methods["select"] = _choosing(table.methods["select"], 1)
-
-
-def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
-    def choose(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
-        chosen = not isinstance(x, (list, tuple)) and chosen_token(ctx.node) is not None
-        if chosen and x.shape[1] == 1:
-            args = ((args[0][0], 0, *args[0][2:]),) if place == 0 else (args[0], 0)
-        return rule(ctx, x, *args, **named)
-
-    return choose
-
-
-def register_types(table: RuleTable) -> None:
-    """Register in a domain's table the calls that leave a tensor of float64 as it is."""
-
-    @table.function(F.dropout)
-    def at_rest(
-        ctx: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Any:
-        """Dropout in eval mode."""
-        raise_if(training and p, NoRule, "dropout in training mode")
-        return x
-
-    @table.method("to", "type_as")
-    def same(ctx: Any, x: Any, *types: Any, **named: Any) -> Any:
-        """Called with float64, or with a tensor of it, alone."""
-        targets = [*types, *named.values()]
-        raise_if(
-            not targets
-            or any(
-                getattr(kind, "dtype", kind) != torch.float64 and not hasattr(kind, "centre")
-                for kind in targets
-            ),
-            NoRule,
-            "a change of a tensor's type or place",
-        )
-        return x

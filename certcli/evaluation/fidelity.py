@@ -264,16 +264,6 @@ def allowed_share(fidelity: Fidelity, keep: float, limit: float = 4.0) -> float:
     return min(limit, room / max(1 - fidelity.agreement_at_least, 1e-12))
 
 
-def worth_of_judges(images: int) -> float:
-    """Return the change that MANY_JUDGES images would allow, over that of `images`."""
-
-    def surplus(count: int) -> float:
-        rank = max(1, min(count // 5, MOST_RANKED))
-        return upper_confidence(rank - 1, count, DOUBT) * (count + 1) / rank
-
-    return max(1.0, surplus(images) / surplus(MANY_JUDGES))
-
-
 def check_keep(keep: float) -> None:
     """Raise UsageError unless 0 < keep <= 1."""
     if not 0 < keep <= 1:

@@ -1,24 +1,23 @@
-"""An audit as a page: its figures and its words."""
+"""An audit as a page, its figures and its words; and the formats of an audit by suffix."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import OWN
-from certcli.report import compare
-from certcli.report.document import Audit, Share
-from certcli.report.page import (
-    Command,
-    Gallery,
-    HtmlPage,
-    LayerConstant,
-    Mark,
-    PlotLine,
-    Table,
-    proven_steps,
+from certcli.report import document, machine, page
+from certcli.report.shares import (
+    CHANGE_COLUMNS,
+    CHANGES_TITLE,
+    COLUMNS,
+    NUMBERS,
+    change_cells,
+    share_rows,
 )
-from certcli.report.shares import COLUMNS, NUMBERS, share_rows
+from certcli.system.files import atomic_file
 
 NOTE = (
     "Certified: correct, and no image within the radius has another class, proven or with the given probability. Attacked: "
@@ -57,11 +56,11 @@ PURPOSES = {
     "certvit constrain": "Make a copy with a smaller bound:",
 }
 """What a command is for, by words in it; the first that match."""
-Pictures = Mapping[str, Gallery]
+Pictures = Mapping[str, page.Gallery]
 """One fooled image under "first", a patch under "patch", more fooled images under "fooled"."""
 
 
-def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
+def page_of(audit: document.Audit, pictures: Pictures) -> dict[str, Any]:
     network = audit.network
     dataset = audit.dataset
     bound = audit.bound
@@ -72,36 +71,41 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
         if dataset is None
         else f"up to {number_of(dataset.images)} of {dataset.name} ({dataset.split})"
     )
-    return HtmlPage(
-        title=f"Audit of {network.name}",
-        subtitle=f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}; "
+    return {
+        "title": f"Audit of {network.name}",
+        "subtitle": f"{network.arch}, {network.parameters:,} parameters, {network.classes} classes, input {size}; {images}; "
         f"{audit.date.replace('T', ' ')} UTC, certvit {audit.versions.get('certvit', '')}",
-        chip=_chip(audit),
-        headline="" if audit.points else audit.headline,
-        points=audit.points,
-        first=pictures["first"].figures[0] if "first" in pictures else None,
-        about=[line for line in (audit.scale, audit.reference) if line],
-        next=[Command(purpose(line), line) for line in audit.next],
-        examples=[pictures["patch"]] if "patch" in pictures else [],
-        verdict=[*([audit.headline] if audit.points else []), *audit.verdict],
-        words=WORDS,
-        doubts=audit.doubts,
-        gates=[
+        "chip": _chip(audit),
+        "headline": "" if audit.points else audit.headline,
+        "points": audit.points,
+        "first": pictures["first"].figures[0] if "first" in pictures else None,
+        "about": [line for line in (audit.scale, audit.reference) if line],
+        "next": [(purpose(line), line) for line in audit.next],
+        "examples": [pictures["patch"]] if "patch" in pictures else [],
+        "verdict": [*([audit.headline] if audit.points else []), *audit.verdict],
+        "words": WORDS,
+        "doubts": audit.doubts,
+        "gates": [
             (row.verdict, row.reason.rpartition(": ")[0] or row.reason) for row in audit.gate.judged
         ],
-        tables=[table for table in _tables(audit) if table.rows],
-        curves=list(curves(audit)),
-        curve_note=NOTE,
-        constants=[
-            LayerConstant(
-                block.path or "(network)", block.log10, block.text, f"{block.kind}. {block.why}"
-            )
-            for block in (bound.blocks if bound is not None else [])
+        "tables": [table for table in _tables(audit) if table.rows],
+        "curves": list(curves(audit)),
+        "curve_note": NOTE,
+        "constants": [] if bound is None else bound.blocks,
+        "constants_note": "" if bound is None else CONSTANTS.format(bound=bound.upper_text),
+        "galleries": [pictures["fooled"]] if "fooled" in pictures else [],
+        "commands": [
+            (
+                "The same audit (how many images fit into its time depends on the machine):",
+                audit.reproduce,
+            ),
+            (
+                "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it "
+                "again:",
+                "certvit verify FILE.safetensors",
+            ),
         ],
-        constants_note="" if bound is None else CONSTANTS.format(bound=bound.upper_text),
-        galleries=[pictures["fooled"]] if "fooled" in pictures else [],
-        commands=list(_commands(audit)),
-        facts=[
+        "facts": [
             f"Network (digest of its function): {audit.checkpoint}",
             *(
                 []
@@ -120,7 +124,7 @@ def page_of(audit: Audit, pictures: Pictures) -> HtmlPage:
             + ", ".join(f"{name} {version}" for name, version in audit.versions.items()),
             "Radii are pixel l2, images in [0, 1]; normalisation is the network's first layer.",
         ],
-    )
+    }
 
 
 def purpose(line: str) -> str:
@@ -128,7 +132,7 @@ def purpose(line: str) -> str:
     return next((why for words, why in PURPOSES.items() if words in line), "")
 
 
-def _chip(audit: Audit) -> tuple[str, str]:
+def _chip(audit: document.Audit) -> tuple[str, str]:
     """Return the verdict of the gates in two words, and their number."""
     gates = audit.gate.judged
     if audit.dataset is not None and audit.dataset.split == OWN and not gates:
@@ -139,7 +143,7 @@ def _chip(audit: Audit) -> tuple[str, str]:
     return audit.gate.verdict, f"{met} of {len(gates)} gates passed"
 
 
-def curves(audit: Audit) -> Iterator[PlotLine]:
+def curves(audit: document.Audit) -> Iterator[page.PlotLine]:
     """Return certified shares as the records have them, and what attacks left."""
     for shares in audit.certificates:
         label = "proven" if shares.failure == 0 else f"{shares.promise}, smoothed"
@@ -147,26 +151,26 @@ def curves(audit: Audit) -> Iterator[PlotLine]:
         points, marks = _asked(shares.clean, shares.certified)
         # it stops drawing beyond its radius: nothing is known of larger ones
         if shares.failure > 0:
-            yield PlotLine(label, "probability", proven_steps(points), marks)
+            yield page.PlotLine(label, "probability", page.proven_steps(points), marks)
             continue
         radii = [
             float(row.radius[shares.method]) if row.prediction == row.label else -1.0
             for row in audit.records
             if shares.method in row.radius
         ]
-        yield PlotLine(label, "proven", certified_steps(radii), marks[1:])
+        yield page.PlotLine(label, "proven", certified_steps(radii), marks[1:])
     if (attack := audit.attack) is not None:
         label = f"after {', '.join(attack.attacks)} (measured), n = {attack.clean.images}"
-        yield PlotLine(label, "attacked", *_asked(attack.clean, attack.robust))
+        yield page.PlotLine(label, "attacked", *_asked(attack.clean, attack.robust))
 
 
 def _asked(
-    clean: Share, shares: Mapping[str, Share]
-) -> tuple[list[tuple[float, float]], list[Mark]]:
+    clean: document.Share, shares: Mapping[str, document.Share]
+) -> tuple[list[tuple[float, float]], list[page.Mark]]:
     """Return points and marks of the shares at the radii of the plan, radius 0 first."""
     points = [(0.0, clean), *((float(at), share) for at, share in shares.items() if float(at) > 0)]
     return [(at, share.share) for at, share in points], [
-        Mark(at, share.share, *share.interval) for at, share in points
+        (at, share.share, *share.interval) for at, share in points
     ]
 
 
@@ -180,7 +184,7 @@ def certified_steps(radii: Sequence[float]) -> list[tuple[float, float]]:
     return [points[0], (0.0, first_drop), *points[1:]] if first_drop < points[0][1] else points
 
 
-def _tables(audit: Audit) -> Iterator[Table]:
+def _tables(audit: document.Audit) -> Iterator[page.Table]:
     facts = [] if audit.bound is None else [f"Lipschitz bound {audit.bound.upper_text} (proven)"]
     if audit.slope is not None:
         facts.append(
@@ -190,34 +194,38 @@ def _tables(audit: Audit) -> Iterator[Table]:
         facts.append(
             f"largest weight of attention in a residual sum {rounded_up(audit.attention_weight, 2)} (measured)"
         )
-    yield Table(
+    yield page.Table(
         "What was found",
         COLUMNS,
         [row.cells for row in share_rows(audit)],
         NUMBERS,
         "; ".join(facts),
     )
-    yield Table(compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in audit.changes])
+    yield page.Table(
+        CHANGES_TITLE, CHANGE_COLUMNS, [change_cells(change) for change in audit.changes]
+    )
     rows = [
         [shares.method, shares.about, shares.title, shares.statement]
         for shares in audit.certificates
     ]
     if (behind := audit.patched) is not None:
         rows.append(["patch", "the network behind masks", behind.title, behind.statement])
-    yield Table("What the certificates say", ["method", "about", "how", "promise"], rows)
-    yield Table(
+    yield page.Table("What the certificates say", ["method", "about", "how", "promise"], rows)
+    yield page.Table(
         "What was not done", ["stage", "why"], [[item.stage, item.why] for item in audit.skipped]
     )
     yield lineage_table([(step, step.parameters) for step in audit.lineage])
     rows = [
         [name, _fact(value)] for name, value in audit.network.reading.items() if name != "doubts"
     ]
-    yield Table("What was assumed in reading the file", ["of", "value and where it is from"], rows)
+    yield page.Table(
+        "What was assumed in reading the file", ["of", "value and where it is from"], rows
+    )
 
 
 def lineage_table(
     steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
-) -> Table:
+) -> page.Table:
     """Return a row a step with a command, seed, parent and the parameters that are shown."""
     rows = [
         [
@@ -229,7 +237,7 @@ def lineage_table(
         ]
         for number, (step, parameters) in enumerate(steps, 1)
     ]
-    return Table(title, ["step", "command", "seed", "parent", "parameters"], rows)
+    return page.Table(title, ["step", "command", "seed", "parent", "parameters"], rows)
 
 
 def _fact(value: object) -> str:
@@ -246,31 +254,24 @@ def _short_values(values: Mapping[str, Any]) -> str:
     return text if len(text) <= 400 else f"{text[:399]}…"
 
 
-def _commands(audit: Audit) -> Iterator[Command]:
-    yield Command(
-        "The same audit (how many images fit into its time depends on the machine):",
-        audit.reproduce,
-    )
-    for shares in audit.certificates:
-        yield Command(
-            f"The certificates of {shares.method}, again, on the same {shares.dataset.images} images:",
-            certify_again_command(audit, shares.method),
-        )
-    yield Command(
-        "An audit with -o FILE.safetensors keeps its evidence beside the weights; this proves and certifies it again:",
-        "certvit verify FILE.safetensors",
-    )
+def save_text(path: Path, text: str) -> None:
+    """Written whole or not at all, UTF-8, line ends as they are."""
+    with atomic_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", newline="")
 
 
-def certify_again_command(audit: Audit, method: str) -> str:
-    shares = next(item for item in audit.certificates if item.method == method)
-    words = audit.reproduce.split(" -e ")[0].replace("certvit audit", "certvit certify", 1)
-    radii = " ".join(f"-e {radius}" for radius in shares.certified)
-    seed = audit.reproduce.partition("--seed ")[2].partition(" ")[0]
-    line = f"{words} {radii} --method {method} --limit {shares.dataset.images} --seed {seed}"
-    options = shares.parameters
-    if method == "smoothing":
-        line += f" --sigma {options['sigma']:g} --n0 {options['n0']} -n {options['samples']} --enough {options['enough']:g}"
-        line += " --decide" if options.get("decide") else ""
-        line += "" if options["precision"] == "float32" else f" --precision {options['precision']}"
-    return line
+def as_json_text(audit: document.Audit) -> str:
+    return json.dumps(document.to_json(audit), indent=1, sort_keys=True) + "\n"
+
+
+TEXTS: Mapping[str, Callable[[document.Audit], str]] = {
+    ".json": as_json_text,
+    ".sarif": machine.as_sarif,
+    ".xml": machine.as_junit,
+}
+
+
+def text_of(audit: document.Audit, suffix: str, pictures: Pictures | None = None) -> str:
+    """The audit in the format of this suffix; .html or any other is a page, with its pictures."""
+    make_text = TEXTS.get(suffix)
+    return page.render(page_of(audit, pictures or {})) if make_text is None else make_text(audit)

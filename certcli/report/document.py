@@ -224,7 +224,8 @@ class Skipped(_Part):
 
 
 Verdict = Literal["passed", "failed", "not decided"]
-"""By the interval of the share: its lower end meets the demand, its upper end misses it, or neither."""
+"""By the interval of the share: its lower end meets the demand, its upper end misses it, or
+neither."""
 
 
 class GateResult(_Part):

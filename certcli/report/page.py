@@ -2,19 +2,24 @@
 string is escaped.
 
 Names in a checkpoint may be hostile: the template escapes every string, and the page forbids
-scripts to itself.
-"""
+scripts to itself."""
 
+import base64
+import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
+import torch
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup, escape
+from PIL import Image
+from torch import Tensor
 
+from certcli.report.document import Block
 from certcli.system.errors import plain_lines
 
 WIDTH = 480
@@ -28,14 +33,8 @@ MOST_CONSTANTS = 60
 MOST_TICKS = 6
 
 
-@dataclass(frozen=True)
-class Mark:
-    """A share at a radius, with the ends of its 95 % interval."""
-
-    radius: float
-    share: float
-    low: float
-    high: float
+Mark = tuple[float, float, float, float]
+"""Radius, share, and the ends of its 95 % interval."""
 
 
 @dataclass(frozen=True)
@@ -52,16 +51,6 @@ class PlotLine:
     kind: str
     points: Sequence[tuple[float, float]]
     marks: Sequence[Mark] = ()
-
-
-@dataclass(frozen=True)
-class LayerConstant:
-    """A part of the network. value: log10 of its constant, text: the constant; law: the reason."""
-
-    name: str
-    value: float
-    text: str
-    law: str
 
 
 @dataclass(frozen=True)
@@ -91,59 +80,46 @@ class Table:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Command:
-    what: str
-    line: str
+PARTS = (
+    *(
+        "title",
+        "subtitle",
+        "chip",
+        "headline",
+        "points",
+        "first",
+        "about",
+        "next",
+        "gates",
+        "doubts",
+    ),
+    *("examples", "verdict", "words", "tables", "curves", "curve_note", "constants"),
+    *("constants_note", "galleries", "commands", "facts"),
+)
+"""What a page shows; a part that is empty is left out.
+
+    chip: the verdict of the gates, and a sentence about it.
+    headline, points: the answer in one sentence, and in three lines.
+    first: one picture beside it, whose images bear both answers.
+    about: scale of `first`, and what it is compared with.
+    next, commands: (what it is for, the command).
+    gates: (verdict, its sentence).
+    examples, galleries: further pictures, and those further down.
+    words: what the page's words mean.
+    constants: the parts of the network, in order.
+"""
 
 
-@dataclass(frozen=True)
-class HtmlPage:
-    """What a page shows; a part that is empty is left out.
-
-    Args:
-        chip: the verdict of the gates, and a sentence about it.
-        headline: the answer in one sentence.
-        points: the answer in three lines.
-        first: one picture beside it, whose images bear both answers.
-        about: scale of `first`, and what it is compared with.
-        next: commands.
-        gates: the verdict of each, and its sentence.
-        examples: further pictures.
-        galleries: pictures further down.
-        words: what the page's words mean.
-    """
-
-    title: str
-    subtitle: str
-    verdict: Sequence[str]
-    chip: tuple[str, str] | None = None
-    headline: str = ""
-    points: Sequence[str] = ()
-    first: Figure | None = None
-    words: Sequence[tuple[str, str]] = ()
-    about: Sequence[str] = ()
-    next: Sequence[Command] = ()
-    examples: Sequence[Gallery] = ()
-    doubts: Sequence[str] = ()
-    gates: Sequence[tuple[str, str]] = ()
-    tables: Sequence[Table] = ()
-    curves: Sequence[PlotLine] = ()
-    curve_note: str = ""
-    constants: Sequence[LayerConstant] = ()
-    constants_note: str = ""
-    galleries: Sequence[Gallery] = ()
-    commands: Sequence[Command] = ()
-    facts: Sequence[str] = ()
-
-
-def render(page: HtmlPage) -> str:
+def render(page: Mapping[str, Any]) -> str:
+    """Return the page of these parts: a part that is not among them is empty."""
+    parts = {name: page.get(name, "") for name in PARTS}
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable)
     environment.filters["typed"] = _code_between_backticks
     template = environment.from_string(
         files("certcli.report").joinpath("page.html.j2").read_text(encoding="utf-8")
     )
-    return template.render(page=page, plot=chart_of(page.curves), constants=bars(page.constants))
+    plot = chart_of(parts["curves"])
+    return template.render(page=parts, plot=plot, constants=bars(parts["constants"]))
 
 
 def _printable(value: Any) -> Any:
@@ -210,9 +186,9 @@ def chart_of(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
                 "style": curve.kind,
                 "path": path,
                 "area": "" if curve.kind == "attacked" else f"{path}H{last}V{BOTTOM}H{LEFT}Z",
-                "dots": [{"x": x(mark.radius), "y": y(mark.share)} for mark in curve.marks],
+                "dots": [{"x": x(radius), "y": y(share)} for radius, share, *_ in curve.marks],
                 "whiskers": "".join(
-                    f"M{x(mark.radius)} {y(mark.low)}V{y(mark.high)}" for mark in curve.marks
+                    f"M{x(radius)} {y(low)}V{y(high)}" for radius, _, low, high in curve.marks
                 ),
             }
         )
@@ -229,14 +205,47 @@ def chart_of(curves: Sequence[PlotLine]) -> dict[str, Any] | None:
     }
 
 
-def bars(rows: Sequence[LayerConstant]) -> list[dict[str, Any]]:
+def bars(rows: Sequence[Block]) -> list[dict[str, Any]]:
     """Return rows with bars' lengths in percent; beyond MOST_CONSTANTS the largest, in order."""
     threshold = min(
-        sorted((abs(row.value) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0
+        sorted((abs(row.log10) for row in rows), reverse=True)[:MOST_CONSTANTS], default=0.0
     )
-    shown = [row for row in rows if abs(row.value) >= threshold][:MOST_CONSTANTS]
-    largest = max((abs(row.value) for row in shown), default=0.0) or 1.0
+    shown = [row for row in rows if abs(row.log10) >= threshold][:MOST_CONSTANTS]
+    largest = max((abs(row.log10) for row in shown), default=0.0) or 1.0
     return [
-        {"row": row, "width": round(100 * abs(row.value) / largest, 1), "small": row.value < 0}
+        {"row": row, "width": round(100 * abs(row.log10) / largest, 1), "small": row.log10 < 0}
         for row in shown
     ]
+
+
+LARGEST = 160
+"""Pixels a side of a picture on a page; larger images are made smaller."""
+
+
+def data_uri(image: Tensor) -> str:
+    """(c, h, w) in [0, 1], c = 1 or 3 (else the first channel) -> data:image/png;base64,..."""
+    pixels = image.detach().cpu().double().clamp(0, 1)
+    pixels = pixels if pixels.shape[0] in (1, 3) else pixels[:1]
+    rows = (pixels * 255).round().to(torch.uint8).permute(1, 2, 0).numpy()
+    picture = (
+        Image.fromarray(rows[:, :, 0], "L") if rows.shape[2] == 1 else Image.fromarray(rows, "RGB")
+    )
+    if max(picture.size) > LARGEST:
+        picture.thumbnail((LARGEST, LARGEST))
+    out = io.BytesIO()
+    picture.save(out, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(out.getvalue()).decode()
+
+
+def triple(image: Tensor, adversarial: Tensor) -> tuple[tuple[str, str, str], float]:
+    """The image, what changes (`magnified`), the changed image; and the factor."""
+    shown, factor = magnified(image, adversarial)
+    return (data_uri(image), data_uri(shown), data_uri(adversarial)), factor
+
+
+def magnified(image: Tensor, adversarial: Tensor) -> tuple[Tensor, float]:
+    """The change around grey, times a factor that fills the range; and the factor."""
+    delta = (adversarial - image).double()
+    peak = float(delta.abs().max())
+    factor = 0.5 / peak if peak > 0 else 1.0
+    return 0.5 + factor * delta, factor

@@ -1,16 +1,24 @@
-"""The shares of an audit, one row each: what every table, card and machine format shows."""
+"""The shares of an audit, one row each: what every table and machine format shows; what changed
+between two audits, at the same threat, on the same images only; and measured figures of undefended
+networks (docs/results.md) beside them."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib.resources import files
+
+import msgspec
+from msgspec import Struct
 
 from certcli.evaluation.radii import (
     attacked_percent,
     attacked_radius,
     percent_ends,
+    power_of_ten,
     proven_percent,
     proven_radius,
 )
-from certcli.report.document import Audit, Dataset, Share
+from certcli.report.document import Audit, Change, Dataset, Share
 
 MEASURED = "measured"
 
@@ -108,3 +116,143 @@ def share_rows(audit: Audit) -> Iterator[ShareRow]:
         yield ShareRow(
             key, "robust_accuracy", name, what, tried.patch, tried.robust, MEASURED, tried.dataset
         )
+
+
+CHANGES_TITLE = "Changed since the earlier audit; what was before, and of which images, is the word of that file"
+CHANGE_COLUMNS = ["figure", "before", "after", "compared"]
+
+
+def compare_audits(before: Audit, after: Audit) -> list[Change]:
+    """Return every figure of either, in the order of `after`; `alike`: they can be compared."""
+    return [*_bound_changes(before, after), *_share_changes(before, after)]
+
+
+def _bound_changes(before: Audit, after: Audit) -> Iterator[Change]:
+    same = before.network.input == after.network.input
+    why = "" if same else "inputs of other sizes"
+    bounds = ["not measured" if a.bound is None else a.bound.upper_text for a in (before, after)]
+    weights = [
+        "not measured" if weight is None else f"{weight:.2g}"
+        for weight in (before.attention_weight, after.attention_weight)
+    ]
+    yield Change(figure="Lipschitz bound", before=bounds[0], after=bounds[1], alike=same, why=why)
+    if set(weights) != {"not measured"}:
+        first, last = weights
+        yield Change(figure="attention's weight", before=first, after=last, alike=same, why=why)
+
+
+def _share_changes(before: Audit, after: Audit) -> Iterator[Change]:
+    old = {_subject(row): row for row in share_rows(before)}
+    new = {_subject(row): row for row in share_rows(after)}
+    for subject in [*new, *(one for one in old if one not in new)]:
+        first = old.get(subject)
+        last = new.get(subject)
+        why = _unlike(first, last) or _other_attack(before, after, first)
+        yield Change(
+            figure=subject,
+            before=_figure_text(first),
+            after=_figure_text(last),
+            alike=not why,
+            why=why,
+        )
+
+
+def _subject(row: ShareRow) -> str:
+    """Return the figure's name, which holds its method and its threat."""
+    return f"{row.what} at {row.size}" if row.size else row.what
+
+
+def _figure_text(row: ShareRow | None) -> str:
+    return "not measured" if row is None else f"{row.percent} of {row.share.images} ({row.between})"
+
+
+def _unlike(first: ShareRow | None, last: ShareRow | None) -> str:
+    if first is None or last is None:
+        return "measured in one of the two audits only"
+    if first.dataset.digest == last.dataset.digest:
+        return ""
+    counts = f"{first.share.images} images before, {last.share.images} now"
+    return (
+        f"not the same images ({counts})"
+        if first.share.images != last.share.images
+        else "not the same images"
+    )
+
+
+def _other_attack(before: Audit, after: Audit, row: ShareRow | None) -> str:
+    """Return that an attack of the same name had other settings, which makes another threat."""
+    if (
+        row is None
+        or row.kind != "robust_accuracy"
+        or before.attack is None
+        or after.attack is None
+    ):
+        return ""
+    # decided by the time
+    old, new = ({**attack.settings, "batch_size": 0} for attack in (before.attack, after.attack))
+    return "" if old == new else "attacks with other settings"
+
+
+def change_cells(change: Change) -> list[str]:
+    return [
+        change.figure,
+        change.before,
+        change.after,
+        "yes" if change.alike else f"no: {change.why}",
+    ]
+
+
+ALIKE = 4.0
+"""How many times more pixel values another input may have to be compared with."""
+
+
+class Part(Struct, forbid_unknown_fields=True):
+    """hits of images at an l2 radius."""
+
+    radius: float
+    hits: int
+    images: int
+
+
+class Published(Struct, forbid_unknown_fields=True):
+    """A network as it is published, or trained without any defence.
+
+    Attributes:
+        fooled: by PGD, of the correct images.
+        smoothed: that keep their class with noise.
+        command: that measured it.
+    """
+
+    name: str
+    images: str
+    input: list[int]
+    log10_bound: float
+    fooled: Part
+    smoothed: Part | None
+    command: str
+
+    @property
+    def sentence(self) -> str:
+        attack = self.fooled
+        sentence = f"{self.name} on {self.images}: {attack.hits} of {attack.images} correct images fooled at l2 "
+        sentence += (
+            f"{attacked_radius(attack.radius)}, global bound {power_of_ten(self.log10_bound)}"
+        )
+        if (noisy := self.smoothed) is not None:
+            sentence += f", with smoothing {noisy.hits} of {noisy.images} certified at l2 {proven_radius(noisy.radius)}"
+        return f"{sentence}."
+
+
+def published() -> list[Published]:
+    text = files("certcli.report").joinpath("published.json").read_bytes()
+    return msgspec.json.decode(text, type=list[Published])
+
+
+def nearest_published(size: Sequence[int]) -> Published | None:
+    """Return the network of about as many pixel values; None: none is alike. size: (c, h, w)."""
+
+    def distance(entry: Published) -> float:
+        return abs(math.log(math.prod(entry.input) / math.prod(size)))
+
+    closest = min(published(), key=distance)
+    return closest if distance(closest) <= math.log(ALIKE) and closest.input[0] == size[0] else None

@@ -1,4 +1,5 @@
-"""The arithmetics in which a network is executed: how much one operation loses in each, how its numbers are
+"""The arithmetics in which a network is executed: how much one operation loses in each, how its
+numbers are
 stored, what a linear map of them loses, and constants that it computes.
 """
 
@@ -140,7 +141,8 @@ PRECISIONS: dict[str, Precision] = {
         Precision("fp16", torch.float16, 2.0**-11, 2.0**-24, 65504.0, 2.0**-10, wide=FLOAT32),
     )
 }
-"""By name. Elementary functions of float64 are within 2^-46 as in `enclosure.rounding`; those of float32 within 32 units of
+"""By name. Elementary functions of float64 are within 2^-46 as in `enclosure.rounding`; those of
+float32 within 32 units of
 the last place (torch's fast exp on CPUs is allowed 20); those of half precisions are computed in float32, then rounded. The
 factors of TF32 may be cut off."""
 
@@ -271,7 +273,9 @@ class LinearMap:
 
 
 def _by_windows(kernel: Tensor, geometry: Geometry) -> Real:
-    """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix: docs/bounds.md, 2.3."""
+    """max over groups of |W| sqrt(windows of a voxel), W the kernel as a matrix: docs/bounds.md,
+    2.3.
+    """
     parts = kernel.flatten(1).chunk(geometry.groups)
     taps = zip(kernel.shape[2:], geometry.stride, geometry.dilation, strict=True)
     count = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in taps)

@@ -1,4 +1,5 @@
-"""Rounding in walks that enclose executed tensors near an image, by the sizes they find; of the last linear
+"""Rounding in walks that enclose executed tensors near an image, by the sizes they find; of the
+last linear
 layer logit by logit.
 """
 

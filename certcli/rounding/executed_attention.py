@@ -394,7 +394,8 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
 @covers("any order", "function", "softmax")
 def normed_scores(op: Operation, module: LipschitzNormAttention, x: Followed, attn_mask: Any = None,
                   is_causal: bool = False, mask: Any = None) -> Rounding:  # fmt: skip
-    """By Theorem 10.2 of docs/bounds.md the averages move by (sqrt(n) + 1) |dv| + 2 |dq| + 2 |dk| at
+    """By Theorem 10.2 of docs/bounds.md the averages move by (sqrt(n) + 1) |dv| + 2 |dq| + 2 |dk|
+    at
     most. Scores q.k / M are <= 1, off by what q.k and M lose, M >= FLOOR.
     """
     op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")

@@ -31,7 +31,8 @@ def simple_norm_2d(op: Operation, module: SimpleNorm2d, x: Followed) -> Rounding
 
 
 def _over_deviation(op: Operation, x: Followed, d: int, module: Any, last: bool) -> Rounding:
-    """x / s with s^2 = |Px|^2 / (d - 1) + eps: |Px| is off by 4 D as in `executed_norms._normalised_error`, D = (products
+    """x / s with s^2 = |Px|^2 / (d - 1) + eps: |Px| is off by 4 D as in
+    `executed_norms._normalised_error`, D = (products
     + 2 unit) |x|, so s by 4 D / sqrt(d - 1), and a fibre by |x| times that over eps; doubled for
     the roundings of what follows.
     """
@@ -85,7 +86,8 @@ def _root_underflow(op: Operation, count: int) -> Real:
 def spread(
     op: Operation, x: Followed, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Rounding:  # fmt: skip
-    """s = |Px| / sqrt(m - c) is off by 4 (products + 2 unit) |x| / sqrt(m - c), as in `executed_norms._normalised_error`,
+    """s = |Px| / sqrt(m - c) is off by 4 (products + 2 unit) |x| / sqrt(m - c), as in
+    `executed_norms._normalised_error`,
     and some roundings; s'^2 by |s' - s| (s' + s), rounded.
     """
     assert op.call is not None

@@ -1,4 +1,5 @@
-"""What rounding adds in functions of one entry, moves, convolutions, averages, and where fixed matrices or
+"""What rounding adds in functions of one entry, moves, convolutions, averages, and where fixed
+matrices or
 sorted pairs mix tokens. Proofs: docs/soundness.md.
 """
 

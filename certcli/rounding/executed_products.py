@@ -74,13 +74,13 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     ]
 
     def rounding(sizes: Sizes) -> Real:
-        left = sizes(a)
-        right = sizes(b)
-        of_right = min(right.total, right.fibre * as_real(float(terms)).sqrt())
-        of_left = min(left.total, left.fibre * as_real(float(rows)).sqrt())
-        if not p.sums.fits(left.fibre * of_right):
+        first = sizes(a)
+        second = sizes(b)
+        of_right = min(second.total, second.fibre * as_real(float(terms)).sqrt())
+        of_left = min(first.total, first.fibre * as_real(float(rows)).sqrt())
+        if not p.sums.fits(first.fibre * of_right):
             return INF
-        size = min(left.total * copies[0] * of_right, right.total * copies[1] * of_left)
+        size = min(first.total * copies[0] * of_right, second.total * copies[1] * of_left)
         return size * p.products(terms) + p.lost(terms, op.entries)
 
     return rounding

@@ -47,7 +47,9 @@ from certcli.rounding.stepwise import Stepwise
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
-"""The number of steps from a number to its double; sizes near an image are rounded up to the next step."""
+"""The number of steps from a number to its double; sizes near an image are rounded up to the next
+step.
+"""
 _FAR = 800 * _STEPS
 """Steps from which on a size counts as infinite."""
 _AT_ONCE = 64
@@ -160,10 +162,10 @@ class NeighbourErrors:
             (b, k); bounds on the rounding of z_i - z_j, (b, k), and of each logit, (b, 1).
         """
         logits, sizes = self._sizes(images)
-        tops = logits.argmax(1) if classes is None else classes
+        predictions = logits.argmax(1) if classes is None else classes
         of_pairs, of_logits = [], []
         for rows, measured, chosen in zip(
-            logits.split(_AT_ONCE), sizes.split(_AT_ONCE), tops.split(_AT_ONCE), strict=True
+            logits.split(_AT_ONCE), sizes.split(_AT_ONCE), predictions.split(_AT_ONCE), strict=True
         ):
             # sizes that hold for each of these images, where that costs next to nothing
             widest = torch.cat([measured[:, :, :3].amax(0), measured[:, :, 3:].amin(0)], 1)

@@ -100,7 +100,9 @@ class Followed:
 
 Sizes = Callable[[Followed], Executed]
 Rounding = Callable[[Sizes], Real]
-"""From the sizes of executed operands to the l2 norm of what rounding adds to the result; infinite where it may overflow."""
+"""From the sizes of executed operands to the l2 norm of what rounding adds to the result; infinite
+where it may overflow.
+"""
 
 
 @dataclass(frozen=True)

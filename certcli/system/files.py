@@ -21,8 +21,7 @@ from typing import IO
 
 from safetensors import SafetensorError
 
-from certcli.system import watched
-from certcli.system.errors import OutputError, UsageError, one_line
+from certcli.system import errors, watched
 
 MOST_LINKS = 40
 """Links that are followed, as on Linux."""
@@ -75,30 +74,34 @@ def _require_place(path: Path, force: bool, option: str) -> bool:
         link = os.path.islink(path)  # Path.is_symlink raises for a name that is too long
         if failure.errno not in (errno.ENOENT, errno.ENOTDIR) or link:
             leads = "is a link that leads nowhere" if link else f"cannot be: {failure.strerror}"
-            raise UsageError(f"the output {path} {leads}", f"choose another {option}") from failure
+            raise errors.UsageError(
+                f"the output {path} {leads}", f"choose another {option}"
+            ) from failure
         mode = None
     if mode is not None and stat.S_ISDIR(mode):
-        raise UsageError(f"the output {path} is a folder", f"give a file name with {option}")
+        raise errors.UsageError(f"the output {path} is a folder", f"give a file name with {option}")
     if is_stream(path):
         number = _descriptor(path)
         readable = (
             number is not None and fcntl.fcntl(number, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         )
         if readable or (number is None and not os.access(path, os.W_OK)):
-            raise OutputError(
+            raise errors.OutputError(
                 f"cannot write {path}: it may only be read", f"choose another {option}"
             )
         return True
     if mode is not None and not stat.S_ISREG(mode):
         kind = _NO_FILES.get(stat.S_IFMT(mode), "no file")
-        raise UsageError(f"the output {path} is {kind}", f"choose another {option}")
+        raise errors.UsageError(f"the output {path} is {kind}", f"choose another {option}")
     if mode is not None and not force:
-        raise UsageError(
+        raise errors.UsageError(
             f"{path} exists already", f"choose another {option}, or pass --force to replace it"
         )
     folder = path.parent
     if not folder.is_dir():
-        raise OutputError(f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}")
+        raise errors.OutputError(
+            f"cannot write {path}: there is no folder {folder}", f"mkdir -p {folder}"
+        )
     try:
         # permissions do not show it: those of /proc allow files
         tempfile.TemporaryFile(dir=folder).close()
@@ -109,7 +112,7 @@ def _require_place(path: Path, force: bool, option: str) -> bool:
             if locked
             else f"{folder} takes no files ({failure.strerror})"
         )
-        raise OutputError(
+        raise errors.OutputError(
             f"cannot write {path}: {reason}", f"choose another folder with {option}"
         ) from failure
     return mode is not None
@@ -147,7 +150,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
             os.fsync(number)
             os.close(number)
     except FileExistsError as failure:
-        raise OutputError(
+        raise errors.OutputError(
             f"{path} appeared while the command ran, and stays as it is",
             "choose another name, or pass --force to replace it",
         ) from failure
@@ -175,15 +178,21 @@ def _take_name(written: Path, path: Path) -> None:
     _free.discard(os.path.abspath(path))  # this run may write it again
 
 
-def cannot_write(path: Path, failure: Exception) -> OutputError:
+def cannot_write(path: Path, failure: Exception) -> errors.OutputError:
     """Return the OutputError for a failure of the system or a library while writing."""
     number = getattr(failure, "errno", None)
     full = number == errno.ENOSPC or "No space left" in str(failure)
     reader_left = number == errno.EPIPE
     reason = (
-        "the disk is full" if full else "its reader has left" if reader_left else one_line(failure)
+        "the disk is full"
+        if full
+        else "its reader has left"
+        if reader_left
+        else errors.one_line(failure)
     )
-    return OutputError(f"cannot write {path}: {reason}", "nothing was changed; choose another -o")
+    return errors.OutputError(
+        f"cannot write {path}: {reason}", "nothing was changed; choose another -o"
+    )
 
 
 def open_stream(path: Path) -> IO[bytes]:
@@ -208,7 +217,7 @@ def open_alone(path: Path) -> IO[bytes]:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as failure:
         handle.close()
-        raise OutputError(
+        raise errors.OutputError(
             f"cannot write {path}: another run writes it", "wait for it, or choose another"
         ) from failure
     except OSError:  # some file systems know no locks

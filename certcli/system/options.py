@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from certcli.system.errors import UsageError
-from certcli.system.registry import one_of
+from certcli.system import errors, registry
 
 NOTE = "option"
 """Key of an `Option` in the metadata of its field."""
@@ -60,7 +59,9 @@ def require_choices(options: object) -> None:
     for name, names in _choices_of(type(options)).items():  # type: ignore[arg-type]
         value = getattr(options, name)
         if value not in names and value is not None:
-            raise UsageError(f"unknown {name} '{value!s:.40}'", one_of(str(value), names))
+            raise errors.UsageError(
+                f"unknown {name} '{value!s:.40}'", registry.one_of(str(value), names)
+            )
 
 
 @cache

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from certcli.system.errors import CheckpointError
-from certcli.system.memory import free_bytes
-from certcli.system.reading import open_regular
+from certcli.system import errors, memory, reading
 
 IN_MEMORY = 1 / 4
 """Of the free memory: larger files are not read into it."""
@@ -47,12 +45,12 @@ def read_whole(path: Path) -> Iterator[Path | None]:
     before = _state_of_file(path)
     with ExitStack() as until_read:
         place = None
-        if before[0] > min(MOST_IN_MEMORY, IN_MEMORY * free_bytes()):
+        if before[0] > min(MOST_IN_MEMORY, IN_MEMORY * memory.free_bytes()):
             place = _copied_to_disk(path, before[0], until_read) or path
         _READ[path.absolute()] = (before, place == path)
         yield place
     if _state_of_file(path) != before:
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"{path} was changed while it was read",
             "run it again once the other program has ended; write checkpoints to a new name, then rename them",
         )
@@ -66,7 +64,7 @@ def _copied_to_disk(path: Path, size: int, until_read: ExitStack) -> Path | None
             if size > ON_DISK * shutil.disk_usage(copy.name).free:
                 return None
             os.posix_fallocate(copy.fileno(), 0, size)
-            with open_regular(path) as file:
+            with reading.open_regular(path) as file:
                 shutil.copyfileobj(file, copy, _AT_ONCE)
             copy.flush()
         except (OSError, AttributeError):  # no space, no such folder, no such call on this system
@@ -95,7 +93,7 @@ def require_unchanged() -> list[Path]:
     for path, (state, mapped) in _READ.items():
         now = _state_of_file(path)
         if mapped and now != state and now[2:] == state[2:]:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"{path} was changed while it was read: the results above may be of neither network",
                 "run it again once the other program has ended; write checkpoints to a new name, then rename them",
             )

@@ -13,10 +13,8 @@ from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
 from certcli.api.results import AuditReport
 from certcli.audit import gates, summary_text
-from certcli.audit.findings import AuditFindings
 from certcli.audit.headline import grey_levels, headline, scale
 from certcli.audit.plan import AuditPlan, Typed
-from certcli.audit.summary_text import magnitude, next_steps, verdict_sentences
 from certcli.evaluation.image_doubts import better_statistics, permutation_doubt
 from certcli.images.labelled import OWN, Images
 from certcli.models.pixels import PixelNormalize
@@ -30,7 +28,7 @@ from certcli.report.document import (
     Share,
     from_json,
 )
-from certcli.report.published import Part, nearest_published, published
+from certcli.report.shares import Part, nearest_published, published
 from tests.audit.conftest import QUICK, SUFFIXES
 from tests.helpers.commands import attempt, document
 
@@ -57,7 +55,7 @@ SAME: dict[str, Any] = {
 
 def found(
     fooled: int, correct: int, failure: float = 0.0, kept: int = 0, **more: Any
-) -> AuditFindings:
+) -> gates.AuditFindings:
     """Findings of an attack on `correct` images and of certificates for as many."""
     left = {"0.12": Share.of(correct - fooled, correct)}
     attack = AttackShares(
@@ -69,7 +67,7 @@ def found(
         clean=Share.of(correct, correct), certified={"0.12": Share.of(kept, correct)}, abstained=0.0,
         parameters={"sigma": 0.12}, **SAME,
     )  # fmt: skip
-    return AuditFindings(
+    return gates.AuditFindings(
         bound=BOUND,
         dataset=DATASET,
         clean=Share.of(correct, correct),
@@ -122,12 +120,12 @@ SMALL = (1, 8, 8)
             LARGE,
             ["Nothing can be said about robustness yet"],
         ),
-        (AuditFindings(), LARGE, ["No images were judged"]),
-        (AuditFindings(dataset=DATASET), LARGE, ["too short to judge one image"]),
+        (gates.AuditFindings(), LARGE, ["No images were judged"]),
+        (gates.AuditFindings(dataset=DATASET), LARGE, ["too short to judge one image"]),
     ],
 )
 def test_one_sentence_says_it(
-    findings: AuditFindings, size: tuple[int, int, int], said: list[str]
+    findings: gates.AuditFindings, size: tuple[int, int, int], said: list[str]
 ) -> None:
     sentence = headline(findings, AuditPlan(radii=(0.12,)), size)
     assert [words for words in said if words not in sentence] == []
@@ -291,7 +289,7 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
 
 def test_statistics_that_fit_better_are_the_next_step() -> None:
     """The options that were wrong go, the images stay."""
-    findings = AuditFindings(
+    findings = gates.AuditFindings(
         dataset=DATASET,
         clean=Share.of(0, 60),
         failing="wrong",
@@ -300,13 +298,13 @@ def test_statistics_that_fit_better_are_the_next_step() -> None:
     typed = Typed(
         "m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images"
     )
-    (step,) = next_steps(findings, AuditPlan(), typed)
+    (step,) = summary_text.next_steps(findings, AuditPlan(), typed)
     assert (
         step
         == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
     )
     findings.statistics = []
-    (step,) = next_steps(findings, AuditPlan(), typed)
+    (step,) = summary_text.next_steps(findings, AuditPlan(), typed)
     assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
 
 
@@ -322,16 +320,16 @@ def test_without_images_the_next_step_names_those_of_its_training(
     trained_on: str | None, options: str
 ) -> None:
     typed = Typed("m.safetensors", trained_on=trained_on)
-    assert next_steps(AuditFindings(), AuditPlan(), typed) == [
+    assert summary_text.next_steps(gates.AuditFindings(), AuditPlan(), typed) == [
         f"certvit audit m.safetensors {options}"
     ]
-    plan, empty = AuditPlan(), AuditFindings()
-    said = " ".join([headline(empty, plan, LARGE), *verdict_sentences(empty, plan)])
+    plan, empty = AuditPlan(), gates.AuditFindings()
+    said = " ".join([headline(empty, plan, LARGE), *summary_text.verdict_sentences(empty, plan)])
     assert said.count("No images") == 1
 
 
 def test_images_without_labels_are_not_called_right() -> None:
-    findings = AuditFindings(dataset=msgspec.structs.replace(DATASET, split=OWN))
+    findings = gates.AuditFindings(dataset=msgspec.structs.replace(DATASET, split=OWN))
     findings.patched = PatchShares(
         procedure="voting",
         clean=Share.of(7, 8),
@@ -340,14 +338,14 @@ def test_images_without_labels_are_not_called_right() -> None:
         **SAME,
     )
     assert "the network's own answer on 7 of 8" in " ".join(
-        verdict_sentences(findings, AuditPlan())
+        summary_text.verdict_sentences(findings, AuditPlan())
     )
 
 
 def test_powers_of_ten_do_not_contradict_the_table() -> None:
     """10^20 beside 1.92e+19 reads as another bound."""
-    assert magnitude(math.log10(1.92e19), "1.92e+19") == "10^19.3"
-    assert magnitude(math.log10(1234.5), "1,235") == "1,235"
+    assert summary_text.magnitude(math.log10(1.92e19), "1.92e+19") == "10^19.3"
+    assert summary_text.magnitude(math.log10(1234.5), "1,235") == "1,235"
 
 
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:
@@ -398,7 +396,7 @@ def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it
     findings.gpu = gpu
     plan = AuditPlan(radii=(0.12,), **changes)
     assert (summary_text.DENOISER in summary_text.verdict_sentences(findings, plan)) is wanted
-    steps = next_steps(findings, plan, Typed("net", dataset="d"))
+    steps = summary_text.next_steps(findings, plan, Typed("net", dataset="d"))
     assert summary_text.UNET not in " ".join(steps)
 
 

@@ -13,9 +13,7 @@ from xml.etree import ElementTree
 import msgspec
 import pytest
 
-from certcli.report import formats
-from certcli.report.document import Audit, GateReport, GateResult, from_json, written_schema
-from certcli.report.machine import as_annotations, outcomes
+from certcli.report import audit_page, document, machine
 from certcli.report.page import Figure, Gallery
 from tests.audit.conftest import HOSTILE, QUICK
 from tests.helpers.commands import certvit, problems
@@ -37,12 +35,14 @@ def in_order(schema: Any) -> Any:
 
 def test_the_published_schema_is_the_documents(folder: Path) -> None:
     page = ROOT / "docs" / "schema" / "audit.json"
-    stated, own = (in_order(json.loads(text)) for text in (page.read_text(), written_schema()))
+    stated, own = (
+        in_order(json.loads(text)) for text in (page.read_text(), document.written_schema())
+    )
     assert stated == own, "run: python -m certcli.report.document > docs/schema/audit.json"
     for name in ("certified", "plain"):
         text = (folder / f"{name}.json").read_text()
         assert problems(json.loads(text), SCHEMA) == []
-        assert from_json(text).verdict
+        assert document.from_json(text).verdict
     wrong = json.loads((folder / "plain.json").read_text())
     del wrong["verdict"]
     wrong["clean"]["share"] = 1.5
@@ -67,12 +67,14 @@ class Read(HTMLParser):
         self.handlers += [name for name, _ in attrs if name.startswith("on")]
 
 
-def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: Audit) -> None:
+def test_a_page_stands_alone_and_hostile_names_stay_text(
+    folder: Path, hostile: document.Audit
+) -> None:
     figure = Figure(HOSTILE, [("data:image/png;base64,AA==", HOSTILE)] * 3, False)
     pictures = {name: Gallery(HOSTILE, HOSTILE, [figure]) for name in ("first", "patch", "fooled")}
     for text in (
         (folder / "certified.html").read_text(),
-        formats.text_of(hostile, ".html", pictures),
+        audit_page.text_of(hostile, ".html", pictures),
     ):
         page = Read()
         page.feed(text)
@@ -99,8 +101,8 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(folder: Path, hostile: 
     assert (folder / "certified.html").read_text().count("<figcaption>image ") == min(6, fooled)
 
 
-def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
-    suites = ElementTree.fromstring(formats.text_of(hostile, ".xml"))
+def test_machine_formats_keep_hostile_names_as_text(hostile: document.Audit) -> None:
+    suites = ElementTree.fromstring(audit_page.text_of(hostile, ".xml"))
     suite = suites.find("testsuite")
     assert suite is not None
     assert suite.get("name", "").startswith("</title><script>")
@@ -113,7 +115,7 @@ def test_machine_formats_keep_hostile_names_as_text(hostile: Audit) -> None:
         int(suite.get("skipped", "")),
     )
     assert len(suite.findall("testcase")) == int(suite.get("tests", ""))
-    assert json.loads(formats.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
+    assert json.loads(audit_page.text_of(hostile, ".json"))["network"]["name"] == HOSTILE
 
 
 def objects(text: str, suffix: str) -> Any:
@@ -135,24 +137,24 @@ def objects(text: str, suffix: str) -> Any:
     ("suffix", "schema"), [(".sarif", "sarif-2.1.0.json"), (".xml", "junit.json")]
 )
 def test_sarif_and_junit_are_what_their_schemas_allow(
-    folder: Path, hostile: Audit, suffix: str, schema: str
+    folder: Path, hostile: document.Audit, suffix: str, schema: str
 ) -> None:
     """SARIF by the schema of OASIS; JUnit by Ant's JUnit.xsd within Jenkins' junit-10.xsd, as a
     JSON schema.
     """
     rules = json.loads((ROOT / "tests" / "helpers" / schema).read_text())
-    for text in ((folder / f"certified{suffix}").read_text(), formats.text_of(hostile, suffix)):
+    for text in ((folder / f"certified{suffix}").read_text(), audit_page.text_of(hostile, suffix)):
         found = objects(text, suffix)
         assert problems(found, rules) == []
         found["unknown"] = 1
         assert len(problems(found, rules)) == 1
 
 
-def test_sarif_has_what_the_standard_requires(folder: Path, hostile: Audit) -> None:
+def test_sarif_has_what_the_standard_requires(folder: Path, hostile: document.Audit) -> None:
     """SARIF 2.1.0: version, runs, tool.driver.name (3.13, 3.14, 3.18); a message, a known rule,
     levels of kinds (3.27).
     """
-    for text in ((folder / "certified.sarif").read_text(), formats.text_of(hostile, ".sarif")):
+    for text in ((folder / "certified.sarif").read_text(), audit_page.text_of(hostile, ".sarif")):
         log = json.loads(text)
         assert log["version"] == "2.1.0"
         (run,) = log["runs"]
@@ -211,19 +213,23 @@ def read_annotation(line: str) -> tuple[str, dict[str, str], str]:
     return name, {key: unescaped(value) for key, value in properties.items()}, unescaped(message)
 
 
-def test_annotations_are_one_line_an_outcome_and_escaped(folder: Path, hostile: Audit) -> None:
+def test_annotations_are_one_line_an_outcome_and_escaped(
+    folder: Path, hostile: document.Audit
+) -> None:
     nasty = "100 % of it:, done\r\n::error::no"
     network = msgspec.structs.replace(hostile.network, path="models/a,b:c%d\n.safetensors")
     judged = [
-        GateResult(fail_on=nasty, passed=False, verdict=verdict, measured=None, reason=nasty)
+        document.GateResult(
+            fail_on=nasty, passed=False, verdict=verdict, measured=None, reason=nasty
+        )
         for verdict in ("failed", "not decided", "passed")
     ]
-    gate = GateReport(passed=False, verdict="failed", reasons=[nasty], judged=judged)
+    gate = document.GateReport(passed=False, verdict="failed", reasons=[nasty], judged=judged)
     audit = msgspec.structs.replace(hostile, network=network, gate=gate)
-    text = as_annotations(audit)
+    text = machine.as_annotations(audit)
     lines = text.removesuffix("\n").split("\n")
     assert "\r" not in text
-    assert len(lines) == len(list(outcomes(audit))) > len(judged)
+    assert len(lines) == len(list(machine.outcomes(audit))) > len(judged)
     commands = [read_annotation(line) for line in lines]
     assert [command for command, _, _ in commands[:3]] == ["error", "warning", "notice"]
     assert {command for command, _, _ in commands[3:]} == {"notice"}
@@ -232,8 +238,8 @@ def test_annotations_are_one_line_an_outcome_and_escaped(folder: Path, hostile: 
         assert properties["title"].startswith("certvit: ")
         assert not message.startswith("::")
     assert commands[0][2].startswith("100 % of it:, done\\r")
-    plain = from_json((folder / "plain.json").read_text())
-    assert "file=" not in as_annotations(plain)  # outside every repository
+    plain = document.from_json((folder / "plain.json").read_text())
+    assert "file=" not in machine.as_annotations(plain)  # outside every repository
 
 
 def test_annotations_stand_on_stdout_after_the_answer(workshop: Path) -> None:

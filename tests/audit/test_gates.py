@@ -1,18 +1,26 @@
-"""Gates: what they mean, what is refused, and a quantity that was not measured."""
+"""Gates of an audit, its patches, and its comparison with an earlier one."""
 
 import json
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
+import torch
 
 from certcli.audit import gates
-from certcli.audit.findings import AuditFindings
+from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
-from certcli.report.document import Share
-from certcli.system.errors import UsageError
+from certcli.report.document import (
+    Audit,
+    Share,
+    from_json,
+)
+from certcli.report.shares import compare_audits
+from certcli.system.errors import DataError, GateError, UsageError
 from tests.audit.conftest import QUICK
-from tests.helpers.commands import document, problems
+from tests.helpers import commands
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,15 +42,17 @@ def test_gates(workshop: Path) -> None:
     measured.
     """
     words = [part for gate in GATES for part in ("--fail-on", gate)]
-    found = document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
+    found = commands.document("audit", workshop / "certified.safetensors", *QUICK, *words, code=7)
     assert {row["fail_on"]: row["passed"] for row in found["gate"]["judged"]} == GATES
     assert found["gate"]["passed"] is False
     schema = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
-    assert problems(found, schema) == []  # what stands on stdout is the document, too
+    assert commands.problems(found, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
     met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
     assert (
-        document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"]["passed"]
+        commands.document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"][
+            "passed"
+        ]
         is True
     )
 
@@ -73,7 +83,7 @@ def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
     bare = Checkpoint.read(workshop / "init.safetensors")
     assert bare.record.dataset is None
-    found = document(
+    found = commands.document(
         "audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7
     )
     assert found["clean"] is None
@@ -159,12 +169,12 @@ def test_a_gate_that_is_not_decided_has_its_own_code(workshop: Path, tmp_path: P
     """
     words = ("audit", workshop / "certified.safetensors", *QUICK[2:], "--limit", 4)
     gate = ("--fail-on", "clean<0.5")
-    found = document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)
+    found = commands.document(*words, *gate, "--report", tmp_path / "r.sarif", code=9)
     assert found["gate"]["verdict"] == "not decided"
     sarif = json.loads((tmp_path / "r.sarif").read_text())["runs"][0]["results"]
     levels = [row["level"] for row in sarif if row["ruleId"] == "certvit/gate"]
     assert levels == ["warning"]
-    document(*words, *gate, "--fail-on", "upper>1e-3", code=7)
+    commands.document(*words, *gate, "--fail-on", "upper>1e-3", code=7)
 
 
 def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -> None:
@@ -176,5 +186,169 @@ def test_an_open_gate_draws_further_images_until_it_is_decided(workshop: Path) -
         for n in (0, 49, 50)
     ]
     assert open_at == [True, True, False]
-    judged = document(*words, "--fail-on", gate.text)["gate"]["judged"]
+    judged = commands.document(*words, "--fail-on", gate.text)["gate"]["judged"]
     assert judged[0]["verdict"] == "passed"
+
+
+WORDS = ("-e", 0.05, "-a", "fgsm", "--quiet", "--method", "patch", "--time-budget", "10m")
+
+
+@pytest.fixture(scope="module")
+def patched(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("patched")
+    reports = [
+        part
+        for suffix in ("json", "html", "sarif", "xml")
+        for part in ("--report", made / f"a.{suffix}")
+    ]
+    gates = ("--fail-on", "patched@1<0.01", "--fail-on", "patched@1<0.99")
+    words = (
+        "audit",
+        workshop / "certified.safetensors",
+        *WORDS,
+        "--limit",
+        9,
+        "--patch",
+        "1",
+        *gates,
+    )
+    commands.certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
+    return made
+
+
+def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> None:
+    audit = from_json((patched / "a.json").read_text())
+    assert audit.patched is not None
+    kept = audit.patched.certified["1x1"]
+    assert 0 < kept.hits < kept.images == 9
+    assert any(
+        f"no 1 x 1 patch changes the answer for {kept.hits} of {kept.images} images" in line
+        for line in audit.verdict
+    )
+    assert audit.certificates == []  # shares at radii stand apart
+    assert audit.patch_attack is not None  # of the network without masks
+    fell = audit.patch_attack.clean.hits - audit.patch_attack.robust.hits
+    assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
+    assert ("at this place it changes the class" in (patched / "a.html").read_text()) is (fell > 0)
+    assert sum(row.proven == ["1x1"] for row in audit.records) == kept.hits
+    same = (
+        "certify",
+        workshop / "certified.safetensors",
+        "--method",
+        "patch",
+        "--patch",
+        "1",
+        "--limit",
+        9,
+        "--json",
+    )
+    assert json.loads(commands.certvit(*same).stdout)["certified"] == {"1x1": kept.share}
+
+
+@pytest.mark.parametrize("suffix", ["html", "sarif", "xml"])
+def test_every_report_tells_it(patched: Path, suffix: str) -> None:
+    text = (patched / f"a.{suffix}").read_text()
+    assert "patch changes the answer" in text or "patched@1" in text
+
+
+def test_its_evidence_is_verified(patched: Path) -> None:
+    found = json.loads(commands.certvit("log", patched / "a.safetensors", "--json").stdout)[
+        "evidence"
+    ]
+    (entry,) = [one for one in found if one["command"] == "certify" and not one["stale"]]
+    assert entry["understood"]
+    assert entry["result"]["method"] == "patch"
+
+
+def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
+    patched: Path, workshop: Path
+) -> None:
+    judged = json.loads((patched / "a.json").read_text())["gate"]["judged"]
+    assert [row["passed"] for row in judged] == [True, False]
+    words = ("audit", workshop / "certified.safetensors", *WORDS, "--limit", 9)
+    done = commands.attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
+    assert isinstance(done.exception, GateError), done.output
+    assert "patched@" in done.exception.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "patched<0.1",
+        "patched@soup<0.1",
+        "patched@0.5<0.1",
+        "patched@32>0.1",
+        "proven@16x16<0.1",
+        "patched@0<0.1",
+    ],
+)
+def test_gates_that_mean_nothing_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        gates.parse_gate(text)
+
+
+def test_gates_know_every_spelling_of_a_patch() -> None:
+    assert [
+        gates.parse_gate(f"patched@{size} < 1/10").patch for size in ("32", "16x64", "2%", "2:8")
+    ] == [
+        "32",
+        "16x64",
+        "2%",
+        "2:8",
+    ]
+
+
+def test_two_audits_are_compared_where_they_are_alike(
+    workshop: Path, folder: Path, tmp_path: Path
+) -> None:
+    words = (
+        "audit",
+        workshop / "certified.safetensors",
+        *QUICK,
+        "--compare",
+        folder / "certified.json",
+    )
+    same = commands.document(*words)["changes"]
+    assert {row["figure"] for row in same} >= {
+        "Lipschitz bound",
+        "clean",
+        "after fgsm at 0.3",
+        "certified, lipschitz at 0.3",
+    }
+    assert all(row["alike"] and row["before"] == row["after"] for row in same)
+    other = commands.document(*words, "--limit", 12)["changes"]
+    assert {row["why"] for row in other if not row["alike"]} == {
+        "not the same images (24 images before, 12 now)"
+    }
+    assert "is the word of that file" in " ".join(commands.attempt(*words).stdout.split())
+    for name, text in (("no.json", "{}"), ("not.json", "[")):
+        (tmp_path / name).write_text(text)
+        refused = commands.attempt(*words[:-1], tmp_path / name)
+        assert isinstance(refused.exception, DataError)
+        assert "no document of an audit" in refused.exception.message
+
+
+def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
+    before = from_json(json.dumps(certified_audit))
+    assert before.attack is not None
+    attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
+    rows = compare_audits(before, msgspec.structs.replace(before, attack=attack, clean=None))
+    assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
+        "after fgsm at 0.05",
+        "after fgsm at 0.3",
+    }
+    assert [row.why for row in rows if row.figure == "clean"] == [
+        "measured in one of the two audits only"
+    ]
+    assert all(row.alike for row in rows if row.figure.startswith("certified"))
+
+
+def test_a_document_names_date_machine_and_attention(
+    folder: Path, certified_audit: dict[str, Any]
+) -> None:
+    audit: Audit = from_json(json.dumps(certified_audit))
+    assert audit.machine is not None
+    assert audit.machine.threads == torch.get_num_threads()
+    assert audit.attention_weight is not None
+    assert audit.date[:2] == "20"
+    assert commands.certvit("log", folder / "certified.safetensors").exit_code == 0

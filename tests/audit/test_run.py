@@ -19,22 +19,16 @@ import torch
 from PIL import Image
 
 from certcli.attack.settings import AttackSettings
-from certcli.audit import judging
+from certcli.audit import judging, plan
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.plan import Typed, unmistakable
-from certcli.certify.certificate import AGAIN, RecheckSettings
-from certcli.certify.methods import prepare_method
-from certcli.certify.options import Local
-from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.noise import Classifier
+from certcli.certify import certificate, methods, options
+from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.intervals import part_of
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import intervals, threat
 from certcli.images import datasets
-from certcli.models import build
-from certcli.models.pixels import PixelModel
+from certcli.models import build, pixels
 from certcli.system.errors import GateError, UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
@@ -54,7 +48,7 @@ def test_the_answer_is_what_the_commands_find(
     assert found["dataset"] == alone["dataset"]
     assert found["clean"]["share"] == alone["clean"]
     # the images of a batch share a bound on their rounding, and the audit's first batches are small
-    assert found["average_radius"] == pytest.approx(alone["average_radius"], rel=AGAIN)
+    assert found["average_radius"] == pytest.approx(alone["average_radius"], rel=certificate.AGAIN)
     attacked = document("attack", path, "-a", "fgsm", *words)
     assert {
         radius: share["share"] for radius, share in certified_audit["attack"]["robust"].items()
@@ -66,7 +60,7 @@ def test_the_answer_is_what_the_commands_find(
     held = found["certified"]["0.05"]
     assert f"{held['hits']} of 24 images" in certified_audit["verdict"][0]
     fooled = certified_audit["attack"]["fooled"]["0.3"]
-    few = part_of(fooled, found["clean"]["hits"], "correct images")  # with its interval
+    few = intervals.part_of(fooled, found["clean"]["hits"], "correct images")  # with its interval
     assert f"fgsm fooled {few} at l2 0.3" in certified_audit["verdict"][1]
     assert {item["stage"] for item in certified_audit["skipped"]} == {"local", "smoothing"}
 
@@ -181,9 +175,9 @@ def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     (tmp_path / "vit_tiny_patch16_224").mkdir()
     monkeypatch.chdir(tmp_path)
     as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
-    assert unmistakable(typed) == as_typed
+    assert plan.unmistakable(typed) == as_typed
     name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
-    assert Typed(typed).anonymous().source == name
+    assert plan.Typed(typed).anonymous().source == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
@@ -213,10 +207,10 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
         judging.Classifying(model, images, 128),
         judging.Certifying(
             "lipschitz",
-            lambda: prepare_method("lipschitz", checkpoint, cpu),
+            lambda: methods.prepare_method("lipschitz", checkpoint, cpu),
             images,
             128,
-            [Threat("l2", 0.05)],
+            [threat.Threat("l2", 0.05)],
         ),
     ]
     for stage in stages:
@@ -259,10 +253,10 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
 ) -> None:
     """All stages share one network, loaded once."""
 
-    def refused(model: PixelModel, precision: str) -> Classifier:
+    def refused(model: pixels.PixelModel, precision: str) -> noise.Classifier:
         if precision == "bf16":
             raise UsageError("this network does not run in bf16")
-        return Classifier(model, precision)
+        return noise.Classifier(model, precision)
 
     network = workshop / "plain.safetensors"  # made when it is first named
     load = build.load
@@ -297,8 +291,11 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
     checkpoint = Checkpoint.read(workshop / "plain.safetensors")
     images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
     given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
-    certifier = prepare_method(
-        "local", checkpoint, torch.device("cpu"), Local(effort="zonotope", at=[1e-4, 1e-3, 0.4])
+    certifier = methods.prepare_method(
+        "local",
+        checkpoint,
+        torch.device("cpu"),
+        options.Local(effort="zonotope", at=[1e-4, 1e-3, 0.4]),
     )
     tried: list[float] = []
     proven = certifier.proven
@@ -306,16 +303,16 @@ def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -
         tried.append(radius) or proven(image, label, radius, *further)
     )
     (found,) = certifier.batch(*given)
-    assert [found.holds_at(Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [
+    assert [found.holds_at(threat.Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [
         True,
         True,
         False,
     ]
     assert len(tried) == 3
-    (confirmed,) = certifier.confirm([found], given[1], RecheckSettings(0, 1e-6))
+    (confirmed,) = certifier.confirm([found], given[1], certificate.RecheckSettings(0, 1e-6))
     assert confirmed.status == "verified"
     with pytest.raises(UsageError):
-        Local(at=[0.2, 0.1])
+        options.Local(at=[0.2, 0.1])
 
 
 def turn_for_ever() -> None:
@@ -391,7 +388,7 @@ def test_a_denoiser_stands_before_the_smoothed_network(workshop: Path, tmp_path:
     audit = document("audit", workshop / "plain.safetensors", *words, "--denoiser", model)
     assert audit["certificates"], audit["skipped"]
     (smoothed,) = audit["certificates"]
-    assert smoothed["parameters"]["denoiser"] == read_denoiser(model, 1).at(0.05).digest
+    assert smoothed["parameters"]["denoiser"] == denoiser.read_denoiser(model, 1).at(0.05).digest
     assert "behind a denoiser (diffusers UNet2DModel" in smoothed["about"]
     assert f"--denoiser {model}" in audit["reproduce"]
 

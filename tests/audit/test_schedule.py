@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from certcli.audit import schedule
+from certcli.audit import gates, judging, plan, schedule
+from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
-from certcli.audit.findings import AuditFindings, Key
-from certcli.audit.plan import AuditPlan
-from certcli.audit.proving import Proving
-from certcli.audit.schedule import Stage
 from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
@@ -51,7 +48,7 @@ class Machine:
         return [], True
 
 
-class Toy(Stage):
+class Toy(schedule.Stage):
     """cost: seconds of work of an image; guess: what it is taken for; hits: every which image is one."""
 
     def __init__(
@@ -64,7 +61,7 @@ class Toy(Stage):
         self.hits = hits
 
     @property
-    def samples(self) -> dict[Key, Sample]:
+    def samples(self) -> dict[gates.Key, Sample]:
         return {(self.name, ""): Sample([row % self.hits == 0 for row in self.rows], 200)}
 
     def judge(self, positions: list[int]) -> list[int]:
@@ -72,16 +69,16 @@ class Toy(Stage):
         self.machine.log.append(self.name)
         return positions
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         findings.failing = self.name
 
 
 def run(
     machine: Machine,
-    stages: Sequence[Stage],
+    stages: Sequence[schedule.Stage],
     budget: float,
     monkeypatch: pytest.MonkeyPatch,
-    awaited: Callable[[Stage], bool] = lambda stage: False,
+    awaited: Callable[[schedule.Stage], bool] = lambda stage: False,
 ) -> Clock:
     monkeypatch.setattr(schedule, "run_by_team", machine.together)
     clock = machine.clock(budget)
@@ -139,10 +136,10 @@ def test_one_attacked_image_comes_first_and_then_the_bound(workshop: Path) -> No
         .in_turn(0)
         .select(range(10))
     )
-    proving = Proving(model, 10, 1e-3)
-    findings = AuditFindings(parameters=5_000_000)
+    proving = judging.Proving(model, 10, 1e-3)
+    findings = gates.AuditFindings(parameters=5_000_000)
     stages = Stages(
-        checkpoint, model, images, AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
+        checkpoint, model, images, plan.AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
     )
     everything = [proving, *stages.all()]
     first = sorted(everything, key=lambda stage: -stage.gain / stage.price)
@@ -159,7 +156,7 @@ def test_a_stage_that_cannot_end_is_not_begun_and_says_what_it_takes(
     run(machine, [long, quick], 30.0, monkeypatch)
     assert "long" not in machine.log
     assert quick.count == 200
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     for stage in (long, quick):
         stage.write_down(findings)
     (line,) = findings.skipped
@@ -180,7 +177,7 @@ def test_a_stage_that_was_taken_for_a_short_one_leaves_the_others_their_first_un
     assert wrong.broken
     assert all(stage.count for stage in others)
     assert clock.spent <= clock.budget
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     wrong.write_down(findings)
     assert "not finished in" in findings.skipped[0].why
 
@@ -199,7 +196,7 @@ def test_what_was_broken_off_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) 
     clock = run(machine, [stage], 100.0, monkeypatch)
     assert stage.rows == list(range(12))
     assert clock.spent <= clock.budget
-    findings = AuditFindings()
+    findings = gates.AuditFindings()
     stage.write_down(findings)
     assert findings.skipped[0].why.startswith("12 of 200 images")
     assert "broken off" in findings.skipped[0].why
@@ -255,3 +252,41 @@ def test_seconds_are_those_of_the_process_where_the_machine_is_busy() -> None:
     threads.on_cpu = False  # another device: the CPU waits
     alone.wall += 9.0
     assert threads.computed() == pytest.approx(10.01)
+
+
+@pytest.mark.parametrize(("cost", "begun"), [(0.1, ["attack"]), (1.0, [])])
+def test_where_the_start_takes_the_time_an_answer_gets_its_first_unit_and_no_more(
+    cost: float, begun: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A budget is overdrawn by a quarter at most, and only by what fits into that by its forecast."""
+    machine = Machine(30.0)
+    attack = Toy(machine, "attack", cost)
+    attack.owed = True
+    attack.first = 1
+    other = Toy(machine, "smoothing", 0.01)
+    monkeypatch.setattr(schedule, "run_by_team", machine.together)
+    clock = machine.clock(60.0)
+    machine.work(2.0)
+    schedule.run_stages([other, attack], clock, lambda stage: False)
+    assert machine.log == begun
+    assert clock.spent <= 75.0
+
+
+def test_images_that_are_read_slowly_are_the_first_ones(workshop: Path) -> None:
+    """Decoding two hundred photographs may take a busy machine's whole budget."""
+    record = Checkpoint.read(workshop / "certified.safetensors").record
+    images = datasets.load_dataset("digits", record.input, "test").in_turn(0)
+    machine = Machine(30.0)
+    clock = machine.clock(60.0)
+    digests_at = images.digests_at
+
+    def slow(positions: Sequence[int]) -> list[tuple[int, str, str]]:
+        machine.work(0.01 * len(positions))
+        return digests_at(positions)
+
+    images.__dict__["digests_at"] = slow
+    few = audit_run._read_in_time(images, clock)
+    assert few.indices.tolist() == images.indices.tolist()[: len(few)]
+    assert 32 <= len(few) < len(images)
+    assert few.digest == images.select(range(len(few))).digest
+    assert clock.spent < 60.0

@@ -6,6 +6,7 @@ other class: a local radius reaches near it, no farther.
 import functools
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -304,3 +305,11 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
     assert all(row.radius > smallest / 2 for row in rows)
     assert {row.rung for row in rows} == {"norms" if effort == "auto" else effort}
     assert "decided" in certifier.title
+    mixed = [rows[0], replace(rows[1], rung="norms"), replace(rows[2], rung="zonotope")]
+    for part in (rows, mixed):
+        by_norms = sum(row.rung == "norms" for row in part)
+        title = certifier.title_of(part)
+        assert ("enclosure" in title) == (by_norms < len(part)), "the title follows the records"
+        assert (f"balls of norms around one forward pass for {by_norms} of 3" in title) == (
+            part is mixed
+        )

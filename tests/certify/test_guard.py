@@ -25,7 +25,7 @@ from certcli.certify.methods import METHODS, certify_images, options_of_method, 
 from certcli.certify.options import ARITHMETICS, REAL, Local, Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
-from certcli.cli.certify.run import PROVING as SPOKEN_OF
+from certcli.cli.certify.demands import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
 from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images

@@ -36,7 +36,7 @@ SMOOTHING = ("--method", "smoothing", "--sigma", 0.1, "--n0", 16, "--samples", 1
 MADE: dict[str, tuple[str, tuple[object, ...]]] = {
     "lipschitz": ("certified", ("-e", 0.1)),
     # the largest radii: a decided one may be stated larger and still be true
-    "local": ("plain", ("--method", "local", "-e", 0.01, "--radius", "largest")),
+    "local": ("plain", ("--method", "local")),
     "norms": ("plain", ("--method", "local", "--effort", "norms", "-e", 0.001)),
     "linf": ("plain", ("--method", "local", "--effort", "norms", "--norm", "linf", "-e", 0.0001)),
     "smoothing": ("plain", SMOOTHING),

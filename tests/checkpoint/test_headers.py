@@ -284,7 +284,7 @@ def test_pixels_that_are_no_dictionary_are_refused(value: object) -> None:
         decode_config(text)
 
 
-OF_THE_PACKAGE = "certcli.report.published"
+OF_THE_PACKAGE = "certcli.report.shares"
 """Reads the package's own table."""
 FREE = {
     "SmoothingOptions.seed": "below 2^64, which is beyond what the schema can say",

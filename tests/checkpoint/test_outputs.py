@@ -225,7 +225,6 @@ def test_no_output_of_any_command_is_an_input_of_it(
         else "other.safetensors"
     )
     needs = {
-        "attack": {"--compare": ["--gallery", "g.png"]},
         "certify": {"--denoiser": ["--method", "smoothing", "--sigma", "0.25"]},
         "finetune": {"--denoiser": ["--loss", "ce", "--noise", "0.25"]},
     }.get(name, {})

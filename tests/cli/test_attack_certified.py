@@ -10,13 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from certcli.attack import judge, run, settings, stages
-from certcli.attack.run import attack_images
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.perturbation import Region
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.attack_nets import SHORT, batches, labelled, linear_classifier, random_pictures
-from tests.helpers.commands import attempt, certvit, document, record_lines
+from tests.helpers import attack_nets, commands
 
 
 def rewrite(path: Path, like: Path, rows: list[dict]) -> None:
@@ -33,7 +31,7 @@ def proven(workshop: Path) -> Path:
 @pytest.fixture(scope="module")
 def certificates(proven: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("certified") / "records.jsonl"
-    certvit("certify", proven, "--limit", 30, "--records", path)
+    commands.certvit("certify", proven, "--limit", 30, "--records", path)
     return path
 
 
@@ -44,13 +42,13 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
     path = tmp_path / "r.jsonl"
     radii = {
         row["index"]: row["radius"]
-        for row in record_lines(certificates)
+        for row in commands.record_lines(certificates)
         if row["label"] == row["prediction"]
     }
     words = (proven, "-a", "margin-pgd-10", "-a", "fgsm", "--only-certified", certificates)
-    found = document("attack", *words, "--records", path)
+    found = commands.document("attack", *words, "--records", path)
     assert found["robust"] == found["clean"] == 1.0
-    assert {row["index"]: row["epsilon"] for row in record_lines(path)} == {
+    assert {row["index"]: row["epsilon"] for row in commands.record_lines(path)} == {
         i: r for i, r in radii.items() if r > 0
     }
     assert (
@@ -61,8 +59,10 @@ def test_what_is_certified_is_not_broken(proven: Path, certificates: Path, tmp_p
     assert "certified above attacked" in found["checks"]
     assert found["flags"] == []
     assert found["authors_word"] == ["certified_only", "own_radii"]  # nothing here certifies again
-    assert "certified as their records say" in certvit("attack", *words, "--no-checks").stdout
-    found = document("attack", *words, "-e", 0.2, "-e", 0.5, "--no-checks")
+    assert (
+        "certified as their records say" in commands.certvit("attack", *words, "--no-checks").stdout
+    )
+    found = commands.document("attack", *words, "-e", 0.2, "-e", 0.5, "--no-checks")
     for part, radius in zip(found["parts"], (0.2, 0.5), strict=True):
         assert (part["epsilon"], part["robust"]) == (radius, 1.0)
         assert part["images"] == sum(r > radius for r in radii.values())
@@ -82,23 +82,25 @@ def test_certificates_in_linf_are_attacked_in_linf(
     text = [json.dumps({**json.loads(header), "norm": "linf"}), *map(json.dumps, rows)]
     path.write_text("\n".join(text) + "\n")
     words = (proven, "-a", "margin-pgd-5", "--only-certified", path, "--no-checks")
-    assert document("attack", *words, "--records", found)["norm"] == "linf"
-    assert {row["kind"] for row in record_lines(found)} == {"linf"}
-    assert isinstance(attempt("attack", *words, "--norm", "l2").exception, UsageError)
+    assert commands.document("attack", *words, "--records", found)["norm"] == "linf"
+    assert {row["kind"] for row in commands.record_lines(found)} == {"linf"}
+    assert isinstance(commands.attempt("attack", *words, "--norm", "l2").exception, UsageError)
     path.write_text(json.dumps({**json.loads(header), "norm": "patch"}) + "\n")
-    assert "no attack knows" in str(attempt("attack", *words).exception)
+    assert "no attack knows" in str(commands.attempt("attack", *words).exception)
 
 
 def test_a_broken_certificate_is_a_bug_and_names_the_image(
     proven: Path, certificates: Path, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong.jsonl"
-    rows = record_lines(certificates)
+    rows = commands.record_lines(certificates)
     victim = next(row for row in rows if row["label"] == row["prediction"] and row["radius"] > 0.2)
     victim["radius"] = 8.0  # the diagonal of 64 pixels: images of all classes lie within
     rewrite(wrong, certificates, rows)
     words = (proven, "-a", "fgsm", "--only-certified", wrong, "--json", "--no-checks")
-    outcome = certvit("attack", *words, "--save-examples", tmp_path / "x.safetensors", code=1)
+    outcome = commands.certvit(
+        "attack", *words, "--save-examples", tmp_path / "x.safetensors", code=1
+    )
     assert f"index {victim['index']} " in str(outcome.exception)
     assert [flag["name"] for flag in json.loads(outcome.stdout)["flags"]] == [
         "certified above attacked"
@@ -115,8 +117,10 @@ def test_certificates_that_speak_of_something_else_are_refused(
 ) -> None:
     def refused(kind: type[CertvitError], why: str, **changes: object) -> None:
         path = tmp_path / "c.jsonl"
-        rewrite(path, certificates, [{**row, **changes} for row in record_lines(certificates)])
-        failure = attempt(
+        rewrite(
+            path, certificates, [{**row, **changes} for row in commands.record_lines(certificates)]
+        )
+        failure = commands.attempt(
             "attack", proven, "-a", "fgsm", "--only-certified", path, "--no-checks"
         ).exception
         assert isinstance(failure, kind), (changes, failure)
@@ -128,23 +132,32 @@ def test_certificates_that_speak_of_something_else_are_refused(
     refused(DataError, "none of the", radius=0.0)
     refused(DataError, "is another one", label=3, prediction=3)
     words = ("--only-certified", certificates, "--no-checks")
-    other = attempt("attack", workshop / "plain.safetensors", "-a", "fgsm", *words).exception
+    other = commands.attempt(
+        "attack", workshop / "plain.safetensors", "-a", "fgsm", *words
+    ).exception
     assert "another network" in str(other)
-    assert isinstance(attempt("attack", proven, *words, "-e", 7).exception, DataError)
-    assert isinstance(attempt("attack", proven, *words, "--norm", "linf").exception, UsageError)
+    assert isinstance(commands.attempt("attack", proven, *words, "-e", 7).exception, DataError)
     assert isinstance(
-        attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError
+        commands.attempt("attack", proven, *words, "--norm", "linf").exception, UsageError
     )
     assert isinstance(
-        attempt("attack", proven, "--only-certified", tmp_path / "none").exception, DataError
+        commands.attempt("attack", proven, *words, "--preset", "certvit").exception, UsageError
+    )
+    assert isinstance(
+        commands.attempt("attack", proven, "--only-certified", tmp_path / "none").exception,
+        DataError,
     )
 
 
 def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
-    model = linear_classifier(2)
-    images = random_pictures(4)
-    found = attack_images(
-        model, batches(images, labelled(model, images, wrong=1)), ["fgsm"], Region("l2", 0.1), SHORT
+    model = attack_nets.linear_classifier(2)
+    images = attack_nets.random_pictures(4)
+    found = run.attack_images(
+        model,
+        attack_nets.batches(images, attack_nets.labelled(model, images, wrong=1)),
+        ["fgsm"],
+        Region("l2", 0.1),
+        attack_nets.SHORT,
     )
     first, *rest = found
     run.require_correct(rest)

@@ -21,8 +21,7 @@ from certcli.cli.finetune import ending
 from certcli.cli.finetune import run as training
 from certcli.lipschitz.context import rules
 from certcli.system.errors import NoBoundError, OutputError, UsageError
-from tests.helpers.commands import attempt, console, document
-from tests.helpers.runs import interrupted
+from tests.helpers import commands, runs
 
 Spoil = Callable[[Path], object]
 """It spoils the folder of `m.safetensors`."""
@@ -147,7 +146,7 @@ def test_bad_input(
     shutil.copy(workshop / "plain.safetensors", tmp_path / "m.safetensors")
     spoil(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    done = console(*words.split(), folder=tmp_path)
+    done = commands.console(*words.split(), folder=tmp_path)
     assert done.code == code, (done.out, done.err)
     assert named in done.err
     assert "Traceback" not in done.err
@@ -157,7 +156,7 @@ def test_bad_input(
 
 
 def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
-    done = console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
+    done = commands.console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
     assert done.code == 3
     error = json.loads(done.out)
     assert error["code"] == 3
@@ -177,11 +176,13 @@ def test_a_read_only_folder(
         raise PermissionError(errno.EACCES, "Permission denied")
 
     if Path("/proc/self").exists():  # root may write there, by its permissions
-        done = console("constrain", "m.safetensors", "-o", "/proc/x.safetensors", folder=tmp_path)
+        done = commands.console(
+            "constrain", "m.safetensors", "-o", "/proc/x.safetensors", folder=tmp_path
+        )
         assert (done.code, done.err.count("\n")) == (8, 2), done.err
         assert "/proc takes no files" in done.err
     monkeypatch.setattr(tempfile, "TemporaryFile", refused)
-    failure = attempt("constrain", good).exception
+    failure = commands.attempt("constrain", good).exception
     assert isinstance(failure, OutputError)
     assert failure.code == 8
     assert "read-only" in failure.message
@@ -195,11 +196,11 @@ def test_a_network_without_a_bound_certifies_nothing(
     path = str(workshop / "plain.safetensors")
     monkeypatch.delitem(rules.modules, torch.nn.GELU)
     monkeypatch.delitem(rules.functions, torch.nn.functional.gelu)
-    report = document("lipschitz", path, "--no-estimate")
+    report = commands.document("lipschitz", path, "--no-estimate")
     assert report["upper"] == "inf"
     assert "gelu" in report["why"]
     for words in (["certify", path], ["lipschitz", path, "--no-estimate", "--max", "1e300"]):
-        failure = attempt(*words).exception
+        failure = commands.attempt(*words).exception
         assert isinstance(failure, NoBoundError)
         assert failure.code == 5
         assert "mlp" in failure.message
@@ -236,17 +237,17 @@ def test_a_run_that_ends_between_its_weights_and_its_evidence_is_resumed(
 
     with monkeypatch.context() as stopped:
         stopped.setattr(module, next_step, stop)
-        attempt(*words, parts)
+        commands.attempt(*words, parts)
     gc.collect()  # the frames that hold the state's lock: a process that ends has none
     assert parts.exists()
     assert (tmp_path / "parts.state.safetensors").exists()
-    assert attempt(*words, parts).exit_code
+    assert commands.attempt(*words, parts).exit_code
     weights = parts.read_bytes()
     parts.write_bytes((workshop / "plain.safetensors").read_bytes())
-    assert isinstance(attempt(*words, parts, "--resume").exception, UsageError)
+    assert isinstance(commands.attempt(*words, parts, "--resume").exception, UsageError)
     parts.write_bytes(weights)
-    resumed = attempt(*words, parts, "--resume")
-    assert resumed.exit_code == attempt(*words, whole).exit_code
+    resumed = commands.attempt(*words, parts, "--resume")
+    assert resumed.exit_code == commands.attempt(*words, whole).exit_code
     assert parts.read_bytes() == whole.read_bytes()
     assert sorted(tmp_path.iterdir()) == [parts, whole]
 
@@ -259,14 +260,14 @@ def test_ctrl_c_leaves_the_last_good_state_and_resume_ends_where_one_run_ends(
     words = ["finetune", str(workshop / "adapted.safetensors"), *given.split(), "-o"]
     whole = tmp_path / "whole.safetensors"
     parts = tmp_path / "parts.safetensors"
-    talk = interrupted(
+    talk = runs.interrupted(
         tmp_path_factory.mktemp("streams"), [*words, str(parts)], training, "save_training_state"
     )
     assert "interrupted" in talk
     assert "Traceback" not in talk
     assert [path.name for path in tmp_path.iterdir()] == ["parts.state.safetensors"]
     # so short a training may end near chance, which is an exit code of its own
-    resumed = attempt(*words, parts, "--resume")
-    assert resumed.exit_code == attempt(*words, whole).exit_code
+    resumed = commands.attempt(*words, parts, "--resume")
+    assert resumed.exit_code == commands.attempt(*words, whole).exit_code
     assert parts.read_bytes() == whole.read_bytes()
     assert sorted(tmp_path.iterdir()) == [parts, whole]

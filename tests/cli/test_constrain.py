@@ -17,8 +17,7 @@ from certcli.constrain import network, settings
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
-from tests.helpers.commands import attempt, certvit, document, words_typed
-from tests.helpers.constrain_layers import collect, constrainable
+from tests.helpers import commands, constrain_layers
 
 IMAGES = torch.rand(6, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
@@ -42,7 +41,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     """The error in the report is that of the outputs themselves, in windows, after merging, and
     pooled.
     """
-    paths = constrainable(swin)
+    paths = constrain_layers.constrainable(swin)
     blocks = ["layers.0.blocks.0", "layers.0.blocks.1", "layers.1.blocks.0"]
     expected = {"patch_embed.proj", "layers.1.downsample.reduction", "head.fc"}
     expected |= {
@@ -107,7 +106,7 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
         "-o",
         tmp_path / "out.safetensors",
     ]
-    outcome = certvit(*words)
+    outcome = commands.certvit(*words)
     report = json.loads(outcome.stdout)
     (layer,) = report["layers"]
     # an image of 8 x 8 has four patches of 16 pixels
@@ -124,12 +123,14 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
     model = build.load(tiny, torch.device("cpu"), writable=True)
     model.get_submodule("net.blocks.0.mlp.fc1").weight.data.fill_(3e38)
     with pytest.raises(DataError, match=r"'net\.blocks\.0\.mlp\.fc2' holds NaN or infinite"):
-        collect(model, [torch.rand(2, *tiny.record.input.size)], constrainable(model))
+        constrain_layers.collect(
+            model, [torch.rand(2, *tiny.record.input.size)], constrain_layers.constrainable(model)
+        )
     broken = replace(tiny, tensors=build.tensors_of(model))
     source = tmp_path / "huge.safetensors"
     out = tmp_path / "out.safetensors"
     broken.write(source)
-    outcome = attempt("constrain", source, "--limit", 20, "-o", out)
+    outcome = commands.attempt("constrain", source, "--limit", 20, "-o", out)
     assert isinstance(outcome.exception, CertvitError)
     assert "not finite" in outcome.exception.message
     assert not out.exists()
@@ -138,9 +139,9 @@ def test_activations_that_overflow_are_refused_by_name(tiny: Checkpoint, tmp_pat
 def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
     source = tmp_path / "net.safetensors"
     out = tmp_path / "out.safetensors"
-    certvit("init", "certvit_vit_digits", "-o", source)
-    patterns = words_typed("--layers blocks.0.attn.* --layers blocks.1.attn.qkv")
-    found = document("constrain", source, *patterns, "--limit", 40, "-o", out)
+    commands.certvit("init", "certvit_vit_digits", "-o", source)
+    patterns = commands.words_typed("--layers blocks.0.attn.* --layers blocks.1.attn.qkv")
+    found = commands.document("constrain", source, *patterns, "--limit", 40, "-o", out)
     paths = {layer["path"] for layer in found["layers"]}
     assert paths == {"blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv"}
 
@@ -149,25 +150,25 @@ def test_patterns_of_layers_may_be_repeated(tmp_path: Path) -> None:
 def test_a_preset_is_the_papers_problem_and_takes_no_other_aim(tmp_path: Path, preset: str) -> None:
     source = tmp_path / "m.safetensors"
     target = tmp_path / "c.safetensors"
-    certvit("init", "certvit_vit_digits", "--arch-arg", "depth=1", "-o", source)
+    commands.certvit("init", "certvit_vit_digits", "--arch-arg", "depth=1", "-o", source)
     words = ("constrain", source, "--preset", preset, "--dataset", "digits", "--limit", 20)
-    certvit(*words, "-o", target)
+    commands.certvit(*words, "-o", target)
     parameters = Checkpoint.read(target).record.lineage[-1].parameters
     assert parameters["prox"] == "l1"
     assert parameters["mean_squared"] == settings.PRESETS[preset].mean_squared
     assert parameters["tokens"] is None
     bounds = []
     for beta in (0.1, 0.001):  # ten iterations do not converge, and beta is their strength
-        free = words_typed(f"--beta {beta} --relaxation 1.3 --force")
-        bounds.append(document(*words, *free, "-o", target)["log10_upper_after"])
+        free = commands.words_typed(f"--beta {beta} --relaxation 1.3 --force")
+        bounds.append(commands.document(*words, *free, "-o", target)["log10_upper_after"])
         parameters = Checkpoint.read(target).record.lineage[-1].parameters
         assert (parameters["beta"], parameters["relaxation"]) == (beta, 1.3)
     assert bounds[0] < bounds[1] - 0.1
     for other in ("--eta 0.1", "--keep 0.9", "--prox l1"):
         with pytest.raises(UsageError, match="--preset sets"):
-            _raised(attempt(*words, *words_typed(other)))
+            _raised(commands.attempt(*words, *commands.words_typed(other)))
     with pytest.raises(UsageError, match="unknown preset"):
-        _raised(attempt("constrain", source, "--preset", "other"))
+        _raised(commands.attempt("constrain", source, "--preset", "other"))
 
 
 def _raised(outcome: Any) -> None:

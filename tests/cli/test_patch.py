@@ -14,10 +14,9 @@ from certcli.certify.methods import prepare_method
 from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.checkpoint import file, schema
+from certcli.evaluation import intervals, threat
 from certcli.evaluation.evidence import decode_evidence, method_of
-from certcli.evaluation.intervals import share_text
 from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
-from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import DataError, Refused, UsageError
@@ -37,8 +36,10 @@ def test_the_method_by_its_name(plain: file.Checkpoint) -> None:
     for row in rows:
         assert isinstance(row, PatchCertificate)
         assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
-        assert not row.holds_at(Threat("l2", 0.25))
-        assert row.holds_at(Threat.of(Patch(2, 2))) <= row.holds_at(Threat.of(Patch(1, 1)))
+        assert not row.holds_at(threat.Threat("l2", 0.25))
+        assert row.holds_at(threat.Threat.of(threat.Patch(2, 2))) <= row.holds_at(
+            threat.Threat.of(threat.Patch(1, 1))
+        )
     again = prepare_method("patch", plain, CPU, Patches.of(certifier.parameters))
     assert again.parameters == certifier.parameters
 
@@ -243,10 +244,11 @@ def test_attacks_with_patches_become_evidence(
     assert [(part.patch, part.robust) for part in evidence.result.parts] == list(
         found["robust"].items()
     )
-    assert evidence.result.threat == Threat("patch", Patch(1, 1))
+    assert evidence.result.threat == threat.Threat("patch", threat.Patch(1, 1))
     shown = " ".join(attempt("log", out).stdout.split())
     assert (
-        f"withstand patch 1x1 {share_text(found['robust']['1x1'], evidence.result.images)}" in shown
+        f"withstand patch 1x1 {intervals.share_text(found['robust']['1x1'], evidence.result.images)}"
+        in shown
     )
 
 

@@ -1,12 +1,31 @@
-"""What a command refuses: a row names the words, the exit code, and a part of cause or hint."""
+"""What a command refuses, in one line and before any costly work: a row names the words, the exit
+code, and a part of cause or hint; what was mistyped is suggested, and no option is taken and left
+unused.
+"""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
 
-from tests.helpers.commands import console
+from certcli.certify.options import Local, Smoothing
+from certcli.checkpoint.file import Checkpoint
+from certcli.cli.certify.demands import first_given
+from certcli.cli.main import COMMANDS
+from certcli.finetune import settings
+from certcli.finetune.losses import LOSSES
+from certcli.images import datasets
+from certcli.models import build, hub, open
+from certcli.models import open as opening
+from certcli.system import errors, options
+from tests.helpers.commands import attempt, console
 
 ROWS = """
 lipschitz m --frobnicate | 2 | --frobnicate
@@ -97,7 +116,6 @@ attack m --step-size 0 | 2 | step_size
 attack m -a cw --norm linf | 2 | cw
 attack m --resume | 2 | --records
 attack m --resume --records r.jsonl --save-examples x.safetensors | 2 | --resume
-attack m --compare other.safetensors | 2 | gallery
 attack m -a pdg | 2 | did you mean 'pgd'
 predict m i --defence prayer | 2 | prayer
 predict m i --prove | 2 | --defence patch
@@ -140,3 +158,232 @@ def test_what_is_refused_is_one_line_and_with_json_one_document(
     assert named in error["error"] + error["hint"]
     assert error["hint"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["i.png", "n.onnx"]
+
+
+def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
+    spec = plain.record.input
+    asked = {
+        "'digits'": lambda: datasets.load_dataset("digit", spec),
+        "'torch/mnist'": lambda: datasets.load_dataset("torch/mnits", spec, data_dir=workshop),
+        "'vit_tiny_patch16_224'": lambda: build.create(
+            "vit_tiny_patch16_244", {}, initialise=False
+        ),
+        "'deit_tiny_patch16_224'": lambda: open.open_checkpoint("deit_tiny_patch16_24"),
+        "plain.safetensors'": lambda: open.open_checkpoint(str(workshop / "plian.safetensors")),
+    }
+    for meant, ask in asked.items():
+        with pytest.raises(errors.CertvitError) as refused:
+            ask()
+        assert "did you mean '" in refused.value.hint
+        assert meant in refused.value.hint.split("?")[0] + "?"
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("certvit/mnst", "certvit/mnist"), ("reprot.json", "report.json")]
+)
+def test_verify_offers_the_file_that_was_probably_meant(
+    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "report.json").write_text("{}")
+    refused = attempt("verify", typed).exception
+    assert isinstance(refused, errors.CheckpointError)
+    assert refused.message == f"no file {typed}"
+    assert f"did you mean '{meant}'?" in refused.hint
+
+
+@pytest.mark.parametrize("source", ["hf-hub:nobody/nothing", "vit_base_patch8_224.dino"])
+def test_no_network_is_one_line_at_once(
+    source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import constants
+
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(
+        constants, "ENDPOINT", "https://hub.invalid"
+    )  # a name that no network has (RFC 2606)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    assert not hub.reachable()
+    monkeypatch.setattr(
+        time,
+        "sleep",
+        lambda seconds: pytest.fail("the library's own retries wait, for a minute in all"),
+    )
+    with pytest.raises(errors.CheckpointError, match=r"no network: hub.invalid cannot be reached"):
+        open.open_checkpoint(source)
+    assert constants.HF_HUB_OFFLINE is False
+
+
+OTHERS: dict[str, Any] = {
+    "attack_norm": "l2",
+    "attack_steps": 3,
+    "ard_prm": 0.3,
+    "attack_ramp": 0.5,
+    "attack_epsilon": 0.1,
+    "stiefel_lr": 0.2,
+    "weight_decay": 0.2,
+    "ramp": 0.7,
+    "worst_weight": 0.2,
+    "enclosed": 4,
+}
+PANELS = {"Attacks on training images": "adversarial"}
+"""Panels of finetune whose options all serve one switch."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted(
+        {name for group in settings.SWITCHES.values() for name in group} - {*settings.FILLED_IN}
+    ),
+)
+def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
+    default = settings.FinetuneSettings.__dataclass_fields__[name].default
+    assert OTHERS[name] != default
+    with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')}"):
+        settings.FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
+
+
+def served() -> list[tuple[str, str]]:
+    """Return each option of a panel of one switch, with the switch."""
+    notes = (
+        (one.name, one.metadata.get(options.NOTE)) for one in fields(settings.FinetuneSettings)
+    )
+    switches = [(name, PANELS.get(note.panel or "")) for name, note in notes if note is not None]
+    assert {switch for _, switch in switches} >= set(PANELS.values())
+    return [(name, switch) for name, switch in switches if switch not in (None, name)]
+
+
+@pytest.mark.parametrize(("name", "switch"), served())
+def test_a_panel_of_one_switch_is_refused_without_it(
+    name: str, switch: str, workshop: Path
+) -> None:
+    option = f"--{name.replace('_', '-')}"
+    words = ("--dataset", "digits", "--loss", "ce", option, OTHERS[name])
+    done = console("finetune", workshop / "plain.safetensors", *words)
+    assert done.code == 2
+    assert option in done.err
+    assert f"--{switch}" in done.err
+
+
+@pytest.mark.parametrize("name", settings.OF_A_CHOICE)
+def test_an_option_of_another_choice_is_refused(name: str) -> None:
+    option, values = settings.OF_A_CHOICE[name]
+    others: dict[str, Any] = {"loss": "margin", "optimiser": "stiefel", "adversarial": "pgd"}
+    wrong = dict.fromkeys(("ramp", "worst_weight", "enclosed"), "ce")
+    wrong |= {"attack_steps": "fgsm", "stiefel_lr": "adamw"}
+    others |= {option: wrong.get(name, "stiefel")}
+    assert others[option] not in values
+    with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')} has no meaning with"):
+        settings.FinetuneSettings(**others, **{name: OTHERS[name]})
+    settings.FinetuneSettings(**{**others, option: values[0]}, **{name: OTHERS[name]})
+
+
+@pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
+def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
+    assert loss in settings.OF_A_CHOICE["ramp"][1]
+
+
+def test_defaults_are_not_given() -> None:
+    for kind in (Smoothing, Local):
+        assert first_given(kind()) is None
+        assert fields(kind)
+
+
+JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")
+READING = (*JUDGING, "verify", "predict", "merge", "log")
+MISTAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...], int]] = {
+    "dataset": (JUDGING, ("--dataset", "nosuch"), 6),
+    "output": (
+        ("audit", "certify", "attack", "finetune", "adapt", "constrain"),
+        ("-o", "no/where/x.safetensors"),
+        8,
+    ),
+    "an output that is there": (
+        ("audit", "certify", "attack", "finetune", "adapt", "constrain"),
+        ("-o", "network.safetensors"),
+        2,
+    ),
+    "method": (("audit", "certify"), ("--method", "nosuch"), 2),
+    "attack": (("audit", "attack"), ("-a", "nosuch"), 2),
+    "loss": (("finetune",), ("--loss", "nosuch"), 2),
+    "radius": (("audit", "certify", "attack", "finetune"), ("-e", "-1"), 2),
+    "time": (("audit", "finetune"), ("--time-budget", "soon"), 2),
+    "gate": (("audit",), ("--fail-on", "clean>2"), 2),
+    "report": (("audit",), ("--report", "x.doc"), 2),
+}
+"""What is wrong, the commands that take it, the words, and the exit code."""
+CASES = [
+    (name, command, words, code)
+    for name, (commands, words, code) in MISTAKES.items()
+    for command in commands
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "words", "code"), CASES, ids=lambda part: str(part)[:20]
+)
+def test_a_mistake_is_refused_before_a_network_is_opened(
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    command: str,
+    words: tuple[str, ...],
+    code: int,
+) -> None:
+    network = tmp_path / "network.safetensors"
+    network.write_bytes((workshop / "plain.safetensors").read_bytes())
+    monkeypatch.chdir(tmp_path)
+
+    def expensive(*given: object, **more: object) -> None:
+        pytest.fail(f"{command} opened the network before it refused the {name}")
+
+    monkeypatch.setattr(opening, "open_checkpoint", expensive)
+    monkeypatch.setattr(build, "load", expensive)
+    done = attempt(command, "network.safetensors", *words)
+    assert getattr(done.exception, "code", done.exit_code) == code, (done.output, done.exception)
+
+
+@pytest.mark.parametrize("command", READING)
+def test_a_mistyped_file_is_one_line(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(opening, "open_checkpoint", lambda *given: pytest.fail("opened"))
+    more = ("x.png",) if command in ("predict", "merge") else ()
+    done = attempt(command, "modle.safetensors", *more)
+    assert isinstance(done.exception, errors.CertvitError)
+    assert done.exception.code == 3
+    assert "modle.safetensors" in done.exception.message
+
+
+def test_the_law_covers_every_command_that_reads_a_network() -> None:
+    others = {"init", "doctor"}
+    assert set(COMMANDS) - others == set(READING)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("audit", "modle.safetensors"), ("certify", "model.safetensors", "--dataset", "nosuch")],
+)
+def test_a_mistyped_file_or_dataset_imports_no_torch_and_no_other_command(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "model.safetensors").touch()
+    root = Path(__file__).parents[2]
+    program = (
+        "import sys\nfrom certcli.cli.main import run\nsys.argv = ['certvit', *sys.argv[1:]]\n"
+        "try:\n    run()\nexcept SystemExit as stop:\n    code = stop.code\n"
+        "others = [name for name in sys.modules if name.startswith('certcli.cli.')]\n"
+        "others = [name for name in others if name.endswith('.command') and '.shared.' not in name]\n"
+        "print(code, 'torch' in sys.modules, *others)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    code = "3" if words[0] == "audit" else "6"
+    assert done.stdout.split() == [code, "False", f"certcli.cli.{words[0]}.command"], done.stderr

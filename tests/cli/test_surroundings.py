@@ -1,25 +1,29 @@
-"""Odd environments, arguments and files: one line, a documented exit code, nothing of a library's
-on stderr.
+"""A command in odd surroundings: terminals, environments, folders, and streams that are closed,
+full or left.
 """
 
+import errno
 import importlib
+import io
 import json
 import os
 import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from PIL import Image
+from rich.console import Console
 
-from certcli.checkpoint import file, record, schema
-from certcli.checkpoint.tensor_files import ENDING, MOST_FILES
+from certcli.checkpoint import file, record, schema, tensor_files
 from certcli.cli.main import run
+from certcli.cli.shared import output, streams
 from certcli.images import datasets
-from certcli.report import canvas, page
+from certcli.report import figures, page
 from certcli.system import errors, processes
 from tests.helpers import commands, runs
 
@@ -136,11 +140,11 @@ def test_an_image_that_would_become_huge_is_refused(
 
 
 def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
-    files = {f"t{n}": f"{n}.safetensors" for n in range(MOST_FILES + 1)}
-    (tmp_path / f"m{ENDING}").write_text(json.dumps({"weight_map": files}))
-    done = commands.console("lipschitz", f"m{ENDING}", folder=tmp_path)
+    files = {f"t{n}": f"{n}.safetensors" for n in range(tensor_files.MOST_FILES + 1)}
+    (tmp_path / f"m{tensor_files.ENDING}").write_text(json.dumps({"weight_map": files}))
+    done = commands.console("lipschitz", f"m{tensor_files.ENDING}", folder=tmp_path)
     assert done.code == 3
-    assert f"at most {MOST_FILES:,}" in done.err
+    assert f"at most {tensor_files.MOST_FILES:,}" in done.err
 
 
 HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
@@ -148,7 +152,13 @@ HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
 
 def test_no_page_has_control_or_direction_characters() -> None:
     shown = page.render(
-        page.HtmlPage(HOSTILE, HOSTILE, [HOSTILE], doubts=[HOSTILE], facts=[HOSTILE])
+        {
+            "title": HOSTILE,
+            "subtitle": HOSTILE,
+            "verdict": [HOSTILE],
+            "doubts": [HOSTILE],
+            "facts": [HOSTILE],
+        }
     )
     assert all(c.isprintable() or c == "\n" for c in shown)
     assert "\\u202eb" in shown
@@ -160,7 +170,7 @@ def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
     path = tmp_path / "x.svg"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a font without these characters
-        with canvas.figure(path, (3, 2), title=name) as axes:
+        with figures.figure(path, (3, 2), title=name) as axes:
             axes.plot(np.arange(3), label=name)
             axes.set_xlabel(name)
             axes.legend()
@@ -196,3 +206,177 @@ def test_a_layer_has_no_negative_constant(plain: file.Checkpoint) -> None:
     report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
     with pytest.raises(errors.Refused, match="upper"):
         schema.decode_json(json.dumps(report), schema.ReportFields)
+
+
+def only_document(text: str) -> dict:
+    """The one JSON document on stdout."""
+    (line,) = text.splitlines()
+    return json.loads(line)
+
+
+# ---- one document, and one line
+
+
+PASSED = {"passed": True, "verdict": "passed", "reasons": []}
+GATES = [
+    ("lipschitz m --no-estimate --max", "1", "1e300", "exceeds --max"),
+    ("certify m --limit 20 -e 0.5 --min-certified", "1", "0", "below --min-certified"),
+    ("attack m -a fgsm -e 2 --limit 20 --no-checks --min-robust", "1", "0", "below --min-robust"),
+]
+
+
+@pytest.mark.parametrize(("words", "failing", "passing", "reason"), GATES)
+def test_a_failed_gate_is_in_the_one_document(
+    workshop: Path, words: str, failing: str, passing: str, reason: str
+) -> None:
+    given = [workshop / "plain.safetensors" if word == "m" else word for word in words.split()]
+    code, out, err = commands.console(*given, failing, "--json", "--quiet")
+    document = only_document(out)
+    assert (code, document["schema"], document["command"]) == (7, 1, given[0])
+    assert document["gate"]["passed"] is False
+    assert reason in document["gate"]["reasons"][0]
+    assert reason in err
+    code, out, _ = commands.console(*given, passing, "--json", "--quiet")
+    assert code == 0
+    assert only_document(out)["gate"] == PASSED
+
+
+def test_a_gate_raises_its_first_failure() -> None:
+    gate = output.Gate()
+    gate.demand(True, errors.GateError("met"))
+    gate.enforce()
+    gate.demand(False, errors.UndecidedError("near"))
+    assert gate.to_json()["verdict"] == "not decided"
+    with pytest.raises(errors.UndecidedError):
+        gate.enforce()
+    gate.demand(False, errors.NoBoundError("none"))
+    gate.demand(False, errors.GateError("too large"))
+    assert gate.to_json() == {
+        "passed": False,
+        "verdict": "failed",
+        "reasons": ["near", "none", "too large"],
+    }
+    with pytest.raises(errors.NoBoundError):
+        gate.enforce()
+
+
+# ---- words that reach a terminal
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
+    written = io.StringIO()
+    sink = output.Sink(False, False)
+    sink._out = Console(
+        file=written, width=width, force_terminal=True, color_system=None, highlight=False
+    )
+    names = ["blocks.0.attn.qkv", "blocks.11.mlp.fc2", "norm"]
+    why = "spectral norm of the matrix, with the normalisation before it folded in and its scale"
+    sink.table(
+        "A title that is longer than eighty characters, so that it must be wrapped between its words somewhere",
+        ["layer", "kind", "constant", "cumulative constant", "why"],
+        [(name, "LayerNorm", "1.981e+04", "1.231e+120", why) for name in names],
+    )
+    lines = written.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    words = set(written.getvalue().split())
+    assert {*names, "LayerNorm", "1.981e+04", "1.231e+120"} <= words
+    assert {*why.split()} <= words
+
+
+# ---- streams
+
+
+class Full(io.StringIO):
+    """A stream on a full disk."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+class Left(io.StringIO):
+    """A pipe whose reader has left."""
+
+    def write(self, text: str) -> int:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@pytest.mark.parametrize(
+    ("stream", "code", "reason"), [(Full, 8, "No space left"), (Left, 0, ""), (None, 8, "closed")]
+)
+def test_a_stdout_that_takes_nothing(
+    workshop: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any,
+    stream: Any,
+    code: int,
+    reason: str,
+) -> None:
+    """The work is done all the same: the checkpoint with its evidence is written, and a gate would
+    be judged.
+    """
+    target = tmp_path / "written.safetensors"
+    words = ["certvit", "lipschitz", str(workshop / "plain.safetensors"), "--no-estimate"]
+    monkeypatch.setattr(sys, "stdout", None if stream is None else stream())
+    for more, expected in ((["-o", str(target)], code), (["--max", "1"], 7)):
+        monkeypatch.setattr(sys, "argv", [*words, *more])
+        with pytest.raises(SystemExit) as stop:
+            run()
+        assert stop.value.code == expected
+        assert reason in capsys.readouterr().err or expected == 7
+    assert file.Checkpoint.read(target).record.evidence
+
+
+def test_a_guarded_stream_fails_once_and_is_silent_after() -> None:
+    stream = streams.Guarded(Left())
+    assert stream.write("a") == 1
+    assert stream.failure == ""
+    stream.write("b")
+    stream.flush()
+
+
+@pytest.mark.parametrize("redirection", [">&-", "> /dev/full", "| head -c 1"])
+def test_a_shell_sees_no_traceback(redirection: str) -> None:
+    command = f"set -o pipefail; {sys.executable} -m certcli lipschitz --help {redirection}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert done.returncode == (0 if "head" in redirection else 8)
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
+def test_an_early_interruption_is_one_line() -> None:
+    """Ctrl-C while torch is being imported, which may turn KeyboardInterrupt into an error of its
+    own.
+    """
+    program = (
+        "import builtins, os, signal, sys\nreal = builtins.__import__\n"
+        "def interrupted(name, *rest):\n"
+        "    if name == 'torch._C':\n        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return real(name, *rest)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "builtins.__import__ = interrupted\n"
+        "sys.argv = ['certvit', 'lipschitz', 'm']\n"
+        "from certcli.__main__ import run\nrun()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("certvit: interrupted")
+    assert "Traceback" not in done.stderr
+
+
+# ---- values that stand for all channels
+
+
+def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
+    path = tmp_path / "m.safetensors"
+    words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
+    assert commands.console("init", *words).code == 0
+    assert file.Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
+    code, _, err = commands.console(
+        "init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors"
+    )
+    assert code == 2
+    assert "3 input channels" in err

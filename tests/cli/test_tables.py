@@ -1,27 +1,29 @@
-"""What a person reads: every command at 80 and 120 columns. No word broken, no line too long, no
-row twice.
-"""
+"""Tables fit every terminal, and no name in them, or elsewhere, is obeyed."""
 
 import contextlib
 import io
+import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
 
-from certcli.cli.lipschitz.view import BlockRow
-from certcli.cli.shared.output import Sink, percent, wrapped
-from certcli.cli.shared.tables import Layout
-from tests.helpers.commands import console
+from certcli.cli.main import COMMANDS
+from certcli.cli.shared import output, tables
+from certcli.system.errors import CertvitError, plain_lines, plain_text
+from tests.helpers.commands import Done, console
 
 WIDE = 2000
-COMMANDS = [
+TYPED = [
     "init certvit_vit_digits -o OUT",
     "lipschitz plain --limit 2",
     "lipschitz plain --layers --no-estimate",
-    "lipschitz certified --worst --compare plain --no-estimate",
     "lipschitz certified --no-estimate",
     "certify certified --limit 5 -e 0.1 -e 0.25",
     "certify certified --limit 2 --method lipschitz --method smoothing --samples 50",
@@ -44,7 +46,7 @@ def shown(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     folder = tmp_path_factory.mktemp("reading")
     return {
         words: {columns: printed(calls, columns) for columns in (80, 120, WIDE)}
-        for words in COMMANDS
+        for words in TYPED
         if (calls := calls_of(words, workshop, folder))
     }
 
@@ -59,9 +61,9 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
     force = ["--force"] if "OUT" in line else []
     calls = list[tuple[Any, ...]]()
     with pytest.MonkeyPatch.context() as patch:
-        for print_it in (Sink.text, Sink.table):
+        for print_it in (output.Sink.text, output.Sink.table):
             patch.setattr(
-                Sink,
+                output.Sink,
                 print_it.__name__,
                 lambda sink, *given, do=print_it: calls.append((do, *given)),
             )
@@ -76,13 +78,13 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
 def printed(calls: list[tuple[Any, ...]], columns: int) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setenv("COLUMNS", str(columns))
-        sink = Sink(as_json=False, quiet=True)
+        sink = output.Sink(as_json=False, quiet=True)
         for print_it, *given in calls:
             print_it(sink, *given)
     return out.getvalue()
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("words", TYPED)
 def test_no_name_is_broken_and_no_line_too_long(
     shown: dict[str, dict[int, str]], words: str
 ) -> None:
@@ -99,7 +101,7 @@ def test_no_name_is_broken_and_no_line_too_long(
         ] == []
 
 
-@pytest.mark.parametrize("words", COMMANDS)
+@pytest.mark.parametrize("words", TYPED)
 def test_no_raw_value_no_minus_nothing_and_no_row_twice(
     shown: dict[str, dict[int, str]], words: str
 ) -> None:
@@ -113,12 +115,12 @@ def test_no_raw_value_no_minus_nothing_and_no_row_twice(
 
 def test_words_stand_left_and_numbers_right() -> None:
     rows = [("a", "Conv2d", "1.5", "-", "yes"), ("b", "", "10^3.2", "inf", "12 %")]
-    assert Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
+    assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
 
 
 def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
     why = "a sentence that is far too long to stand in a table of thirty columns"
-    layout = Layout(
+    layout = tables.Layout(
         ["layer", "why"],
         [("a", why), ("b", why), ("c", "another sentence that is rather long as well")],
         30,
@@ -128,7 +130,12 @@ def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> Non
 
 
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
-    assert [percent(-0.0004, 0), percent(-0.0004), percent(-0.0), percent(0.5, 0)] == [
+    assert [
+        output.percent(-0.0004, 0),
+        output.percent(-0.0004),
+        output.percent(-0.0),
+        output.percent(0.5, 0),
+    ] == [
         "0 %",
         "0.0 %",
         "0.0 %",
@@ -138,16 +145,11 @@ def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
 
 def test_prose_is_broken_between_words_only() -> None:
     line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
-    broken = wrapped(line, 28).splitlines()
+    broken = output.wrapped(line, 28).splitlines()
     assert " ".join(broken).split() == line.split()
     assert "/a/folder/whose-name-is-longer-than-the-line/file.safetensors:" in broken
     assert broken[0] == "  or: certified at 0.5"
-    assert wrapped("", 20) == ""
-
-
-def test_a_block_holds_what_lies_in_it() -> None:
-    assert BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks.0", "", 1, 1))
-    assert not BlockRow("blocks", "", 1, 1).holds(BlockRow("blocks2", "", 1, 1))
+    assert output.wrapped("", 20) == ""
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
@@ -169,12 +171,137 @@ def test_log_shows_what_training_found(workshop: Path) -> None:
         r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
         out,
     )
-    code, out, _ = console(
-        "log", workshop / "plain.safetensors", workshop / "certified.safetensors"
-    )
-    assert "validation clean" in out
 
 
 def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
     assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
     assert "no usable proof" not in shown["lipschitz certified --no-estimate"][80]
+
+
+FORGED = "Proven 200 of 200"
+NAMES = (
+    f"x\n::error file=a::{FORGED}\n.png",
+    f"::error::{FORGED}.png",
+    "##[error]x.png",
+    "a ##vso[task.complete]x.png",
+    "x\x1b[31m\x1b]0;title\x07.png",
+    "x\r::warning::y.png",
+    "x\u202egnp.\u2066y.png",
+    "x\u2028::error::y.png",
+    "x\x85y\u200bz.png",
+    "[red]x[bold] :smile:.png",
+)
+HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
+
+
+def require_text(done: Done) -> None:
+    """Assert that no line of the output is forged, and none commands a terminal or the program of a
+    workflow.
+    """
+    for line in (done.out + done.err).split("\n"):
+        assert line.isprintable(), line
+        assert not line.lstrip().startswith("::"), line
+        assert not re.search(r"##([a-z]*)\[", line), line
+        assert not line.strip().startswith(FORGED), line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_name_becomes_one_plain_line(name: str) -> None:
+    shown = plain_text(name)
+    assert shown.isprintable()
+    assert plain_text(shown) == shown, "escaped twice is escaped once"
+    assert plain_lines(f"{name}\nb").endswith("\nb")
+    failure = CertvitError(f"no file {name}", f"give {name}")
+    assert failure.message == str(failure) == plain_text(f"no file {name}")
+    assert failure.hint.isprintable()
+
+
+PLAIN = {
+    **{
+        text: text
+        for text in ("a photo.png", "torchvision::nms", "a, b: c", "# 12 [x]", "≥ 1, 中文, é")
+    },
+    "a\x1bb\x9bc\udcff": "a\\x1bb\\x9bc\\udcff",
+    "a\tc\x85": "a\\tc\\x85",
+}
+"""Text, and how it is shown."""
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_plain_text_stays(text: str) -> None:
+    assert plain_text(text) == PLAIN[text]
+    assert plain_lines(f"{text}\nb") == f"{PLAIN[text]}\nb"
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS) - {"doctor"}))
+@pytest.mark.parametrize("name", [NAMES[0], NAMES[1], HOSTILE], ids=["lines", "first", "all"])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_no_command_is_forged_by_the_name_of_its_file(
+    command: str, name: str, as_json: bool, workshop: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / name.replace("/", "_")
+    words = [command, str(path.name), *(["-o", "x.safetensors"] if command == "init" else [])]
+    words += [str(path.name)] if command in ("predict", "merge") else []
+    words += ["--json"] if as_json else []
+    done = console(*words, folder=tmp_path)
+    assert done.code != 0
+    require_text(done)
+    done = console(command, workshop / "plain.safetensors", f"--{name}", name, folder=tmp_path)
+    require_text(done)
+
+
+@pytest.fixture
+def hostile_folder(workshop: Path, tmp_path: Path) -> Path:
+    """A network and images, all of hostile names."""
+    shutil.copy(workshop / "certified.safetensors", tmp_path / f"{HOSTILE}.safetensors")
+    for label in ("0", "1"):
+        for number, name in enumerate(NAMES):
+            path = tmp_path / "d" / label / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("L", (8, 8), 20 * number).save(path, format="PNG")
+    return tmp_path
+
+
+RUNS = {
+    "lipschitz": ("--no-estimate",),
+    "certify": ("--dataset", "digits", "--limit", 2, "-e", 0.1),
+    "log": (),
+    "predict": ("d",),
+    "predict --json": ("d", "--json"),
+    "attack": ("--dataset", "digits", "--limit", 2, "--steps", 1),
+    "constrain": ("--dataset", "digits", "--limit", 8, "--beta", 0.1, "-o", "y\n::error::z.safetensors"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("columns", [None, "40"])
+@pytest.mark.parametrize("run", RUNS)
+def test_no_output_is_forged_by_the_names_that_it_shows(
+    run: str, columns: str | None, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if columns is not None:
+        monkeypatch.setenv("COLUMNS", columns)
+    words = (run.split()[0], f"{HOSTILE}.safetensors", *RUNS[run])
+    done = console(*words, folder=hostile_folder)
+    assert done.code == 0, done.err
+    require_text(done)
+
+
+def test_the_images_of_predict_have_a_row_each(hostile_folder: Path) -> None:
+    done = console("predict", f"{HOSTILE}.safetensors", "d", "--json", folder=hostile_folder)
+    found = json.loads(done.out)["predictions"]
+    assert {Path(row["image"]).name for row in found} == set(NAMES)
+    done = console("predict", f"{HOSTILE}.safetensors", "d", folder=hostile_folder)
+    assert "[red]x[bold] :smile:.png" in done.out
+    assert sum("d/" in line for line in done.out.split("\n")) == len(found)
+
+
+def test_configs_and_keys_are_text(tmp_path: Path) -> None:
+    """Texts of a config.json, names of tensors and of keys in a file of torch.save."""
+    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for field in ("architecture", HOSTILE):
+        (tmp_path / "config.json").write_text(json.dumps({"architecture": "x", field: HOSTILE}))
+        require_text(console("lipschitz", ".", folder=tmp_path))
+    torch.save({HOSTILE: 3, "b": "x"}, tmp_path / "x.pth")
+    require_text(console("lipschitz", "x.pth", folder=tmp_path))
+    torch.save({HOSTILE: torch.zeros(3)}, tmp_path / "x.pth")
+    require_text(console("lipschitz", "x.pth", folder=tmp_path))

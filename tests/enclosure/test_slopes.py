@@ -41,18 +41,31 @@ WITHOUT = {
             *(f"{kind}.{name}imum".replace("methods.", "methods ")
               for kind in ("functions torch._VariableFunctionsClass", "methods")
               for name in ("max", "min")),
+            *(f"{kind}.a{name}".replace("methods.", "methods ")
+              for kind in ("functions torch._VariableFunctionsClass", "methods")
+              for name in ("max", "min")),
+            "modules torch.nn.modules.pooling.AdaptiveMaxPool2d",
             "functions torch._VariableFunctionsClass.max_pool2d",
             "functions torch.nn.functional.boolean_dispatch.<locals>.fn",
             "modules torch.nn.modules.pooling.MaxPool2d",
         ),
         "which entry is the largest is not enclosed",
     ),
+    **dict.fromkeys(
+        (
+            "functions torch._VariableFunctionsClass.where", "functions torch._VariableFunctionsClass.masked_fill",
+            "methods where", "methods masked_fill", "methods masked_fill_",
+        ),
+        "a choice by a mask has none yet",
+    ),
 }  # fmt: skip
 """Rules of the zonotopes without a derivative, with the reason."""
 REFUSED = {
     **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
-    **dict.fromkeys(("max-pool",), "no rule for the derivative of"),
-    **dict.fromkeys(("spelled-images", "spelled-lines"), "no rule for the derivative of"),
+    **dict.fromkeys(
+        ("max-pool", "adaptive-max", "masked", "choice", "amax", "spelled-images", "spelled-lines", "spelled-rounded-chosen"),
+        "no rule for the derivative of",
+    ),
     "broadcast": "a broadcast argument",
 }  # fmt: skip
 """Rows without a derivative, and what the refusal says."""

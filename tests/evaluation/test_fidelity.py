@@ -19,7 +19,6 @@ from certcli.constrain import keep, network, settings
 from certcli.evaluation import fidelity
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.fidelity import (
-    MANY_JUDGES,
     PREDICTABLE,
     Fidelity,
     ReferenceLogits,
@@ -27,7 +26,6 @@ from certcli.evaluation.fidelity import (
     expected_on_real,
     keeps_enough,
     known_labels,
-    worth_of_judges,
 )
 from certcli.images import datasets, labelled
 from certcli.images.calibration import synthetic_photographs
@@ -196,10 +194,6 @@ def test_forty_judges_allow_a_change_by_their_margins() -> None:
                 judges.compare(judges.before + 1.001 * share * (after - judges.before)), 0.98
             )
     assert sorted(allowed)[5] > 0.005
-    worth = [worth_of_judges(count) for count in (5, 20, 40, 100, MANY_JUDGES)]
-    assert worth == sorted(worth, reverse=True)
-    assert worth[2] > 1.1
-    assert worth[-1] == 1
 
 
 def test_many_judges_tell_no_more_than_their_count() -> None:

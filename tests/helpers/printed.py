@@ -255,7 +255,7 @@ def shortened(line: str, files: dict[str, Path]) -> list[str]:
             is_network = word.endswith(".safetensors") or word in PHOTO or "$CHECKPOINT" in word
             before = words[position - 1]
             if is_network and before not in ("-o", "--output"):
-                word = str(files["plain" if before == "--compare" else network])
+                word = str(files[network])
             if word in ("CKPT", "OUTPUT", "..."):
                 word = str(files[network])
             if word in ("PHOTOS", "FOLDER", "photo.jpg"):

@@ -281,10 +281,6 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: x.repeat(1, 2, 1),
         lambda m, x: torch.stack([x, -x], 1),
         lambda m, x: x.roll(1, 1),
-        lambda m, x: x.amax(2),
-        lambda m, x: x.amin(1),
-        lambda m, x: torch.amax(x, 1),
-        lambda m, x: torch.amin(x, 2),
     ),
     "spelled-rounded-sums": lambda: calls_on_tokens(
         lambda m, x: torch.add(x, x.flip(1)),
@@ -329,6 +325,14 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: torch.bmm(x, x.mT),
         lambda m, x: x.bmm(x.mT),
         parts=(LayerNorm(8, eps=0.1),),
+    ),
+    "spelled-rounded-chosen": lambda: calls_on_tokens(
+        lambda m, x: x.amax(2),
+        lambda m, x: x.amin(1),
+        lambda m, x: torch.amax(x, 1),
+        lambda m, x: torch.amin(x, 2),
+        lambda m, x: torch.masked_fill(x, m.mask, 0.3),
+        lambda m, x: (1 * x).masked_fill_(m.mask, 0.3),
     ),
     "spelled-rounded-enclosed": lambda: calls_on_tokens(
         lambda m, x: functional.layer_norm(x, (8,), m.row, m.row, eps=0.1),
@@ -412,8 +416,6 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         lambda m, x: torch.addcmul(x, x.softmax(-1), m.row),
         lambda m, x: x.multiply(m.row),
         lambda m, x: x.true_divide(3.0),
-        lambda m, x: torch.masked_fill(x, m.mask, 0.3),
-        lambda m, x: (1 * x).masked_fill_(m.mask, 0.3),
         lambda m, x: batched((2 * alone(x)).addmm_(alone(x), m.matrix)),
         lambda m, x: x.baddbmm(x, m.matrix[None]),
         lambda m, x: (2 * x).baddbmm_(x, m.matrix[None]),
@@ -493,6 +495,7 @@ SPELLINGS: dict[str, Callable[[], nn.Module]] = {
         ),
     ),
     "spelled-images": lambda: calls_on_images(
+        lambda m, x: functional.adaptive_max_pool2d(x, 3),
         lambda m, x: functional._max_pool2d(x, 3, 2, 1),
         lambda m, x: torch.avg_pool1d(x.flatten(2), 3, 2, 1),
         lambda m, x: torch.conv1d(x.flatten(2), seeded_tensor(3, 2, 3)),

@@ -192,20 +192,14 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
 
 
 def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> None:
-    plot = tmp_path / "both.png"
-    found = report(
-        workshop / "certified.safetensors", "--compare", workshop / "plain.safetensors",
-        "--limit", 4, "--plot", plot,
-    )  # fmt: skip
-    assert found["compare"]["other_log10_upper"] > found["log10_upper"]
+    found = report(workshop / "certified.safetensors", "--limit", 4)
     assert found["lower"] <= found["upper"]
-    assert plot.stat().st_size > 1000
     layers = tmp_path / "layers.png"
     report(workshop / "plain.safetensors", "--no-estimate", "--plot", layers)
     assert layers.stat().st_size > 1000
 
 
-@pytest.mark.parametrize("view", [[], ["--layers"], ["--worst"], ["--layers", "--worst"]])
+@pytest.mark.parametrize("view", [[], ["--layers"]])
 def test_views_for_a_person(workshop: Path, view: list[str]) -> None:
     words = ["lipschitz", str(workshop / "plain.safetensors"), "--no-estimate", "--quiet", *view]
     outcome = certvit(*words)

@@ -32,13 +32,6 @@ from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
     "lipschitz": ("lipschitz", "m.safetensors", *DIGITS),
-    "lipschitz --compare": (
-        "lipschitz",
-        "m.safetensors",
-        "--compare",
-        "p.safetensors",
-        "--no-estimate",
-    ),
     "certify": (
         "certify",
         "m.safetensors",

@@ -1,8 +1,12 @@
-"""Claims and findings judge sentences that the papers contain, and leave out no contribution and no
-column.
-"""
+"""Claims, figures, formulas and directions of the pages are those of the results."""
 
+import ast
 import os
+import random
+import re
+import sys
+from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,12 @@ import pytest
 from benchmarks.tables import excerpts, findings, papers, results
 from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.rows import BY_NAME, TABLES
+from certcli.evaluation import intervals, radii
+from certcli.lipschitz.bound import log10_or_none
+from certcli.lipschitz.numerics.real import Real
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "docs"))
+import formulas
 
 QUOTATIONS = excerpts.read()
 LONGEST = 16
@@ -106,3 +116,226 @@ def _published() -> dict[str, dict[str, float]]:
         for table in results.published().values()
         for name, figures in table["rows"].items()
     }
+
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = (ROOT / "docs" / "results.md").read_text()
+DATA = ("digits", "MNIST", "CIFAR-10")
+PAGES = sorted(
+    path
+    for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    if path.name not in ("results.md", "tables.md")
+)
+FIGURE = re.compile(
+    r"(\d+\.\d) % of (?:MNIST's|CIFAR-10's|the latter's|all|the|the 10,000)? ?test images"
+)
+
+
+def page_sentences(text: str) -> list[str]:
+    """Split into sentences: a line break is a blank, a paragraph ends one."""
+    paragraphs = re.split(r"\n\s*\n|\n(?=[-|#])", text)
+    plain = [re.sub(r"\s+", " ", paragraph) for paragraph in paragraphs]
+    return [sentence for line in plain for sentence in re.split(r"(?<=[.:;]) (?=[A-Z*])", line)]
+
+
+def certified_data(text: str) -> set[str]:
+    """Return the data sets whose part of the results shows certified test images in bold."""
+    parts = re.split(r"\n## ", text)
+    return {
+        name
+        for name in DATA
+        for part in parts
+        if name in part.partition("\n")[0] and re.search(r"certified", part)
+    } | {"digits"}
+
+
+def wrong_figures(text: str) -> list[str]:
+    """Return certified shares of test images that the results do not have."""
+    return [
+        found.group(0)
+        for sentence in page_sentences(text)
+        if "certif" in sentence or "prove" in sentence
+        for found in FIGURE.finditer(sentence)
+        if found.group(1) not in RESULTS
+    ]
+
+
+def denials(text: str) -> list[str]:
+    """Return sentences on where certificates were reached that leave out a data set of the results."""
+    speak = [
+        sentence
+        for sentence in page_sentences(text)
+        if re.search(r"ertificates of practical size|Ours does on|We certify digits", sentence)
+    ]
+    return [s for s in speak if any(name not in s for name in certified_data(RESULTS))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_a_page_agrees_with_the_results(page: Path) -> None:
+    assert wrong_figures(page.read_text()) == []
+    assert denials(page.read_text()) == []
+
+
+def test_a_contradiction_is_seen() -> None:
+    assert certified_data(RESULTS) == set(DATA)
+    assert denials("Certificates of practical size were reached on digits and MNIST.")
+    assert denials("Ours does on digits and\nMNIST.")
+    assert wrong_figures("It certifies 12.3 % of MNIST's\ntest images.")
+    assert not wrong_figures("It certifies 76.0 % of MNIST's test images.")
+
+
+def test_some_page_quotes_a_figure() -> None:
+    quoted = [path.name for path in PAGES if FIGURE.search(re.sub(r"\s+", " ", path.read_text()))]
+    assert {"README.md", "limits.md", "neighbours.md"} <= set(quoted)
+
+
+SENTENCES = [
+    ("Since ‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖, often by a lot.", ["‖W₂ W₁‖ ≤ ‖W₂‖ ‖W₁‖"]),
+    ("for A, B and any matrix L of shape (m, m)", ["A", "B", "L"]),
+    ("A pixel lies in a window, and I see it", []),
+    ("is at most max |a − max b| (1.4).", ["max |a − max b|"]),
+    ("(b) *The covariance.* P_ij ≤ 1/2 for j ≠ i: columns", ["P_ij ≤ 1/2", "j ≠ i"]),
+    ("3 x 3 with stride 2: 2, not 1; 10 MB and/or 5 - 3", []),
+    (
+        "with g in [q - mu, q + mu] on [l, u], f(z) = q + m (a + p)^2, and",
+        ["g", "[q - mu, q + mu]", "[l, u]", "f(z) = q + m (a + p)^2"],
+    ),
+    ("image(s) of `p_ij ≤ 1/2` in [J](a_b.md#x_0)", []),
+    ("the constant is 1.128904145..., at √2.", ["√2"]),
+    ("(the square root of a sum)", []),
+    ("a ‖B‖_F of a ‖B‖_F ≤ b", ["‖B‖_F", "‖B‖_F ≤ b"]),
+    ("| ‖W‖ | W \\|x\\| ≤ 1 | 3 s |", ["‖W‖", "W ∣x∣ ≤ 1"]),
+    ("ending with‖an open bar, y = ", ["y"]),
+]
+
+
+@pytest.mark.parametrize(("sentence", "expected"), SENTENCES)
+def test_formulas_of_a_sentence(
+    sentence: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+    monkeypatch.setattr(formulas, "_LINE", 1000)
+    monkeypatch.setattr(
+        formulas, "_mathml", lambda text, display: found.append(text) or f"⟦{text}⟧"
+    )
+    page = formulas.inline(sentence)
+    assert found == expected
+    left = (
+        page.replace('<span class="math">', "")
+        .replace("</span>", "")
+        .replace("⟦", "")
+        .replace("⟧", "")
+    )
+    assert left.replace("\\|", "|").replace("∣", "|") == sentence.replace("\\|", "|")
+
+
+def test_a_long_formula_may_break_before_its_relations() -> None:
+    parts = list(formulas._parts("‖Aᵀ B‖² = ‖Bᵀ A Aᵀ B‖ ≤ max_{i = 1} (a = b) c_i"))
+    assert parts == ["‖Aᵀ B‖²", "= ‖Bᵀ A Aᵀ B‖", "≤ max_{i = 1} (a = b) c_i"]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("x^-1/2", "x^{-1/2}"),
+        ("√S_i", r"\sqrt{S_{i}}"),
+        ("|B|_inf <= 2⁻⁴⁷", r"\vert B\vert _\infty  \le  2^{-47}"),
+        ("W_K,hᵀ δ^(−1/4)", "W_{K,h}^{T} δ^{-1/4}"),
+    ],
+)
+def test_tex(text: str, expected: str) -> None:
+    assert formulas.tex(text) == expected
+
+
+def test_no_formula_of_the_pages_has_two_subscripts_at_one_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """TeX refuses `alpha_bar_t`, and the site is then not built."""
+    texts: list[str] = []
+    monkeypatch.setattr(formulas, "_mathml", lambda text, display: texts.append(text) or "")
+    for page in Path(formulas.__file__).parent.rglob("*.md"):
+        formulas.inline(formulas.display(page.read_text()))
+    assert len(texts) > 1000
+    twice = re.compile(r"_(?:[A-Za-z0-9]+|\{[^{}]*\})_")
+    assert [text for text in texts if twice.search(text)] == []
+
+
+ROOM = Path(__file__).parents[2] / "certcli"
+DIRECTED = re.compile(
+    r"radius|radii|upper|lower|slope|norm\b|bound|robust|certified|interval|reach|\blow\b|\bhigh\b"
+    r"|median_norm|withstood|attention_weight"
+)
+NEAREST = {
+    "grey_levels(radius, size)": "how large a radius is, in words",
+    "first - rung.log10_upper": "a difference of two bounds",
+    "lower.log10()": "nine digits in the refusal of a report",
+}
+"""Formatted to the nearest digit, and why that is no claim."""
+
+
+def rounded_to_nearest() -> Iterator[tuple[str, str]]:
+    """Yield file and expression of each `{number:.4g}` whose number has a direction by its name."""
+    for path in sorted(ROOM.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FormattedValue) and node.format_spec is not None:
+                spec = ast.unparse(node.format_spec)
+                expression = ast.unparse(node.value)
+                if re.search(r"\.\d+[gfe%]", spec) and DIRECTED.search(expression):
+                    yield str(path.relative_to(ROOM)), expression
+
+
+def test_no_screen_rounds_a_number_with_a_direction_to_the_nearest_digit() -> None:
+    left = [one for one in rounded_to_nearest() if one[1] not in NEAREST]
+    assert not left, left
+
+
+def test_texts_of_numbers_are_on_their_side() -> None:
+    draw = random.Random(0)
+    for _ in range(2000):
+        number = draw.random() * 10.0 ** draw.randint(-12, 12)
+        digits = draw.randint(1, 7)
+        assert Fraction(radii.rounded_down(number, digits)) <= Fraction(number)
+        assert Fraction(radii.rounded_up(number, digits)) >= Fraction(number)
+        log10 = draw.uniform(-400, 400)
+        assert float(radii.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(log10)
+
+
+def test_texts_of_shares_and_intervals_are_on_their_side() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        images = draw.randint(1, 3000)
+        hits = draw.randint(0, images)
+        exact = Fraction(100 * hits, images)
+        assert Fraction(radii.proven_percent(hits / images).removesuffix(" %")) <= exact
+        assert Fraction(radii.attacked_percent(hits / images).removesuffix(" %")) >= exact
+        ends = intervals.share_interval(hits, images)
+        texts = [
+            radii.percent_ends(ends),
+            re.findall(r"interval (\S+ to \S+)", intervals.interval_text(hits, images))[0],
+        ]
+        if images >= intervals.FEW:
+            texts += re.findall(r"interval (\S+ to \S+)\)", intervals.counted(hits, images))
+        for text in texts:
+            low, high = map(Fraction, text.split(" to "))
+            assert low <= 100 * Fraction(ends[0])
+            assert high >= 100 * Fraction(ends[1])
+
+
+def test_a_logarithm_in_json_is_not_below_the_bound() -> None:
+    draw = random.Random(0)
+    for _ in range(500):
+        value = Real(draw.uniform(0.5, 1), draw.choice([0, 1, 3, 20, -40, 900, 5000]))
+        log10 = log10_or_none(value)
+        assert log10 is not None
+        # in 2^-200 of ln: mantissa and power apart, both with 60 digits
+        assert _power_above(log10, value)
+    assert log10_or_none(Real(1.0)) == 0.0
+
+
+def _power_above(log10: float, value: Real) -> bool:
+    from decimal import Decimal, localcontext
+
+    with localcontext() as context:
+        context.prec = 60
+        exact = Decimal(value.mantissa).log10() + value.exponent * Decimal(2).log10()
+        return Decimal(log10) >= exact

@@ -1,23 +1,22 @@
-"""Every command that README, how-tos, tutorial, `--help`, CI files and `Next:` print is typed, on a
-small network.
-"""
+"""Commands and texts that are printed: they can be typed, and read."""
 
+import ast
 import functools
+import itertools
 import os
+import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from certcli.audit.findings import AuditFindings
-from certcli.audit.plan import AuditPlan, Typed
-from certcli.audit.summary_text import next_steps
+from certcli.audit import gates, plan, summary_text
 from certcli.cli.main import program
-from certcli.report.audit_page import purpose
-from certcli.report.document import CertifiedShares, Dataset, Share
+from certcli.report import audit_page, document
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.printed import (
     FIRST_PAGES,
@@ -171,18 +170,20 @@ def test_what_is_only_parsed_has_a_reason_and_exists() -> None:
     assert sum(reason(line) is None for line in lines) > 0.7 * len(lines)
 
 
-DIGITS = Dataset(name="digits", split="test", images=60, digest="0" * 64)
+DIGITS = document.Dataset(name="digits", split="test", images=60, digest="0" * 64)
 
 
-def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") -> AuditFindings:
+def finding(
+    failure: float, hits: int, changed: bool, proof: str = "lipschitz"
+) -> gates.AuditFindings:
     """Findings that lead to each kind of advice."""
-    shares = CertifiedShares(
+    shares = document.CertifiedShares(
         method="smoothing" if failure else proof, promise="", failure=failure, domain="", about="",
-        average_radius=0.0, clean=Share.of(60, 60), certified={"0.12": Share.of(hits, 60)}, abstained=0.0,
+        average_radius=0.0, clean=document.Share.of(60, 60), certified={"0.12": document.Share.of(hits, 60)}, abstained=0.0,
         parameters={"sigma": 0.12}, dataset=DIGITS, arithmetic="", title="", statement="", seconds=0.0,
     )  # fmt: skip
-    return AuditFindings(
-        dataset=DIGITS, clean=Share.of(60, 60), certificates=[shares], changed=changed
+    return gates.AuditFindings(
+        dataset=DIGITS, clean=document.Share.of(60, 60), certificates=[shares], changed=changed
     )
 
 
@@ -194,17 +195,19 @@ def finding(failure: float, hits: int, changed: bool, proof: str = "lipschitz") 
         ("plain", finding(0.001, 0, False)),
         ("certified", finding(0.001, 0, True)),
         ("plain", finding(0.0, 0, False, "local")),
-        ("plain", AuditFindings()),
-        ("plain", AuditFindings(dataset=DIGITS)),
+        ("plain", gates.AuditFindings()),
+        ("plain", gates.AuditFindings(dataset=DIGITS)),
     ],
 )
 def test_what_to_do_next_can_be_typed(
-    kind: str, findings: AuditFindings, command_files: dict[str, Path], files_folder: Path
+    kind: str, findings: gates.AuditFindings, command_files: dict[str, Path], files_folder: Path
 ) -> None:
     shutil.copy(command_files[kind], "network.safetensors")
-    steps = next_steps(findings, AuditPlan(), Typed("network.safetensors", dataset="digits"))
+    steps = summary_text.next_steps(
+        findings, plan.AuditPlan(), plan.Typed("network.safetensors", dataset="digits")
+    )
     assert steps
-    assert all(purpose(line) for line in steps)
+    assert all(audit_page.purpose(line) for line in steps)
     for line in steps:
         words = shlex.split(line.replace("FOLDER", "digits"))[1:]
         short = {
@@ -219,3 +222,80 @@ def test_what_to_do_next_can_be_typed(
             short = (*short, "--n0", 8, "-n", 60)
         done = attempt(*words, *short)
         assert done.exit_code == 0, (line, done.output[-600:], done.exception)
+
+
+PACKAGE = Path(__file__).parents[2] / "certcli"
+FAULTS = {
+    "a doubled word": r"(?<![-\w])([A-Za-z]+) \1(?![.\w])",
+    "a value that is none": r"\bNone\b",
+    "quotes around nothing": r"''|\"\"",
+    "a line end that is spelled out": r"\\[nt]",
+    "two blanks": r"[a-z,.)]  +[a-z(]",
+    "a blank before a sign": r"[a-z0-9)] [,;:](?![:a-z])",
+}
+CODE = re.compile(r"\(\?|\\[bdsw]|\]\*|\| None$|^\s*\{%")
+"""Patterns, types of variables and templates of pages."""
+
+
+def printed_text(node: ast.expr, second: bool, numbers: Iterator[int]) -> str:
+    """Return what an expression prints: of two branches the first or the second, of anything that
+    is not spelled out a word of its own.
+    """
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(printed_text(part, second, numbers) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return printed_text(node.value, second, numbers)
+    if isinstance(node, ast.IfExp):
+        return printed_text(node.orelse if second else node.body, second, numbers)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return printed_text(node.left, second, numbers) + printed_text(node.right, second, numbers)
+    return f"v{next(numbers)}"
+
+
+def program_texts(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the texts of a file that are no docstrings, by line; a part of a text not alone."""
+    tree = ast.parse(path.read_text())
+    apart = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.JoinedStr) or (
+            isinstance(node, ast.Constant) and isinstance(node.value, str)
+        )
+        if isinstance(node, ast.expr) and is_text and id(node) not in apart:
+            apart |= {id(inner) for inner in ast.walk(node)}
+            for second in (False, True):
+                text = printed_text(node, second, itertools.count())
+                if re.search(r"[a-z] [a-z]", text) and not CODE.search(text):
+                    yield node.lineno, text
+
+
+def text_faults(text: str) -> list[str]:
+    wrong = [name for name, pattern in FAULTS.items() if re.search(pattern, text)]
+    braces = text.count("{") != text.count("}")
+    return [*wrong, *(["a brace without its other"] if braces else [])]
+
+
+def test_every_sentence_reads_as_one() -> None:
+    """A hint had one brace too many, and another spelled out a line end."""
+    texts = [(path, *found) for path in PACKAGE.rglob("*.py") for found in program_texts(path)]
+    assert len(texts) > 2000
+    wrong = [
+        f"{path.relative_to(PACKAGE)}:{line}: {', '.join(bad)}: {text[:120]}"
+        for path, line, text in texts
+        if (bad := text_faults(text))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_each_fault_is_seen() -> None:
+    sample = {
+        "a doubled word": "the the file",
+        "a value that is none": "it has None",
+        "quotes around nothing": "the file '' is",
+        "a line end that is spelled out": r"one\n two",
+        "two blanks": "one  two",
+        "a blank before a sign": "one , two",
+        "a brace without its other": "pass {a: b}}",
+    }
+    assert [text_faults(text) for text in sample.values()] == [[name] for name in sample]

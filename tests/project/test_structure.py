@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.soundness.mutants.rooms import ROOMS
+
 PACKAGE = Path(__file__).parents[2] / "certcli"
 DOMAINS = ("engine", "lipschitz", "enclosure", "rounding", "verification")
 MODULES = sorted(PACKAGE.rglob("*.py"))
@@ -175,7 +177,7 @@ def test_no_pickle() -> None:
 WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez", "imsave", "touch")
 """Methods and functions that write the file that they are told."""
 OF_ANOTHER_KIND = {
-    ("report/pixels.py", "save"): "into memory, for a page",
+    ("report/page.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
 }
 """Calls outside the one writer, and where they write."""
@@ -249,7 +251,7 @@ READ_ELSEWHERE = {
     "audit/document_builder.py": "/proc/cpuinfo",
     "images/datasets.py": "the package's own digits",
     "report/page.py": "the package's own template",
-    "report/published.py": "the package's own table",
+    "report/shares.py": "the package's own table",
     "system/files.py": "the writer: what it has written, and folders, to lock them",
     "system/memory.py": "/proc and the control group",
     "system/products.py": "/proc/cpuinfo",
@@ -266,7 +268,7 @@ DECODED_ELSEWHERE = {
     "cli/verify/run.py": "what this run states, as a file would hold it",
     "evaluation/record_lines.py": "the same",
     "report/document.py": "the same",
-    "report/published.py": "the package's own table",
+    "report/shares.py": "the package's own table",
     "system/processes.py": "messages of this run's other processes",
 }
 """JSON that no stranger writes. All other goes through `decode`, and has ranges."""
@@ -298,7 +300,7 @@ LISTED: dict[str, tuple[Callable[[ast.Call], bool], Collection[str]]] = {
     # a broken link as labels.csv counted as no labels, and the network's own answers were judged
     "what is unreadable is not absent": (
         calls_named("exists", "lexists", "isfile", "isdir"),
-        ["report/canvas.py"],  # usetex
+        ["report/figures.py"],  # usetex
     ),
     "who asks what a name is": (calls_named("is_file", "is_dir"), LOOKED_AT),
 }
@@ -315,3 +317,11 @@ def test_json_is_decoded_under_its_own_name() -> None:
                if isinstance(node, ast.ImportFrom) for alias in node.names
                if node.module in ("json", "msgspec.json")}  # fmt: skip
     assert not imports
+
+
+def test_the_rooms_of_the_mutants_name_what_is_there() -> None:
+    places = [
+        *(PACKAGE / source for room in ROOMS.values() for source in room.sources),
+        *(PACKAGE.parent / "tests" / test for room in ROOMS.values() for test in room.tests),
+    ]
+    assert [str(place) for place in places if not place.exists()] == []

@@ -6,8 +6,6 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -17,13 +15,15 @@ from torch.nn import functional
 from certcli.checkpoint.record import InputSpec
 from certcli.engine.table import NoRule
 from certcli.models.pixels import PixelModel
-from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
+from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.rounding.arithmetics import ALGORITHMS, covered
 from certcli.rounding.operation_errors import rules
 from tests.helpers.executions import require_within
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import ROWS, build_row, f
 from tests.helpers.reached import entries_without_row, recorded
 from tests.helpers.slopes import IMAGE
+from tests.rounding.coverage import documents
 from tests.rounding.operations_alone import operations
 
 WITHOUT_ROUNDING = {
@@ -31,7 +31,8 @@ WITHOUT_ROUNDING = {
 }  # fmt: skip
 OTHER_BATCHES = (
     "cat-twice", "roll-flat", "unfold", "split-heads", "matrix-transpose", "spelled-rounded-views", "spelled-rounded-sums",
-    "spelled-rounded-moves", "spelled-rounded-enclosed", "spelled-sums", "fold", "conv-3d-patches", "spelled-at-rest",
+    "spelled-rounded-moves", "spelled-rounded-enclosed", "spelled-rounded-chosen", "spelled-sums",
+    "fold", "conv-3d-patches", "spelled-at-rest",
     "variances", "deviations", "side-by-side", "spelled-lines", "spelled-jumps",
 )  # fmt: skip
 """Their forward passes are of one image."""
@@ -44,7 +45,7 @@ QUICK = [
     "attention-cosine", "global-pool", "squeeze-excite", "expand", "conv-3-stride", "rms-norm-torch", "group-norm-1",
     "center-norm", "floor-norm", "layer-scale", "maxmin", "augmented", "unfold", "shuffle", "attention", "rolled", "l2-pool",
     "adaptive-1d", "convex", "weighted", "spelled-rounded-curves", "spelled-rounded-hard", "spelled-rounded-jumps",
-    "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves",
+    "spelled-rounded-views", "spelled-rounded-parts", "spelled-rounded-moves", "spelled-rounded-chosen",
     "spelled-rounded-sums", "spelled-rounded-at-rest", "spelled-rounded-images", "spelled-batch-norm-of-rows",
     "conv-transposed", "conv1d", "rms-norm-2d", "avg-pool-1d", "simple-norm", "simple-norm-2d", "curves", "softplus", "leaky",
     "avg-pool", "norm", "conv-reflect", "masked", "einsum", "attention-moving-mask", "attention-positional",
@@ -231,25 +232,22 @@ def test_no_execution_of_a_computed_constant_differs_by_more(
     assert bound < 2.0**22 * max(precision.unit, precision.factor)  # it says something
 
 
-@pytest.mark.parametrize("name", ["sigmoid", "tanh", "exp"])
-def test_a_function_of_an_exact_constant_is_rounded(name: str) -> None:
-    precision = PRECISIONS["float64"]
-    step: Any = SimpleNamespace(result=getattr(torch, name)(torch.zeros(2).double()))
-    error = arithmetics._RULES[name](precision, step, [0.0], [0.0])
-    assert error >= precision.function * float(step.result.max())
+COMPUTES = "a constant that the network computes"
+JOINED: list[tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor], str]] = [
+    *((constant, torch.add, COMPUTES) for constant in REFUSED.values()),
+    # a matrix that is computed, a choice of entries by weights, sums in float32 whatever the network runs in
+    *(((COMPUTED | REFUSED)[name], torch.matmul, COMPUTES) for name in ("sums", "no rule")),
+    (lambda w: w[:, 0].argsort(), lambda x, places: x[:, :, places], COMPUTES),
+    (lambda w: w, lambda x, w: x.mean(-1, dtype=torch.float32) + w[0, 0], "a precision of its own"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_computed_of_weights_in_other_ways_is_refused(name: str) -> None:
-    with pytest.raises(NoRule, match="a constant that the network computes"):
-        NeighbourErrors(shifted(REFUSED[name]), IMAGE, PRECISIONS["float64"])
-
-
-@pytest.mark.parametrize("name", ["sums", "no rule"])
-def test_a_matrix_that_is_computed_is_refused(name: str) -> None:
-    model = shifted((COMPUTED | REFUSED)[name], torch.matmul)
-    with pytest.raises(NoRule, match="a constant that the network computes"):
-        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
+@pytest.mark.parametrize(("constant", "joined", "words"), JOINED)
+def test_what_is_computed_of_weights_in_other_ways_is_refused(
+    constant: Callable[[Tensor], Tensor], joined: Callable[[Tensor, Tensor], Tensor], words: str
+) -> None:
+    with pytest.raises(NoRule, match=words):
+        NeighbourErrors(shifted(constant, joined), IMAGE, PRECISIONS["float64"])
 
 
 def test_sizes_at_an_image_hold_the_error_of_what_is_computed() -> None:
@@ -273,12 +271,6 @@ def test_sizes_near_an_image_that_overflow_are_those_of_the_box() -> None:
     )
 
 
-def test_a_choice_of_entries_by_weights_is_refused() -> None:
-    model = shifted(lambda w: w[:, 0].argsort(), lambda x, places: x[:, :, places])
-    with pytest.raises(NoRule, match="a constant that the network computes"):
-        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
-
-
 def test_a_constant_is_stored_wherever_it_is_repeated() -> None:
     """One number in place of all entries: each of them is off by what storing it moves."""
     model = shifted(lambda w: w[:1, :1], torch.maximum)
@@ -293,8 +285,14 @@ def test_a_constant_is_stored_wherever_it_is_repeated() -> None:
     assert off * 32**0.5 * (1 - 1e-9) <= largest.error <= largest.bound
 
 
-def test_a_precision_of_its_own_is_refused() -> None:
-    """Summed in float32, whatever the network runs in."""
-    model = shifted(lambda w: w, lambda x, w: x.mean(-1, dtype=torch.float32) + w[0, 0])
-    with pytest.raises(NoRule, match=r"a precision of its own"):
-        NeighbourErrors(model, IMAGE, PRECISIONS["float64"])
+def test_every_rule_states_what_it_covers() -> None:
+    stated = {title: covered(rule.apply) for title, rule in rules.modules.items()}
+    for table in (rules.functions, rules.methods, rules.settlers):
+        stated |= {title: covered(rule) for title, rule in table.items()}
+    assert [title for title, names in stated.items() if not names] == []
+    assert {name for names in stated.values() for name in names} == {*ALGORITHMS}
+
+
+def test_the_page_is_that_of_the_registry() -> None:
+    written = {path: path.read_text() for path in documents()}
+    assert written == documents(), "python -m tests.rounding.coverage"

@@ -2,9 +2,10 @@
 number counts.
 """
 
+import functools
 import itertools
 import operator
-from contextlib import nullcontext
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,6 @@ import math
 
 import pytest
 import torch
-from timm.layers.attention import Attention
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -28,7 +28,6 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
-from certcli.nn.layers import OrthogonalMixing
 from certcli.nn.norms import FloorNorm
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
@@ -56,29 +55,14 @@ from tests.rounding.test_operations import (
     pixels,
 )
 
+X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
 ATTENTIONS: dict[str, Built] = {"dot products": attention, "L2": l2, "cosine": cosine}
-
-
-MASKS: list[tuple[dict[str, Any], tuple[int, ...]]] = [
-    ({"attn_mask": torch.zeros(7, 7)}, TOKENS),
-    ({"is_causal": True}, TOKENS),
-    ({}, (2, *TOKENS)),
-]
-
-
-@pytest.mark.parametrize(("named", "shape"), MASKS, ids=["mask", "causal", "four axes"])
-@pytest.mark.parametrize("name", ATTENTIONS)
-def test_a_mask_that_no_rule_knows_is_refused(
-    name: str, named: dict[str, Any], shape: tuple[int, ...]
-) -> None:
-    module = ATTENTIONS[name]()
-    op = Operation(
-        FLOAT32, Moved([*module.parameters(), *module.buffers()]), Call("part", "Attention", TOKENS)
-    )
-    module_rule = rules.find(module)
-    assert module_rule is not None
-    with pytest.raises(NoRule, match="a mask"):
-        module_rule.apply(op, module, Followed(0, shape), **named)
+MASKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "mask": (TOKENS, {"attn_mask": torch.zeros(7, 7)}),
+    "causal": (TOKENS, {"is_causal": True}),
+    "four axes": ((2, *TOKENS), {}),
+}
+WEIGHTS = {attention: "qkv", l2: "query", cosine: "query", mixing: "maps.1"}
 
 
 class Other(nn.Linear):
@@ -86,48 +70,84 @@ class Other(nn.Linear):
         return 2 * super().forward(x)
 
 
-@pytest.mark.parametrize("part", ["query", "proj", "key", "value"])
-def test_a_layer_of_attention_that_runs_other_code_is_refused(part: str) -> None:
-    for module in (l2(), cosine()):
-        if hasattr(module, part):
-            setattr(module, part, given(Other(WIDTH, WIDTH)))
-            op = Operation(
-                FLOAT32,
-                Moved([*module.parameters(), *module.buffers()]),
-                Call("part", "Attention", TOKENS),
-            )
-            with pytest.raises(NoRule, match="a replaced linear layer"):
-                rules.find(module).apply(op, module, Followed(0, TOKENS))  # type: ignore[union-attr]
+def applied(
+    module: nn.Module, shape: tuple[int, ...] = TOKENS, own: Any = None, **named: Any
+) -> object:
+    """Run the rule of a module whose tensors, or those of `own`, are the network's."""
+    own = own or Moved([*module.parameters(), *module.buffers()])
+    op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
+    rule: Any = rules.find(module)
+    return rule.apply(op, module, Followed(0, shape), **named)
 
 
-X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
-REFUSED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
-    "constant keys": (F.scaled_dot_product_attention, (X, FIXED, X), "attention to constants"),
-    "constant values": (F.scaled_dot_product_attention, (X, X, FIXED), "attention to constants"),
-    "a computed mask": (
-        F.scaled_dot_product_attention,
-        (X, X, X, Constant(draw(7, 7) > 0)),
-        "computes",
-    ),
-    "a computed mask with -inf": (
-        F.scaled_dot_product_attention,
-        (X, X, X, Constant(draw(7, 7).relu().log())),
-        "computes",
-    ),
-    "a norm of matrices": (F.layer_norm, (X, (7, 6)), "more than the last axis"),
-    "another length": (F.normalize, (X, 1.0, -1, 1.0), "vanishes"),
-    "an eps of no square": (F.normalize, (X, 2.0, -1, 1e-3), "vanishes"),
-}
+def called(function: Any, *operands: Any) -> object:
+    name = getattr(function, "__name__", "")
+    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", name, (1, 2, 7)))
+    return rules.functions[function](op, *operands)
+
+
+def replaced(module: nn.Module, part: str) -> nn.Module:
+    setattr(module, part, given(Other(WIDTH, WIDTH)))
+    return module
+
+
+def weights_computed(build: Built, name: str) -> object:
+    """Of a module that stores q, k, v as they are: weights that are computed have been rounded before."""
+    module = build()
+    own = Moved([*module.parameters(), *module.buffers()])
+    layer = module.get_submodule(name)
+    layer.weight.data = 2 * layer.weight.data
+    return applied(module, own=own)
+
+
+def of_image(module: nn.Module) -> object:
+    shape = TOKENS if isinstance(module, FloorNorm) else IMAGE
+    return followed(module, (torch.ones(shape).double(),), FP16)
+
+
+def quotient(divisor: float) -> nn.Module:
+    return Apply(operator.truediv, divisor)
+
+
+def floor_norm(floor: float) -> nn.Module:
+    return FloorNorm(WIDTH, floor).double()
+
+
+FUSED = F.scaled_dot_product_attention
+REFUSED: dict[str, tuple[Callable[[], object], str]] = {
+    **{f"{name}, {mask}": (functools.partial(applied, build(), shape, **named), "a mask")
+       for name, build in ATTENTIONS.items() for mask, (shape, named) in MASKS.items()},
+    **{f"{build.__name__}, another {part}": (functools.partial(applied, replaced(build(), part)), "a replaced linear layer")
+       for build in (l2, cosine) for part in ("query", "proj", "key", "value") if hasattr(build(), part)},
+    **{f"{build.__name__} of computed weights": (functools.partial(weights_computed, build, name), "computes")
+       for build, name in WEIGHTS.items()},
+    "constant keys": (lambda: called(FUSED, X, FIXED, X), "attention to constants"),
+    "constant values": (lambda: called(FUSED, X, X, FIXED), "attention to constants"),
+    "a computed mask": (lambda: called(FUSED, X, X, X, Constant(draw(7, 7) > 0)), "computes"),
+    "a computed mask with -inf": (lambda: called(FUSED, X, X, X, Constant(draw(7, 7).relu().log())), "computes"),
+    "a norm of matrices": (lambda: called(F.layer_norm, X, (7, 6)), "more than the last axis"),
+    "another length": (lambda: called(F.normalize, X, 1.0, -1, 1.0), "vanishes"),
+    "an eps of no square": (lambda: called(F.normalize, X, 2.0, -1, 1e-3), "vanishes"),
+    "a number over the image": (lambda: called(torch.div, 1.0, X), "depends on the image"),
+    "the image over itself": (lambda: called(torch.div, X, X), "depends on the image"),
+    "a deviation stored as 0": (lambda: of_image(pixels(deviation=1e-12)), "a deviation of 0"),
+    "a deviation of 0": (lambda: of_image(pixels(deviation=0.0)), "a deviation of 0"),
+    "a divisor stored as 0": (lambda: of_image(quotient(1e-12)), "a division by 0"),
+    "a divisor of 0": (lambda: of_image(quotient(0.0)), "a division by 0"),
+    "a floor stored as 0": (lambda: of_image(floor_norm(1e-12)), "a floor of 0"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_has_no_theorem_is_refused(name: str) -> None:
-    function, operands, words = REFUSED[name]
-    op = Operation(
-        FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7))
-    )
+    call, words = REFUSED[name]
     with pytest.raises(NoRule, match=words):
-        rules.functions[function](op, *operands)
+        call()
+
+
+@pytest.mark.parametrize("module", [pixels(), quotient(1.0), floor_norm(1.0)])
+def test_what_is_beside_a_refusal_has_a_rounding(module: nn.Module) -> None:
+    of_image(module)
 
 
 def test_an_operation_of_constants_is_refused() -> None:
@@ -180,28 +200,6 @@ def test_a_mean_of_uneven_windows_counts_the_largest() -> None:
     assert [most >= least for most, least in zip(found, exact, strict=True)] == [True, True]
 
 
-def test_a_division_by_what_depends_on_the_image_is_refused() -> None:
-    x = Followed(0, TOKENS)
-    op = Operation(FLOAT32, Moved([]), Call("part", "truediv", TOKENS))
-    for operands in ((1.0, x), (x, x)):
-        with pytest.raises(NoRule, match="depends on the image"):
-            rules.functions[torch.div](op, *operands)
-
-
-def test_a_deviation_that_is_stored_as_0_is_refused() -> None:
-    for deviation, fine in ((1.0, True), (1e-12, False), (0.0, False)):
-        with nullcontext() if fine else pytest.raises(NoRule, match="a deviation of 0"):
-            followed(pixels(deviation=deviation), (torch.ones(IMAGE).double(),), FP16)
-        with nullcontext() if fine else pytest.raises(NoRule, match="a division by 0"):
-            followed(Apply(operator.truediv, deviation), (torch.ones(IMAGE).double(),), FP16)
-
-
-def test_a_floor_that_is_stored_as_0_is_refused() -> None:
-    for floor, fine in ((1.0, True), (1e-12, False)):
-        with nullcontext() if fine else pytest.raises(NoRule, match="a floor of 0"):
-            followed(FloorNorm(TOKENS[-1], floor).double(), (torch.ones(TOKENS).double(),), FP16)
-
-
 def test_small_numbers_are_no_zeros() -> None:
     sizes = [as_real(1e-60), as_real(1e60)]
     assert [as_real(x) >= size for x, size in zip(_floats(sizes).tolist(), sizes, strict=True)] == [
@@ -243,24 +241,6 @@ def test_a_map_has_its_proven_norm() -> None:
     assert BlockMap(torch.eye(2)[None].double(), PRECISIONS["float64"]).norm >= 1.0
 
 
-def test_what_a_network_computes_of_its_weights_is_no_weight() -> None:
-    """A rule of attention stores q, k, v as they are: weights that are computed have been rounded
-    before.
-    """
-    for module in (attention(), l2(), cosine(), mixing()):
-        mixes = isinstance(module, OrthogonalMixing)
-        own_name = "qkv" if isinstance(module, Attention) else "query"
-        place = module.maps[1] if mixes else getattr(module, own_name)
-        name = "weight"
-        own = Moved([*module.parameters(), *module.buffers()])
-        getattr(place, name).data = 2 * getattr(place, name).data
-        op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
-        module_rule = rules.find(module)
-        assert module_rule is not None
-        with pytest.raises(NoRule, match="computes"):
-            module_rule.apply(op, module, Followed(0, TOKENS))
-
-
 def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
     """Its error in float64, in which the graph has it, counts beside that of the arithmetic."""
     weight = draw(4)
@@ -279,23 +259,29 @@ def test_of_several_constants_the_largest_error_counts() -> None:
     assert arithmetics._error(own, FP16, Moved(own)) == float(Stored.of(own[1], FP16).farthest) > 0
 
 
-@pytest.mark.parametrize("sizes", [[2.0, 300.0], [300.0, 2.0]])
-def test_a_computed_product_is_rounded_where_its_factors_are_exact(sizes: list[float]) -> None:
-    for name, size in (("mul", 600.0), ("add", 302.0)):
-        found = arithmetics._RULES[name](
-            FP16, arithmetics.Computed(name, (), {}, torch.zeros(1)), sizes, [0.0, 0.0]
-        )
-        assert size * FP16.unit <= found <= 4 * size * FP16.unit
+U16 = FP16.unit
+# an operation, sizes and errors of its operands, its largest result; its error from below and above
+COMPUTED: list[tuple[str, list[float], list[float], float, float, float]] = [
+    # rounded where its operands are exact
+    ("mul", [2.0, 300.0], [0.0, 0.0], 0.0, 600 * U16, 4 * 600 * U16),
+    ("mul", [300.0, 2.0], [0.0, 0.0], 0.0, 600 * U16, 4 * 600 * U16),
+    ("add", [2.0, 300.0], [0.0, 0.0], 0.0, 302 * U16, 4 * 302 * U16),
+    ("add", [300.0, 2.0], [0.0, 0.0], 0.0, 302 * U16, 4 * 302 * U16),
+    *((name, [0.0], [0.0], most, FP16.function * most, math.inf) for name, most in (("sigmoid", 0.5), ("exp", 1.0))),
+    # the error of each factor is passed on
+    ("mul", [2.0, 300.0], [0.5, 0.25], 0.0, 2 * 0.25 + 300 * 0.5 + 3 * U16 * 600, 2 * 0.25 + 300 * 0.5 + 3 * U16 * 600),
+    # exp(x + e) (1 + f) - exp(x), the largest that there is, and |exp(e) - 1| <= 2 |e|
+    *(("exp", [0.0], [e], 1.0, math.exp(e) * (1 + FP16.function) - 1, math.inf) for e in (0.5, 0.75, 1.0)),
+    ("exp", [0.0], [1.0], 1.0, 3 * (1 + FP16.function) - 1, math.inf),
+]  # fmt: skip
 
 
-def test_a_computed_product_passes_on_the_error_of_each_factor() -> None:
-    step, (one, other), (first, second) = (
-        arithmetics.Computed("mul", (), {}, torch.zeros(1)),
-        (2.0, 300.0),
-        (0.5, 0.25),
-    )
-    found = arithmetics._RULES["mul"](FP16, step, [one, other], [first, second])
-    assert found == one * second + other * first + 3 * FP16.unit * one * other
+@pytest.mark.parametrize(("name", "sizes", "errors", "most", "below", "above"), COMPUTED)
+def test_what_a_computed_constant_loses(
+    name: str, sizes: list[float], errors: list[float], most: float, below: float, above: float
+) -> None:
+    step = arithmetics.Computed(name, (), {}, torch.tensor([most]))
+    assert below <= arithmetics._RULES[name](FP16, step, sizes, errors) <= above
 
 
 def test_the_executed_size_of_an_operand_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,16 +299,6 @@ def test_the_executed_size_of_an_operand_counts(monkeypatch: pytest.MonkeyPatch)
         computed_of_it = weight * weight
     arithmetics.error_of(computed_of_it, FP16, made)
     assert min(sizes_seen) > 1000.3 + 0.9 * float(Stored.of(weight, FP16).farthest)
-
-
-def test_a_computed_exponential_passes_on_errors_up_to_one() -> None:
-    """exp(x + 1) (1 + f) - exp(x), the largest that there is."""
-    step = arithmetics.Computed("exp", (), {}, torch.ones(1))
-    for error in (0.5, 0.75, 1.0):
-        bound = arithmetics._RULES["exp"](FP16, step, [0.0], [error])
-        assert bound >= math.exp(error) * (1 + FP16.function) - 1
-    # and by the rule's own estimate, |exp(e) - 1| <= 2 |e|
-    assert bound >= (1 + 2 * error) * (1 + FP16.function) - 1
 
 
 def test_an_infinite_slope_at_an_image_leaves_what_holds_on_the_box() -> None:

@@ -22,8 +22,7 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.log import run as comparison
-from certcli.cli.log import view
+from certcli.cli.log import run
 from certcli.evaluation.claim import statuses, unverified_reasons
 from certcli.evaluation.evidence import command_of, evidence_document
 from certcli.evaluation.evidence_schema import COMMANDS
@@ -156,19 +155,19 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
     assert checkpoint.digest == network.digest
     claims = lab.claims(checkpoint)
     screen = Screen()
-    view.show_checkpoint(Path("m"), checkpoint, screen)
-    comparison.compare_evidence(
+    run.show_checkpoint(Path("m"), checkpoint, screen)
+    run.compare_evidence(
         [(Path("m"), checkpoint), (Path("other"), lab.networks[1 - number])], screen
     )
     lies = ["a flood"] if max(map(len, screen.lines)) > LONGEST else []
     found = statuses(claims, len(record.evidence))
     measured = False
     for entry, about, status in zip(record.evidence, raw["evidence"], found, strict=True):
-        sentence = view.evidence_sentence(entry)
+        sentence = run.evidence_sentence(entry)
         if entry.digest != checkpoint.digest:
             continue
         if entry.command not in COMMANDS and (
-            sentence != view.NOT_UNDERSTOOD or command_of(entry) != "unknown"
+            sentence != run.NOT_UNDERSTOOD or command_of(entry) != "unknown"
         ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
@@ -176,7 +175,7 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
             wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
         elif (
-            about["command"] in ("attack", "adapt", "constrain") and sentence != view.NOT_UNDERSTOOD
+            about["command"] in ("attack", "adapt", "constrain") and sentence != run.NOT_UNDERSTOOD
         ):
             measured = True
             lies += [f"{sentence}: not called measured"] * ("(measured" not in sentence)

@@ -17,7 +17,7 @@ from certcli.certify.methods import certify_images, options_of_method, prepare_m
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
-from certcli.cli.verify.options import VerifyScope
+from certcli.cli.verify.command import VerifyScope
 from certcli.cli.verify.run import certify_again
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS

@@ -233,6 +233,7 @@ def act_latest(w: Writer) -> None:
     many = w.random.choice((2, 3))
     scale = w.random.choice((2, 1.5))
     edge = w.random.choice(("reflect", "replicate", "circular"))
+    mask = w.normal(1, *shape[1:]) > 0
     plane = lambda x: x[:, None]  # noqa: E731
     table: list[tuple[str, Step]] = [
         ("square", lambda x: square(x) ** 2),
@@ -259,6 +260,11 @@ def act_latest(w: Writer) -> None:
         ("one over", lambda x: x / (one(x).square() + 0.5)),
         ("logarithm", lambda x: torch.log(square(x).square() + 0.2)),
         ("quick gelu", lambda x: square(x) * torch.sigmoid(1.702 * square(x))),
+        ("chosen by a mask", lambda x: torch.where(mask, square(x), 0.5 * x)),
+        ("filled", lambda x: square(x).masked_fill(mask, low)),
+        ("largest along", lambda x: x * square(x).amax(size, keepdim=True)),
+        ("least along", lambda x: x - x.amin(1, keepdim=True)),
+        ("largest of uneven windows", lambda x: F.adaptive_max_pool2d(plane(x), (2, 3))[:, 0]),
         ("largest of a window", lambda x: F.max_pool2d(plane(x), size, 1)[:, 0]),
         ("largest in steps", lambda x: F.max_pool1d(x, 2, 1, padding=size - 1)),
         (

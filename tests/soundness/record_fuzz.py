@@ -21,12 +21,11 @@ from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, attack_run, stages_of, tasks_of
 from certcli.certify import methods
 from certcli.certify.method_choice import MethodChoice
-from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.certify.command import CertifyOptions, CertifyTarget
 from certcli.cli.certify.demands import CertifiedDemand
-from certcli.cli.certify.options import CertifyOptions, CertifyTarget
 from certcli.cli.certify.run import CertifyTask, run_all
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source
+from certcli.cli.shared.groups import BatchDevice, Source
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import intervals
 from certcli.evaluation.records import RecordFile
@@ -135,8 +134,7 @@ class Runs:
         demand = CertifiedDemand(threats[0], share, every)
         target = CertifyTarget(records=self.path, resume=self.path.exists())
         machine = BatchDevice(device="cpu", batch_size=BATCH)
-        own = Proof(), Smoothing(), Local(), Patches()
-        options = CertifyOptions(Source(ckpt=""), target, *own, Evaluation(), machine, Output())
+        options = CertifyOptions(source=Source(ckpt=""), target=target, machine=machine)
         choice = MethodChoice("lipschitz", "", ready={"lipschitz": self.certifier})
         (found,) = run_all(
             choice, CertifyTask(self.net, self.images, threats, demand), options, sink

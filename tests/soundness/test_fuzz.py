@@ -18,7 +18,7 @@ from certcli.checkpoint import file, tensor_files
 from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
 from certcli.evaluation.evidence_schema import OPTIONS
-from certcli.report import formats
+from certcli.report import audit_page
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence
 from examples.planted import CASES, SIZE
@@ -27,7 +27,7 @@ from tests.helpers.grids import EVERY
 from tests.helpers.runs import OTHER, M
 from tests.soundness import fault_fuzz, file_fuzz
 from tests.soundness.edits import BAIT, Raw, campaign
-from tests.soundness.evidence_fuzz import edited_evidence, judge_record, view
+from tests.soundness.evidence_fuzz import edited_evidence, judge_record, run
 from tests.soundness.evidence_oracle import Laboratory, raw_of, untrue
 from tests.soundness.fault_fuzz import Faults
 from tests.soundness.record_fuzz import edited_records
@@ -137,7 +137,7 @@ def test_the_oracle_knows_a_lie(lab: Laboratory) -> None:
                 "finetune",
             ):
                 continue
-            honest = view.evidence_sentence(entry)
+            honest = run.evidence_sentence(entry)
             assert untrue(lab, number, raw, honest) is None, honest
             for old, new in LIES:
                 lie = honest.replace(old, new, 1)
@@ -165,7 +165,7 @@ def test_faults_lose_nothing(faults: Faults) -> None:
 
 
 def test_writing_in_place_is_found_out(faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (file, tensor_files, formats):
+    for module in (file, tensor_files, audit_page):
         monkeypatch.setattr(module, "atomic_file", contextlib.nullcontext)
     assert campaign(faults, 16)["findings"]
 

@@ -13,8 +13,7 @@ from certcli.adapt import fit as adapt_fit
 from certcli.attack.catalogue import ATTACKS
 from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import read_tensors
-from tests.helpers.commands import console
-from tests.helpers.grids import EVERY
+from tests.helpers import commands, grids
 from tests.system.pretended_cuda import pretended_cuda
 
 DATA = ("--dataset", "digits", "--limit", 2)
@@ -31,7 +30,7 @@ COMMANDS: dict[str, tuple[str, Sequence[object]]] = {
             OPTIONS.get(name, REAL),
         )
         for name in METHODS.names()
-        if name not in ("bcp", "local-lip") or EVERY  # chains: seconds each
+        if name not in ("bcp", "local-lip") or grids.EVERY  # chains: seconds each
     },
     "attack": ("attack NET", (*DATA, *(word for name in ATTACKS.names() for word in ("-a", name)))),
     "attack, patch": ("attack NET --norm patch --patch 2", DATA),
@@ -53,7 +52,7 @@ def answer(row: str, folder: Path, device: str) -> str:
         "NET": folder / "net.safetensors",
         "OUT": folder / f"{device[:3]}.safetensors",
     }
-    done = console(
+    done = commands.console(
         *(paths.get(word, word) for word in words.split()), *more, "--device", device, "--quiet"
     )
     assert done.code == 0, done.err
@@ -69,9 +68,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = [
         word for key in ("embed_dim=8", "depth=1", "num_heads=2") for word in ("--arch-arg", key)
     ]
-    assert console("init", "certvit_vit_digits", *shape, "-o", found / "net.safetensors").code == 0
     assert (
-        console(
+        commands.console("init", "certvit_vit_digits", *shape, "-o", found / "net.safetensors").code
+        == 0
+    )
+    assert (
+        commands.console(
             "init", "certvit_4c3f", "--arch-arg", "img_size=4", "-o", found / "chain.safetensors"
         ).code
         == 0
@@ -103,11 +105,11 @@ def test_a_command_on_cuda_answers_as_on_the_cpu(
 
 def test_no_certificate_speaks_of_the_rounding_of_a_gpu(folder: Path) -> None:
     words = ("certify", folder / "net.safetensors", "--method", "lipschitz", *DATA)
-    assert "as a CPU executes it in float64" in console(*words).out
+    assert "as a CPU executes it in float64" in commands.console(*words).out
     with pretended_cuda():
-        by_default = console(*words, "--device", "cuda:0")
-        named = console(*words, "--device", "cuda:0", "--arithmetic", "float64")
-        without_device = console(*words, "--arithmetic", "float64")
+        by_default = commands.console(*words, "--device", "cuda:0")
+        named = commands.console(*words, "--device", "cuda:0", "--arithmetic", "float64")
+        without_device = commands.console(*words, "--arithmetic", "float64")
     assert "as a CPU executes it in float64" in without_device.out
     assert by_default.code == 0
     assert "certificates: real arithmetic" in by_default.out

@@ -17,15 +17,13 @@ import torch
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs
 from certcli.checkpoint.tensor_files import INDEX, orphans, shards_of_index
-from certcli.system.errors import OutputError, UsageError
-from certcli.system.files import atomic_file, is_stream, require_absent, sweep
-from tests.helpers.commands import attempt, certvit
-from tests.helpers.runs import FEW, RUNS, WRITING, M, exit_of_fork, fork, named_words
+from certcli.system import errors, files
+from tests.helpers import commands, runs
 
 
 @pytest.fixture
 def folder(workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    shutil.copy(workshop / "plain.safetensors", tmp_path / M)
+    shutil.copy(workshop / "plain.safetensors", tmp_path / runs.M)
     (tmp_path / "there").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -42,14 +40,14 @@ def read_all(path: Path, found: dict[str, bytes]) -> threading.Thread:
     return thread
 
 
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("name", runs.WRITING)
 def test_no_output_is_written_through_a_link(folder: Path, name: str) -> None:
     """The law over all output options, with --force: the link is replaced, its target stays."""
-    options = named_words(name)
+    options = runs.named_words(name)
     for _, file in options:
         (folder / "there" / file).write_bytes(b"old")
         (folder / file).symlink_to(Path("there", file))
-    certvit(*RUNS[name], *[word for pair in options for word in pair])
+    commands.certvit(*runs.RUNS[name], *[word for pair in options for word in pair])
     for _, file in options:
         assert not (folder / file).is_symlink()
         assert (folder / file).stat().st_size
@@ -57,7 +55,7 @@ def test_no_output_is_written_through_a_link(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("planted", ["file", "link"])
-@pytest.mark.parametrize("name", WRITING)
+@pytest.mark.parametrize("name", runs.WRITING)
 def test_what_appears_during_a_run_stays(
     folder: Path, name: str, planted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,10 +74,10 @@ def test_what_appears_during_a_run_stays(
                 (folder / file).write_bytes(b"precious")
 
     monkeypatch.setattr(Outputs, "check", then_plant)
-    words = [word for word in RUNS[name] if word != "--force"]
-    for option in named_words(name):
+    words = [word for word in runs.RUNS[name] if word != "--force"]
+    for option in runs.named_words(name):
         options = [option]
-        done = attempt(*words, *option)
+        done = commands.attempt(*words, *option)
         assert getattr(done.exception, "code", 0) in (2, 8), (option, done.output)
         assert (folder / option[1]).read_bytes() == b"precious"
         assert (folder / "theirs").read_bytes() == b"precious"
@@ -95,36 +93,41 @@ def test_a_folder_without_hard_links_is_written_to(
     monkeypatch.setattr(os, "link", refuse)
     page = tmp_path / "page.html"
     for force in (False, True):
-        require_absent(page, force)
-        with atomic_file(page) as made:
+        files.require_absent(page, force)
+        with files.atomic_file(page) as made:
             made.write_text("page")
-    require_absent(tmp_path / "other.html", force=False)
+    files.require_absent(tmp_path / "other.html", force=False)
     (tmp_path / "other.html").write_text("precious")
-    with pytest.raises(OutputError, match="appeared"), atomic_file(tmp_path / "other.html") as made:
+    with (
+        pytest.raises(errors.OutputError, match="appeared"),
+        files.atomic_file(tmp_path / "other.html") as made,
+    ):
         made.write_text("page")
     assert (tmp_path / "other.html").read_text() == "precious"
 
 
-@pytest.mark.parametrize("name", [name for name in WRITING if name not in ("adapt", "finetune")])
+@pytest.mark.parametrize(
+    "name", [name for name in runs.WRITING if name not in ("adapt", "finetune")]
+)
 def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) -> None:
     """The same bytes as in a file, and no --force; adapt and finetune keep a state beside their
     output, and refuse.
     """
-    words = [word for word in RUNS[name] if word != "--force"]
-    options = named_words(name)
+    words = [word for word in runs.RUNS[name] if word != "--force"]
+    options = runs.named_words(name)
     found = dict[str, bytes]()
     for _, file in options:
         os.mkfifo(folder / file)
     threads = [read_all(folder / file, found) for _, file in options]
-    certvit(*words, *[word for pair in options for word in pair])
+    commands.certvit(*words, *[word for pair in options for word in pair])
     for thread in threads:
         thread.join()
     for _, file in options:
         assert found[file]
-        assert is_stream(folder / file)
+        assert files.is_stream(folder / file)
     if name in ("init", "lipschitz", "certify"):  # no wall time in what they write
         plain = [word for option, file in options for word in (option, f"there/{file}")]
-        certvit(*words, *plain)
+        commands.certvit(*words, *plain)
         for option, file in options:
             if option not in ("--html", "--plot"):
                 assert (folder / "there" / file).read_bytes() == found[file]
@@ -134,9 +137,9 @@ def test_every_output_streams_into_a_pipe_and_a_device(folder: Path, name: str) 
 def test_a_device_is_written_to_and_stays(folder: Path, target: str, code: int) -> None:
     """Through a link of the test's own: what replaced the device would replace that link."""
     (folder / "device").symlink_to(target)
-    certvit("constrain", M, *FEW, "-o", "device", code=code)
+    commands.certvit("constrain", runs.M, *runs.FEW, "-o", "device", code=code)
     assert os.readlink(folder / "device") == target
-    certvit("certify", M, *FEW, "--records", "device", code=code)
+    commands.certvit("certify", runs.M, *runs.FEW, "--records", "device", code=code)
 
 
 @pytest.mark.parametrize("target", ["/proc/self/fd/1", "/dev/fd/1", "/dev/stdout"])
@@ -165,12 +168,12 @@ def test_an_open_descriptor_is_written_to_in_order(folder: Path, target: str) ->
 def test_a_descriptor_that_is_only_read_and_a_reader_that_left(tmp_path: Path) -> None:
     source, sink = os.pipe()
     try:
-        with pytest.raises(OutputError, match="only be read"):
-            require_absent(Path(f"/dev/fd/{source}"), force=True)
+        with pytest.raises(errors.OutputError, match="only be read"):
+            files.require_absent(Path(f"/dev/fd/{source}"), force=True)
         os.close(source)
         with (
-            pytest.raises(OutputError, match="reader has left"),
-            atomic_file(Path(f"/dev/fd/{sink}")) as made,
+            pytest.raises(errors.OutputError, match="reader has left"),
+            files.atomic_file(Path(f"/dev/fd/{sink}")) as made,
         ):
             made.write_text("page")
     finally:
@@ -195,10 +198,10 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     others = {"t0": torch.zeros(8), "t1": torch.zeros(8).as_subclass(Deadly), "t2": torch.zeros(8)}
-    killed = fork(
+    killed = runs.fork(
         lambda: write_shards(index, others, {}, True, 32), Path(os.devnull), Path(os.devnull)
     )
-    assert exit_of_fork(killed) == -signal.SIGKILL
+    assert runs.exit_of_fork(killed) == -signal.SIGKILL
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
@@ -220,7 +223,7 @@ def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
 
     class Watching(torch.Tensor):
         def cpu(self, *args: object, **options: object) -> torch.Tensor:
-            seen.append((orphans(index), sweep(tmp_path, ".*"), len(left(tmp_path))))
+            seen.append((orphans(index), files.sweep(tmp_path, ".*"), len(left(tmp_path))))
             return torch.Tensor.cpu(self.as_subclass(torch.Tensor))
 
     write_shards(
@@ -238,5 +241,5 @@ def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:
     outputs = Outputs(force=True)
     outputs.reads("CKPT", part)
     outputs.writes("-o", tmp_path / INDEX)
-    with pytest.raises(UsageError, match="belongs to"):
+    with pytest.raises(errors.UsageError, match="belongs to"):
         outputs.check()

@@ -1,17 +1,25 @@
-"""Products by oneDNN: the sums of torch's own, in another order, and only where they are asked for."""
+"""Products by oneDNN, and torch's modes: as they were before a block, whatever ended it."""
 
+import gc
 import platform
-from collections.abc import Callable
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import functional as F
 
 from certcli.attack.judge import predict_classes
+from certcli.audit.clock import EndsAfter, OutOfTime
+from certcli.engine import table
+from certcli.lipschitz.network import bound_network
 from certcli.system import products
-from certcli.system.products import OneDnnProducts, fast_products, is_faster
+from tests.helpers import grids
 
 pytestmark = pytest.mark.skipif(
     not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")),
@@ -73,7 +81,7 @@ def test_the_sums_are_as_near_as_those_of_torch(
     onednn_calls: list[None],
 ) -> None:
     exact = compute(Tensor.double)
-    with torch.inference_mode(inference), OneDnnProducts():
+    with torch.inference_mode(inference), products.OneDnnProducts():
         result = compute(lambda operand: operand)
     assert onednn_calls
     assert result.shape == exact.shape
@@ -98,7 +106,7 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(products, "_REPLACEMENTS", {op: noted(op, table[op]) for op in table})
     for compute in PRODUCTS.values():
         for inference in (False, True):
-            with torch.inference_mode(inference), OneDnnProducts():
+            with torch.inference_mode(inference), products.OneDnnProducts():
                 compute(lambda operand: operand)
     assert reached == set(table)
 
@@ -106,7 +114,7 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("compute", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_all_else_is_torchs_own(compute: Callable[[], Tensor], onednn_calls: list[None]) -> None:
     plain = compute()
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         result = compute()
     assert not onednn_calls
     assert torch.equal(result, plain)
@@ -116,7 +124,7 @@ def test_rows_that_lie_apart_are_multiplied_as_they_are() -> None:
     """Outside of inference mode such a product is one of a batch, which is left alone."""
     apart = TOKENS.transpose(0, 1).contiguous().transpose(0, 1)
     for inference in (False, True):
-        with torch.inference_mode(inference), OneDnnProducts():
+        with torch.inference_mode(inference), products.OneDnnProducts():
             result = F.linear(apart, RIGHT.mT.contiguous(), BIAS)
         assert torch.allclose(result.double(), TOKENS.double() @ RIGHT.double() + BIAS, atol=1e-4)
 
@@ -132,7 +140,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
         return [*gradients, *torch.autograd.grad(penalty, (tokens, weight))]
 
     exact = second(torch.float64)
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         near = second(torch.float32)
     assert len(onednn_calls) > 3
     for value, true in zip(near, exact, strict=True):
@@ -142,7 +150,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
 def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) -> None:
     network = torch.nn.Linear(96, 130)
     plain = predict_classes(network, LEFT)
-    with OneDnnProducts():
+    with products.OneDnnProducts():
         judged = predict_classes(network, LEFT)
         assert not onednn_calls
         network(LEFT)
@@ -192,13 +200,122 @@ def test_the_processor_decides(
     monkeypatch.setattr(platform, "processor", lambda: processor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    is_faster.cache_clear()
+    products.is_faster.cache_clear()
     try:
-        assert is_faster() is expected
+        assert products.is_faster() is expected
         large = torch.nn.Linear(512, 512)
-        assert isinstance(fast_products(large), OneDnnProducts) is expected
-        assert not isinstance(fast_products(torch.nn.Linear(8, 8)), OneDnnProducts)
+        assert isinstance(products.fast_products(large), products.OneDnnProducts) is expected
+        assert not isinstance(
+            products.fast_products(torch.nn.Linear(8, 8)), products.OneDnnProducts
+        )
         elsewhere = torch.nn.Linear(512, 512, device="meta")
-        assert not isinstance(fast_products(elsewhere), OneDnnProducts)
+        assert not isinstance(products.fast_products(elsewhere), products.OneDnnProducts)
     finally:
-        is_faster.cache_clear()
+        products.is_faster.cache_clear()
+
+
+WATCHED = (
+    "engine/trace.py",
+    "system/torch_modes.py",
+    "torch/utils/_python_dispatch.py",
+    "torch/autograd/grad_mode.py",
+    "torch/fx/_symbolic_trace.py",
+    "contextlib.py",
+)
+"""Files in whose lines the timer rings: those that enter and leave modes."""
+EVERY = 7
+"""Each case of the test rings in every seventh line."""
+FIRST = range(EVERY) if grids.EVERY else (0, 3)
+
+
+class Bell:
+    """Raises OutOfTime in the n-th line of `WATCHED` that runs, as a signal's handler would."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+        self.lines = 0
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(WATCHED):
+            return None
+        if event == "line" and signal.getitimer(signal.ITIMER_REAL)[0] > 0:
+            self.lines += 1
+            if self.lines == self.at:
+                sys.settrace(None)
+                raise OutOfTime
+        return self
+
+
+def state() -> tuple[object, ...]:
+    return (
+        _len_torch_dispatch_stack(),
+        _len_torch_function_stack(),
+        torch.is_grad_enabled(),
+        nn.Module.__call__,
+        nn.Module.__getattr__,
+        table.patched_function(),
+    )
+
+
+@pytest.fixture
+def light_collections() -> None:
+    """A collection looks at what the test makes alone. What is frozen stays so: afterwards each
+    collection of an audit would walk over all of torch again.
+    """
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("light_collections")
+@pytest.mark.parametrize("first", FIRST)
+def test_a_stage_that_is_broken_off_anywhere_leaves_torch_as_it_was(first: int) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3)).eval()
+    bound_network(net, (1, 2, 2), 3)  # what it imports is there then
+    before = state()
+    at = first + 1
+    rung = True
+    while rung:
+        bell = Bell(at)
+        watching = sys.gettrace()
+        try:
+            with EndsAfter(60.0):
+                sys.settrace(bell)
+                bound_network(net, (1, 2, 2), 3)
+            rung = False
+        except OutOfTime:
+            at += EVERY
+        finally:
+            sys.settrace(watching)
+        assert state() == before
+    assert at > 100  # the timer rang in many lines, not in the first ones alone
+
+
+@pytest.mark.usefixtures("light_collections")
+@pytest.mark.parametrize("handling", [False, True])
+def test_generators_that_are_left_open_end_with_the_block(handling: bool) -> None:
+    """Also those in a cycle, and of an exception that was being handled: collected later, they would
+    switch gradients off then.
+    """
+
+    def without_gradients() -> Iterator[None]:
+        with torch.no_grad():
+            yield
+
+    def leave_open() -> None:
+        with torch.no_grad():
+            generator = without_gradients()
+            next(generator)
+        cycle: list[Any] = [generator]
+        cycle.append(cycle)
+        raise ValueError if handling else OutOfTime
+
+    def work() -> None:
+        try:
+            leave_open()
+        except ValueError:
+            raise OutOfTime  # noqa: B904 (as a signal would)
+
+    with pytest.raises(OutOfTime), EndsAfter(60.0):
+        work()
+    assert torch.is_grad_enabled()
+    gc.collect()
+    assert torch.is_grad_enabled()

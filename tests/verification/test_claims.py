@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.view import evidence_sentence
-from certcli.cli.verify import run as verify_run
+from certcli.cli.log.run import evidence_sentence
 from certcli.system.errors import NoBoundError
 from tests.helpers.commands import console
 
@@ -240,7 +240,7 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
     def refuse(*_: object) -> None:
         raise NoBoundError("none")
 
-    monkeypatch.setattr(verify_run, "prepare_method", refuse)
+    monkeypatch.setattr(methods, "prepare_method", refuse)
     for arithmetic in ("real", "bf16"):
         forged = change("finetune", "arithmetic", value=arithmetic)(
             Checkpoint.read(lab / "m.safetensors")

@@ -16,29 +16,29 @@ from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
-from certcli.cli.adapt.options import Mode
+from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
-from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.network import prove_network
+from certcli.lipschitz import bound, network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.system import errors, reading
-from certcli.system.processes import team
+from certcli.system import errors, processes, reading
 
 PARTS = "Adapted parts, with their relative output error on the calibration images"
 PARTS_ALONE = "Adapted parts, with the change of the network's logits by each alone"
 
 KEEP = 0.98
 MOST_CHOOSING = 100
-"""Most images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that all would take."""
+"""Most images that choose the changes: enough to tell 98 % from 93 %, in a third of the time that
+all would take."""
 
 
 MANY_CLASSES = 100
-"""L2 attention kept 51 to 96 % of first choices of networks of 10 classes, and 5 of 79 right answers of a ViT-Tiny."""
+"""L2 attention kept 51 to 96 % of first choices of networks of 10 classes, and 5 of 79 right
+answers of a ViT-Tiny."""
 
 OLD_HEAD = (
     "training with --loss margin from the old head ended at chance (a ViT on digits, one on MNIST), "
@@ -91,12 +91,6 @@ def with_head(checkpoint: file.Checkpoint, settings: AdaptSettings, sink: Sink) 
     return with_one
 
 
-def default_keep(images: labelled.Images, unseen: labelled.Images) -> float:
-    """Return 0.98 for a dataset's images; 1 for synthetic or too few images."""
-
-    return KEEP if len(unseen) and images.name != calibration.PHOTOGRAPHS else 1.0
-
-
 def make_adapter(
     checkpoint: file.Checkpoint,
     settings: AdaptSettings,
@@ -107,12 +101,12 @@ def make_adapter(
     """Return the adapter that the settings need; `choosing`: images that judge further changes."""
 
     if settings.refit:
-        return run.Adapter(checkpoint, settings, pixels, device, team())
-    keeper = keep.Keeper(checkpoint, settings, pixels, device, team())
+        return run.Adapter(checkpoint, settings, pixels, device, processes.team())
+    keeper = keep.Keeper(checkpoint, settings, pixels, device, processes.team())
     if choosing is not None and len(choosing):
         keeper.choose_by(
             ReferenceLogits(keeper.teacher, choosing.limit(MOST_CHOOSING, settings.seed))
-            if team().leads
+            if processes.team().leads
             else None
         )
     return keeper
@@ -130,7 +124,7 @@ def fit(
             for remark in adapter.run():
                 bar.advance(remark=remark)
         return
-    if team().agree(lambda: resume and not reading.is_absent(state_path)):
+    if processes.team().agree(lambda: resume and not reading.is_absent(state_path)):
         adapter.restore(run.load_adaptation_state(state_path, adapter.identity))
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
@@ -138,16 +132,10 @@ def fit(
     with sink.progress("adapt", total=adapter.steps) as bar:
         bar.advance(adapter.done)
         for record in adapter.run():
-            if team().leads:
+            if processes.team().leads:
                 run.save_adaptation_state(state_path, adapter.state())
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
-
-
-def trade_document(trade: keep.Trade) -> dict[str, Any]:
-    """Return {"trade": a row for each rung} for report and record; {} without chosen parts."""
-
-    return {"trade": [to_builtins(rung) for rung in trade.rungs]} if trade.rungs else {}
 
 
 def show_trade(trade: keep.Trade, sink: Sink) -> None:
@@ -217,7 +205,8 @@ def write_adapted(
     images = data.images(checkpoint.record, sink)
     used, unseen = calibration.hold_out(images)
     if settings.keep is None and not settings.refit:
-        settings = replace(settings, keep=default_keep(images, unseen))
+        real = len(unseen) and images.name != calibration.PHOTOGRAPHS
+        settings = replace(settings, keep=KEEP if real else 1.0)
     learnt, choosing = (
         calibration.hold_out(used, 3)
         if settings.keep is not None and settings.keep < 1
@@ -226,10 +215,10 @@ def write_adapted(
     pixels = compact(batch for _, batch, _ in learnt.batches(32))
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
-    if not team().leads:
+    if not processes.team().leads:
         fit(adapter, state_path, mode.resume, locks, sink)
-        proves = team().rank == team().size - 1
-        team().everyone(
+        proves = processes.team().rank == processes.team().size - 1
+        processes.team().everyone(
             _bound_fields("upper_before", adapter.teacher, checkpoint) if proves else None
         )
         return
@@ -250,11 +239,14 @@ def write_adapted(
         refitted=settings.refit,
     )
     after = _bound_fields("upper_after", build.load(result, machine.pick()), checkpoint)
-    before = team().everyone(
-        None if team().several else _bound_fields("upper_before", adapter.teacher, checkpoint)
+    before = processes.team().everyone(
+        None
+        if processes.team().several
+        else _bound_fields("upper_before", adapter.teacher, checkpoint)
     )[-1]
     chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
-    trade = trade_document(chosen)
+    rungs = [to_builtins(rung) for rung in chosen.rungs]
+    trade = {"trade": rungs} if rungs else {}
     inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
@@ -292,7 +284,7 @@ def write_adapted(
 def _bound_fields(name: str, model: PixelModel, checkpoint: file.Checkpoint) -> dict[str, Any]:
     """Return the network's proven bound in the form of the document, under this name."""
 
-    return bound_document(prove_network(model, checkpoint.record.classes).upper, name)
+    return bound.bound_document(network.prove_network(model, checkpoint.record.classes).upper, name)
 
 
 def _peak_memory() -> int:

@@ -1,9 +1,186 @@
 """certvit attack: the empirical upper bound, judged by us."""
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
 from certcli.certify.options import Patches
-from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
-from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
+from certcli.cli.shared import groups, options
+from certcli.cli.shared.command import command, group
+from certcli.evaluation import choices, radii, threat
+from certcli.system.errors import UsageError
+from certcli.system.options import option
+
+if TYPE_CHECKING:
+    from certcli.attack.settings import AttackSettings
+    from certcli.attack.stages import Stage
+
+
+def list_attacks(context: typer.Context, enabled: bool) -> None:
+    """Print every attack, ours and torchattacks', with norms, arguments and defaults."""
+    from certcli.attack.catalogue import ATTACKS, PREFIX, signature, torchattacks_names
+    from certcli.cli.shared.output import Sink
+
+    if not enabled:
+        return
+    sink = Sink(as_json=False, quiet=False)
+    sink.table(
+        "Attacks",
+        ["--attack", "norm", "what it does"],
+        [(a.name, " ".join(a.norms), a.summary) for a in ATTACKS],
+    )
+    try:
+        theirs = [(PREFIX + name, signature(name)) for name in torchattacks_names()]
+    except UsageError as failure:
+        sink.text(f"{failure.message}: {failure.hint}")
+    else:
+        sink.table(
+            f"Attacks of torchattacks, as {PREFIX}NAME,argument=value",
+            ["--attack", "norm", "measured in", "arguments and their defaults"],
+            [
+                (name, " ".join(s.norms), " ".join(s.measures) or "-", s.words())
+                for name, s in theirs
+            ],
+        )
+    raise typer.Exit
+
+
+@group("Attacks")
+class Attacks:
+    """Which attacks run, at which radii, and what they may spend."""
+
+    attacks: list[str] = option(
+        list,
+        "fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and all that "
+        "--list shows; may be repeated. Default: pgd.",
+        "--attack",
+        "-a",
+    )
+    listed: bool = option(
+        False, "Show all attacks and exit.", "--list", is_eager=True, callback=list_attacks
+    )
+    preset: str | None = option(None, "A paper's evaluation: certvit, specformer-standard, ...")
+    epsilon: list[float] = option(
+        list,
+        "Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=radii.parse_radius,
+    )
+    norm: threat.Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: choices.Defence = option(
+        "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
+    )
+    steps: int | None = option(
+        None, "Steps of iterated attacks. Default: each attack's own.", min=1
+    )
+    restarts: int = option(1, "Runs of random attacks on images that are not broken yet.", min=1)
+    step_size: float | None = option(
+        None,
+        "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
+        metavar="A",
+        read=radii.parse_radius,
+    )
+    samples: int = option(
+        1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
+    )
+    precision: choices.Precision = option(
+        "float32",
+        "Precision of the attack's own passes, float32 or bf16; results are judged in "
+        "the network's own.",
+    )
+    pixels: choices.Pixels = option(
+        "float",
+        "float, or 8bit: round the images first, and search among 8-bit images only.",
+    )
+    independent: bool = option(
+        False, "Run every attack on every image, also on images that are broken already."
+    )
+    crafted_on: str | None = option(
+        None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=options.Reads()
+    )
+    checks: bool = option(
+        True, "Check the evaluation itself on a few images.", "--checks/--no-checks"
+    )
+
+    def plan(self, seed: int, certified: bool) -> tuple[AttackSettings, tuple[Stage, ...]]:
+        """Settings and stages; UsageError on wishes that contradict."""
+        from certcli.attack.settings import AttackSettings
+        from certcli.attack.stages import stages_of
+
+        settings = AttackSettings(
+            steps=self.steps,
+            restarts=self.restarts,
+            step_size=self.step_size,
+            samples=self.samples,
+            seed=seed,
+            precision=self.precision,
+            pixels=self.pixels,
+        )
+        if certified and self.precision != "float32":
+            raise UsageError("certificates are attacked in float64", "leave out --precision")
+        return settings, stages_of(
+            self.attacks,
+            self.preset,
+            self.norm,
+            self.epsilon,
+            settings,
+            independent=self.independent,
+            certified=certified,
+        )
+
+
+@group("Images")
+class AttackedImages(groups.Evaluation):
+    """The images that are attacked."""
+
+    only_certified: Path | None = option(
+        None,
+        "Records of `certify`: attack each certified image at its own radius.",
+        metavar="FILE.jsonl",
+        mark=options.Reads(),
+    )
+
+
+@group("Output")
+class AttackOutput:
+    """What is written beside the document, and what it must meet."""
+
+    minimum: float | None = option(
+        None,
+        "Required share that withstands the attacks at the smallest radius: exit 7 if it "
+        "is missed, 9 if the images do not decide.",
+        "--min-robust",
+        metavar="A",
+        read=options.typed_share,
+    )
+    records: options.Records = None
+    resume: options.Resume = False
+    save_examples: Path | None = option(
+        None, "Write adversarial examples as safetensors.", mark=options.Writes()
+    )
+    gallery: Path | None = option(
+        None,
+        "Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
+        metavar="FILE",
+        mark=options.Writes(figure=True),
+    )
+
+    @property
+    def keeps_images(self) -> bool:
+        return self.save_examples is not None or self.gallery is not None
+
+    def check(self) -> None:
+        """UsageError on wishes that contradict, before any work."""
+        if self.resume and self.keeps_images:
+            raise UsageError(
+                "the records that --resume reads hold no images",
+                "leave out --save-examples, --gallery",
+            )
 
 
 @command(
@@ -11,6 +188,7 @@ from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
     "certvit attack m.safetensors --only-certified certified.jsonl -a margin-pgd",
     "certvit attack m.safetensors --norm patch --patch 32 --defence patch",
     page="attack.md",
+    run="certcli.cli.attack.run:report_attacks",
     often=(
         "attacks",
         "listed",
@@ -26,16 +204,13 @@ from certcli.cli.shared.groups import BatchDevice, Output, Source, Talk
     panels={"patch": "Patches"},
 )
 def attack(
-    source: Source,
+    source: groups.Source,
     attacks: Attacks = Attacks(),
     data: AttackedImages = AttackedImages(),
     patches: Patches = Patches(),
-    machine: BatchDevice = BatchDevice(),
+    machine: groups.BatchDevice = groups.BatchDevice(),
     results: AttackOutput = AttackOutput(),
-    output: Output = Output(),
-    talk: Talk = Talk(),
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
-    from certcli.cli.attack import run
-
-    run.report_attacks(source, attacks, data, patches, machine, results, output, talk)

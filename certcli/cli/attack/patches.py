@@ -15,7 +15,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.certify import options
 from certcli.certify.patch.certifier import PatchCertificate, TouchedPasses, prepare_patch
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.attack.options import AttackedImages, AttackOutput, Attacks
+from certcli.cli.attack.command import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation import evidence, radii, record_lines, records, threat

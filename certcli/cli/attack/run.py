@@ -21,24 +21,15 @@ from certcli.attack.stages import (
 )
 from certcli.certify.options import Patches
 from certcli.checkpoint.file import Checkpoint, write_safetensors
-from certcli.cli.attack import options
+from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, record_lines
-from certcli.evaluation.intervals import number_of
-from certcli.evaluation.radii import (
-    attacked_percent,
-    attacked_radius,
-    percent_ends,
-    proven_radius,
-)
+from certcli.evaluation import evidence_schema, intervals, radii, record_lines
 from certcli.evaluation.records import RecordFile, digested
-from certcli.images.labelled import Images
-from certcli.images.names import names_of_classes
+from certcli.images import labelled, names
 from certcli.models import build, origins
-from certcli.system.errors import CertvitError, UsageError
-from certcli.system.processes import require_one, team
+from certcli.system import errors, processes
 
 _BUG = (
     "a certificate and a counterexample cannot both be right: certvit verify checks the file; if it is verified, report "
@@ -51,7 +42,7 @@ class Session:
     """One run: the network, the images, and what is done. facts: for header and document."""
 
     checkpoint: Checkpoint
-    images: Images
+    images: labelled.Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
     certificates: Mapping[int, judge.CertifiedImage] | None
@@ -67,7 +58,7 @@ class Session:
     def run(
         self,
         crafted_on: Checkpoint | None,
-        results: options.AttackOutput,
+        results: command.AttackOutput,
         force: bool,
         checks: bool,
         every: bool,
@@ -83,9 +74,9 @@ class Session:
         crafter = None if crafted_on is None else self.load(crafted_on)
         records_of: dict[int, list[AttackRecord]] = {}
         plan = (self.tasks, self.settings, batch_size)
-        campaign = Campaign(model, *plan, crafter, team().leads and results.keeps_images)
-        if not team().leads:
-            list(campaign.run(team=team()))
+        campaign = Campaign(model, *plan, crafter, processes.team().leads and results.keeps_images)
+        if not processes.team().leads:
+            list(campaign.run(team=processes.team()))
             return None
         with RecordFile(
             results.records,
@@ -101,7 +92,7 @@ class Session:
             flags: tuple[Flag, ...] = ()
             total = sum(map(len, self.tasks))
             with self.sink.progress("attack", total=total) as bar, PassCounter(model, bar) as work:
-                for number, rows in campaign.run(file, team()):
+                for number, rows in campaign.run(file, processes.team()):
                     records_of.setdefault(number, []).extend(rows)
                     bar.advance(len(rows))
                     if checks and not flags:
@@ -126,8 +117,7 @@ class Session:
     def show(
         self,
         records_of: Mapping[int, Sequence[AttackRecord]],
-        results: options.AttackOutput,
-        compared: Checkpoint | None,
+        results: command.AttackOutput,
         name: str,
         force: bool,
     ) -> None:
@@ -138,25 +128,14 @@ class Session:
         if results.save_examples is not None and fallen:
             write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
-        shown = examples.choose_exhibits(records_of[0], name) if results.gallery is not None else []
-        if results.gallery is None or not shown:
+        if results.gallery is None or not fallen:
             return
-        gathered = [[exhibit] for exhibit in shown]
-        if compared is not None:
-            second = examples.beside_network(
-                shown,
-                self.load(compared),
-                Path(str(results.compare)).stem,
-                self.tasks[0].stage,
-                self.settings.seed,
-            )
-            gathered = [list(pair) for pair in zip(shown, second, strict=True)]
         record = self.checkpoint.record
-        _draw(
-            gathered,
-            names_of_classes(record.classes, record.class_names, self.images.classes),
+        _draw_fallen(
+            examples.choose_exhibits(records_of[0]),
+            names.names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
-            f"{name} on {self.images.name} ({self.images.split})",
+            name,
             self.images,
         )
         self.sink.note(f"wrote {results.gallery}")
@@ -189,7 +168,9 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
     if findings.contradiction is not None:
         gate.demand(
             False,
-            CertvitError(f"certified above attacked: {findings.contradiction.measured}", _BUG),
+            errors.CertvitError(
+                f"certified above attacked: {findings.contradiction.measured}", _BUG
+            ),
         )
     if minimum is not None:
         first = findings.first
@@ -197,7 +178,7 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
             round(first.robust * first.images),
             first.images,
             minimum,
-            f"robust accuracy at {attacked_radius(first.epsilon)}",
+            f"robust accuracy at {radii.attacked_radius(first.epsilon)}",
             "--min-robust",
         )
 
@@ -210,8 +191,8 @@ def show_attacks(
     for part in findings.parts:
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {name: percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = attacked_radius(summary.epsilon) if part.own is None else "its own"
+            between = {name: radii.percent_ends(ends) for name, ends in summary.intervals.items()}
+            radius = radii.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -222,20 +203,22 @@ def show_attacks(
                 )
             )
             rows += [
-                ("", f"{name} ({order})", attacked_percent(share), between[name], "")
+                ("", f"{name} ({order})", radii.attacked_percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
-            nearest = "" if summary.median_norm is None else attacked_radius(summary.median_norm, 4)
+            nearest = (
+                "" if summary.median_norm is None else radii.attacked_radius(summary.median_norm, 4)
+            )
             rows.append(
                 (
                     "",
                     "all (worst case)",
-                    attacked_percent(summary.robust),
+                    radii.attacked_percent(summary.robust),
                     between["robust"],
                     nearest,
                 )
             )
-    title = f"{images}, {number_of(findings.first.images)}{', certified as their records say' if certified else ''}"
+    title = f"{images}, {intervals.number_of(findings.first.images)}{', certified as their records say' if certified else ''}"
     sink.table(
         title + (", crafted on another network" if transfer else ""),
         ["radius (pixel)", "correct after", "share", "95 % interval", "median norm found"],
@@ -250,72 +233,68 @@ def show_attacks(
                 f"As 8-bit files, {last.fooled_8bit} of {last.fooled} adversarial images fool it too."
             )
     for part in findings.parts:
-        if part.own is not None:
+        if part.own_radii is not None:
             summary_text = "smallest {}, median {}, largest {}".format(
-                *(proven_radius(radius, 4) for radius in part.own)
+                *(radii.proven_radius(radius, 4) for radius in part.own_radii)
             )
             sink.text(
                 f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
             )
 
 
-def _draw(
-    rows: list[list[examples.Exhibit]],
-    names: list[str],
+def _draw_fallen(
+    fallen: Sequence[Any],
+    classes: Sequence[str],
     path: Path,
-    about: str,
-    images: Images,
+    network: str,
+    images: labelled.Images,
 ) -> None:
-    from certcli.report.gallery import AttackedImage, draw_gallery
+    from certcli.report.figures import AttackedImage, draw_gallery
 
-    def picture(exhibit: examples.Exhibit) -> AttackedImage:
-        shown = exhibit.record
-        assert shown.image is not None
-        assert shown.adversarial is not None
-        assert shown.norm is not None
-        caption = f"{shown.kind} {attacked_radius(shown.norm, 3)}"
-        if not exhibit.crafted_here:
-            caption = f"{'withstands' if shown.correct else 'wrong already'}: that of the left"
-        return AttackedImage(
-            image=shown.image,
-            adversarial=shown.adversarial,
-            heading=f"image {shown.index}, {exhibit.network}",
-            clean_class=names[shown.prediction],
-            clean_right=shown.correct,
-            adversarial_class=names[shown.adversarial_prediction],
-            adversarial_right=shown.adversarial_prediction == shown.label,
-            as_file=shown.as_8bit is True,
-            norm=caption,
-            file=images.file_of.get(shown.index, ""),
+    rows = []
+    for record in fallen:
+        after = classes[record.adversarial_prediction]
+        rows.append(
+            AttackedImage(
+                image=record.image,
+                adversarial=record.adversarial,
+                heading=f"image {record.index}, {network}",
+                before=classes[record.prediction],
+                after=after if record.as_8bit else f"{after} (not as 8 bits)",
+                norm=f"{record.kind} {radii.attacked_radius(record.norm, 3)}",
+                file=images.file_of.get(record.index, ""),
+            )
         )
-
     count = f"{len(rows)} attacked image{'s' * (len(rows) != 1)}"
     draw_gallery(
-        [[picture(shown) for shown in row] for row in rows],
+        rows,
         path,
-        f"{about}: {count}\nimage, perturbation, their sum; classes in blue where right",
+        f"{network} on {images.name} ({images.split}): {count}\n"
+        "image, perturbation, their sum; classes in blue where right",
     )
 
 
 def report_attacks(
     source: groups.Source,
-    attacks: options.Attacks,
-    data: options.AttackedImages,
+    attacks: command.Attacks,
+    data: command.AttackedImages,
     patches: Patches,
     machine: groups.BatchDevice,
-    results: options.AttackOutput,
+    results: command.AttackOutput,
     output: groups.Output,
     talk: groups.Talk,
 ) -> None:
     """Attack images: the accuracy under attack, an upper limit on any certified accuracy."""
     results.check()
     if results.keeps_images:
-        require_one(
+        processes.require_one(
             "adversarial images are kept", "leave out --save-examples and --gallery, or torchrun"
         )
     output.claim(source, attacks, data, results)
     if patch_attacked.asks_for_patches(attacks, data, patches, results):
-        require_one("patches are looked for", "certvit attack --norm patch without torchrun")
+        processes.require_one(
+            "patches are looked for", "certvit attack --norm patch without torchrun"
+        )
         patch_attacked.attack_by_patches(
             source, attacks, data, patches, machine, results, output, talk.sink()
         )
@@ -324,15 +303,13 @@ def report_attacks(
     gate = Gate()
     settings, stages = attacks.plan(data.seed, data.only_certified is not None)
     checkpoint = source.read(sink)
-    crafted_on, compared = (
-        _second(path, checkpoint, source.ckpt) for path in (attacks.crafted_on, results.compare)
-    )
+    crafted_on = _second(attacks.crafted_on, checkpoint, source.ckpt)
     certificates = None
     if data.only_certified is not None:
         norm, certificates = judge.read_certified(data.only_certified, checkpoint.digest)
         stages = in_norm(stages, norm, attacks.norm)
     images = data.images(checkpoint.record, sink, unlabelled=True)
-    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())
     shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     drawn = [
@@ -368,7 +345,7 @@ def report_attacks(
         # one an image, in the order of the images: the records are of every radius
         answers = {record.index: record.prediction for record in records[0]}
         inputs.doubt_accuracy(document["clean"], images, checkpoint, sink, list(answers.values()))
-    session.show(records, results, compared, Path(source.ckpt).stem, output.force)
+    session.show(records, results, Path(source.ckpt).stem, output.force)
     result = {
         name: document[name]
         for name in evidence_schema.AttackResult.__struct_fields__
@@ -389,7 +366,7 @@ def _second(path: str | None, checkpoint: Checkpoint, tested: str) -> Checkpoint
     other = open_checkpoint(path, origins.Hints())
     record = checkpoint.record
     if (other.record.input.size, other.record.classes) != (record.input.size, record.classes):
-        raise UsageError(
+        raise errors.UsageError(
             f"{path} has other images or classes than {tested}", "both must see the same images"
         )
     return other

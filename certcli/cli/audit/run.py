@@ -6,29 +6,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from certcli.audit import document_builder, evidence
+from certcli.audit import document_builder, gates
 from certcli.audit.clock import Clock
-from certcli.audit.findings import AuditFindings
-from certcli.audit.pictures import pictures_of
 from certcli.audit.plan import AuditPlan, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.audit.options import STDOUT, TEXT, AuditOptions, Reports
-from certcli.cli.shared import inputs
-from certcli.cli.shared.groups import BatchDevice, Calibration, Evaluation, Output, Source, Talk
+from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation import image_doubts, intervals, radii, records
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
-from certcli.report import compare, formats
+from certcli.report import audit_page
 from certcli.report.document import Audit, from_json, to_json
 from certcli.report.machine import as_annotations
-from certcli.report.shares import share_rows
-from certcli.system.errors import DataError, GateError, Refused, UndecidedError, UsageError
-from certcli.system.processes import team
+from certcli.report.shares import (
+    CHANGE_COLUMNS,
+    CHANGES_TITLE,
+    change_cells,
+    compare_audits,
+    share_rows,
+)
+from certcli.system import errors, processes, registry
 from certcli.system.reading import LARGEST_REPORT, read_bounded
-from certcli.system.registry import one_of
 
 FORMATS = (".html", ".json", ".sarif", ".xml")
 """Suffixes of --report."""
@@ -38,13 +39,13 @@ LARGEST_SHOWN = 6
 
 
 def report_audit(
-    source: Source,
+    source: groups.Source,
     options: AuditOptions,
-    data: Evaluation,
-    machine: BatchDevice,
+    data: groups.Evaluation,
+    machine: groups.BatchDevice,
     reports: Reports,
-    output: Output,
-    talk: Talk,
+    output: groups.Output,
+    talk: groups.Talk,
 ) -> None:
     """Say in words how robust a network is: bound, slope, certificates and attacks within a time
     budget."""
@@ -52,7 +53,7 @@ def report_audit(
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
     plan = replace(plan, anonymous=reports.anonymous)
-    clock = Clock(plan.budget, Sink.invocation.started, team())
+    clock = Clock(plan.budget, Sink.invocation.started, processes.team())
     output.claim(source, data, reports, options)
     _require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else _read_earlier(reports.compare)
@@ -62,10 +63,10 @@ def report_audit(
     images = _audited_images(checkpoint.record, data, sink)
     if images is not None:
         answered = inputs.answered(checkpoint, images, device, sink, lambda: clock.pressed)
-        images = records.digested(answered, team())
+        images = records.digested(answered, processes.team())
 
     def calibration() -> labelled.Images:
-        return Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
+        return groups.Calibration(limit=8, seed=data.seed).images(checkpoint.record, sink)
 
     with sink.progress("audit", total=round(clock.budget)) as bar:
 
@@ -73,8 +74,9 @@ def report_audit(
             bar.reach(round(clock.spent), stage)
 
         findings = run(checkpoint, images, calibration, plan, device, clock, tell)
-    if not team().leads:
+    if not processes.team().leads:
         return
+    images = findings.images
     if images is not None:
         findings.seen = image_doubts.doubts(checkpoint.record, images)[1]
         findings.seen += inputs.differing_answers(checkpoint, images)
@@ -90,7 +92,7 @@ def report_audit(
     )
     document = document_builder.compose(checkpoint, findings, plan, clock, typed, device)
     if earlier is not None:
-        document.changes = compare.changes(earlier, document)
+        document.changes = compare_audits(earlier, document)
     gate = _audit_gate(document)
     _show_audit(document, checkpoint.reading.line(), sink)
     record = checkpoint.record
@@ -109,7 +111,7 @@ def report_audit(
     gate.enforce()
 
 
-def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
+def _first_images(record: Record, data: groups.Evaluation, sink: Sink) -> groups.Evaluation:
     """Name the bundled photographs where no images are named and the network can see them."""
     if (
         data.dataset is not None
@@ -121,13 +123,13 @@ def _first_images(record: Record, data: Evaluation, sink: Sink) -> Evaluation:
     return replace(data, dataset=datasets.PHOTOGRAPHS)
 
 
-def _audited_images(record: Record, data: Evaluation, sink: Sink) -> labelled.Images | None:
+def _audited_images(record: Record, data: groups.Evaluation, sink: Sink) -> labelled.Images | None:
     """The images to judge by, in turn; None when none were named and none of its own are here."""
     if data.dataset is None and record.dataset is None:
         return None
     try:
         images = replace(data, limit=None).images(record, sink, unlabelled=True).in_turn(data.seed)
-    except DataError as failure:
+    except errors.DataError as failure:
         if data.dataset is not None:
             raise
         sink.warn(
@@ -140,17 +142,19 @@ def _audited_images(record: Record, data: Evaluation, sink: Sink) -> labelled.Im
 def _require_formats(reports: Reports, as_json: bool) -> None:
     """UsageError on a suffix or a name that no format has, and on two formats for stdout."""
     if reports.written not in STDOUT:
-        raise UsageError(f"--format {reports.written}", one_of(reports.written, STDOUT))
+        raise errors.UsageError(
+            f"--format {reports.written}", registry.one_of(reports.written, STDOUT)
+        )
     if as_json and reports.written != TEXT:
-        raise UsageError(
+        raise errors.UsageError(
             f"--json and --format {reports.written} both write to stdout",
             "certvit audit ... --report FILE.json writes the document to a file",
         )
     for path in reports.report:
         if path.suffix.lower() not in FORMATS:
-            raise UsageError(
+            raise errors.UsageError(
                 f"--report {path}: no format has the suffix '{path.suffix}'",
-                one_of(path.suffix, FORMATS),
+                registry.one_of(path.suffix, FORMATS),
             )
 
 
@@ -160,9 +164,11 @@ def _read_earlier(path: Path) -> Audit:
     try:
         return from_json(read_bounded(path, LARGEST_REPORT))
     except OSError as failure:
-        raise DataError(f"--compare {path}: {failure.strerror or failure}", hint) from failure
-    except Refused as refusal:
-        raise DataError(
+        raise errors.DataError(
+            f"--compare {path}: {failure.strerror or failure}", hint
+        ) from failure
+    except errors.Refused as refusal:
+        raise errors.DataError(
             f"--compare {path} is no document of an audit: {refusal}", hint
         ) from refusal
 
@@ -172,9 +178,9 @@ def _audit_gate(document: Audit) -> Gate:
     for row in document.gate.judged:
         message = f"--fail-on {row.fail_on}: {row.reason}"
         if row.verdict == intervals.UNDECIDED:
-            gate.demand(False, UndecidedError(message, MORE))
+            gate.demand(False, errors.UndecidedError(message, MORE))
         else:
-            gate.demand(row.passed, GateError(message))
+            gate.demand(row.passed, errors.GateError(message))
     return gate
 
 
@@ -203,7 +209,7 @@ def _show_audit(document: Audit, reading: str, sink: Sink) -> None:
     )
     if document.changes:
         sink.table(
-            compare.TITLE, compare.COLUMNS, [compare.cells(change) for change in document.changes]
+            CHANGES_TITLE, CHANGE_COLUMNS, [change_cells(change) for change in document.changes]
         )
     _details(document, reading, sink)
 
@@ -271,10 +277,10 @@ def _details(document: Audit, reading: str, sink: Sink) -> None:
 
 def _write_reports(
     document: Audit,
-    findings: AuditFindings,
+    findings: gates.AuditFindings,
     checkpoint: Checkpoint,
     reports: Reports,
-    output: Output,
+    output: groups.Output,
     names: Sequence[str],
     plan: AuditPlan,
     sink: Sink,
@@ -283,9 +289,13 @@ def _write_reports(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = {} if suffix != ".html" else pictures_of(findings, names, plan.anonymous)
-        formats.save_text(path, formats.text_of(document, suffix, pictures))
+        pictures = (
+            {}
+            if suffix != ".html"
+            else document_builder.pictures_of(findings, names, plan.anonymous)
+        )
+        audit_page.save_text(path, audit_page.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:
         sink.commands(as_annotations(document))
-    output.write_evidence(evidence.with_evidence(checkpoint, document, plan.seed), sink)
+    output.write_evidence(document_builder.with_evidence(checkpoint, document, plan.seed), sink)

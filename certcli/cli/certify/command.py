@@ -1,11 +1,81 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
+from pathlib import Path
+
 import typer
 
 from certcli.certify.options import Local, Patches, Proof, Smoothing
-from certcli.cli.certify.options import CertifyOptions, CertifyTarget
-from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import BatchDevice, Evaluation, Output, Source, Talk
+from certcli.cli.shared import groups, options
+from certcli.cli.shared.command import command, group
+from certcli.evaluation.radii import parse_radius
+from certcli.system.options import option
+
+RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
+"""Radii at which certified accuracy is shown by default."""
+
+
+@group()
+class CertifyTarget:
+    """What is certified, at which radii, and what the result must meet."""
+
+    epsilon: list[float] = option(
+        list,
+        "Radius in pixel units: 0.5 or 36/255; may be repeated. Default: 0.25, 0.5, 1; in "
+        "linf 1, 2, 4, 8 / 255.",
+        "--epsilon",
+        "-e",
+        metavar="R",
+        read=parse_radius,
+    )
+    methods: list[str] = option(
+        lambda: ["lipschitz"],
+        "lipschitz (proof, global bound), box (proof, larger radii where pixels are 0 or "
+        "1), local (proof image by image, small networks), local-lip or bcp (proof, "
+        "chains of layers), smoothing (any network, with a probability), patch (proof "
+        "against patches, any network behind masks), auto (chooses, and says why); "
+        "several are shown side by side. --method NAME --help shows its options.",
+        "--method",
+    )
+    minimum: str | None = option(
+        None,
+        "Required certified share at radius (or patch) R, by default the smallest: exit "
+        "7 if it is missed, 9 if the images do not decide.",
+        "--min-certified",
+        metavar="SHARE[@R]",
+    )
+    vnnlib: Path | None = option(
+        None,
+        "A query of VNN-LIB 1.0 or 2.0 about NET.onnx, in place of images: holds, violated (exit 7) "
+        "or unknown (exit 9), within --seconds, 100 by default.",
+        mark=options.Reads(),
+    )
+    result: Path | None = option(
+        None, "With --vnnlib: VNN-COMP's file of the result.", mark=options.Writes()
+    )
+    records: options.Records = None
+    resume: options.Resume = False
+    attack_records: Path | None = option(
+        None,
+        "Records of `attack`, shown beside the certificates and in --plot.",
+        mark=options.Reads(),
+    )
+    plot: options.Plot = None
+
+
+@group()
+class CertifyOptions:
+    """All options of one call that certifies."""
+
+    source: groups.Source
+    target: CertifyTarget = CertifyTarget()
+    proof: Proof = Proof()
+    smoothing: Smoothing = Smoothing()
+    local: Local = Local()
+    patches: Patches = Patches()
+    data: groups.Evaluation = groups.Evaluation()
+    machine: groups.BatchDevice = groups.BatchDevice()
+    output: groups.Output = groups.Output()
+
 
 PANELS = {
     "smoothing": "Smoothing",
@@ -22,6 +92,7 @@ PANELS = {
     "0.12 -e 0.12 --limit 50",
     "certvit certify vit_tiny_patch16_224 --dataset FOLDER --method patch --patch 32 --limit 200",
     page="certify.md",
+    run="certcli.cli.certify.run:report_certificates",
     often=(
         "epsilon",
         "methods",
@@ -35,21 +106,7 @@ PANELS = {
 )
 def certify(
     context: typer.Context,
-    source: Source,
-    target: CertifyTarget = CertifyTarget(),
-    proof: Proof = Proof(),
-    smoothing: Smoothing = Smoothing(),
-    local: Local = Local(),
-    patches: Patches = Patches(),
-    data: Evaluation = Evaluation(),
-    machine: BatchDevice = BatchDevice(),
-    output: Output = Output(),
-    talk: Talk = Talk(),
+    options: CertifyOptions,
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Certify images: the certified accuracy at each l2 radius, or against each patch."""
-    from certcli.cli.certify import run
-
-    options = CertifyOptions(
-        source, target, proof, smoothing, local, patches, data, machine, output
-    )
-    run.report_certificates(options, context, talk.sink())

@@ -7,7 +7,7 @@ from typing import Any
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
 from certcli.certify.options import Patches
-from certcli.cli.certify.options import LARGEST, RADII, CertifyOptions
+from certcli.cli.certify.command import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation import radii, records
 from certcli.evaluation.threat import Threat
@@ -92,12 +92,6 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
                 f"{unused} works with --method {method}, not with {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
-    if target.radius == LARGEST and not {"local", AUTO} & set(methods):
-        raise UsageError(
-            f"--radius works with --method local, not with {', '.join(methods)}: others compute each "
-            "radius at once",
-            "leave it out, or --method local",
-        )
     if target.records is not None and len(methods) > 1:
         raise UsageError(
             "a file of records holds one method", "run them one by one, or leave out --records"

@@ -1,4 +1,5 @@
-"""certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the result."""
+"""certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the
+result."""
 
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from certcli.certify import vnnlib
 from certcli.certify.methods import prepare_method
 from certcli.certify.options import AUTO, BRANCH
 from certcli.certify.query_network import QueryNetwork, query_network
-from certcli.cli.certify.options import CertifyOptions
+from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
@@ -59,7 +60,7 @@ def require_read(context: typer.Context) -> None:
 
 def answer_query(options: CertifyOptions, sink: Sink) -> None:
     """Decide a query; raise GateError where it is violated, UndecidedError where it is unknown."""
-    from certcli.report.formats import save_text
+    from certcli.report.audit_page import save_text
 
     started = Sink.invocation.started or time.perf_counter()
     target, source = options.target, Path(options.source.ckpt)

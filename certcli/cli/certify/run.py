@@ -9,19 +9,10 @@ from pathlib import Path
 import typer
 
 from certcli.certify import certificate, method_choice, methods
-from certcli.certify.options import BRANCH, CertifierOptions, Effort
+from certcli.certify.options import BRANCH, CertifierOptions
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify import query, view
-from certcli.cli.certify.demands import (
-    AUTO,
-    PROVING,
-    CertifiedDemand,
-    patch_demand,
-    require_compatible,
-)
-from certcli.cli.certify.options import ASKED, CertifyOptions
-from certcli.cli.certify.view import Result
-from certcli.cli.shared import inputs
+from certcli.cli.certify import command, demands, query, view
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
 from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.records import (
@@ -32,8 +23,7 @@ from certcli.evaluation.records import (
 )
 from certcli.evaluation.threat import Threat, one_norm
 from certcli.images.labelled import Images
-from certcli.system.errors import NoBoundError, UsageError
-from certcli.system.processes import require_one, team
+from certcli.system import errors, processes
 
 
 @dataclass(frozen=True)
@@ -43,15 +33,15 @@ class CertifyTask:
     checkpoint: Checkpoint
     images: Images
     threats: Sequence[Threat]
-    demand: CertifiedDemand
+    demand: demands.CertifiedDemand
 
 
 def choose_methods(
-    task: CertifyTask, options: CertifyOptions, sink: Sink
+    task: CertifyTask, options: command.CertifyOptions, sink: Sink
 ) -> method_choice.MethodChoice:
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
-    if first != AUTO:
+    if first != demands.AUTO:
         return method_choice.MethodChoice(first, "", tuple(others), options.local.effort)
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
@@ -63,14 +53,17 @@ def choose_methods(
 
 
 def run_all(
-    choice: method_choice.MethodChoice, task: CertifyTask, options: CertifyOptions, sink: Sink
-) -> list[Result]:
+    choice: method_choice.MethodChoice,
+    task: CertifyTask,
+    options: command.CertifyOptions,
+    sink: Sink,
+) -> list[view.Result]:
     """Certify by each method that says something. None where another process leads."""
-    results: list[Result] = []
+    results: list[view.Result] = []
     for method in (choice.method, *choice.beside):
         try:
             result = _certify_by(method, choice, task, options, sink)
-        except NoBoundError as failure:
+        except errors.NoBoundError as failure:
             # gate and document speak of the first: no other may stand in its place
             if method == choice.method:
                 raise
@@ -84,11 +77,18 @@ def _method_options(
     method: str,
     choice: method_choice.MethodChoice,
     task: CertifyTask,
-    options: CertifyOptions,
+    options: command.CertifyOptions,
 ) -> CertifierOptions | None:
-    if method == "local":
-        return _local_options(choice.effort, task, options)
-    if method in PROVING:
+    if method == "local":  # the radii of -e are decided, others searched
+        asked = [threat.radius for threat in task.threats if threat.radius > 0]
+        return replace(
+            options.local,
+            effort=choice.effort,
+            at=asked if options.target.epsilon else options.local.at,
+            seconds=options.local.seconds if choice.effort == BRANCH else None,
+            arithmetic=options.proof.arithmetic,
+        )
+    if method in demands.PROVING:
         return options.proof
     if method == "smoothing":
         return replace(
@@ -97,31 +97,13 @@ def _method_options(
     return options.patches if method == "patch" else None
 
 
-def _local_options(effort: Effort, task: CertifyTask, options: CertifyOptions) -> CertifierOptions:
-    """Return the options of `local`: the radii of -e are decided, others searched."""
-    return replace(
-        options.local,
-        effort=effort,
-        at=[threat.radius for threat in task.threats if threat.radius > 0]
-        if _decides(options)
-        else options.local.at,
-        seconds=options.local.seconds if effort == BRANCH else None,
-        arithmetic=options.proof.arithmetic,
-    )
-
-
-def _decides(options: CertifyOptions) -> bool:
-    """Tell whether `local` decides radii in place of a search."""
-    return bool(options.target.epsilon) and options.target.radius == ASKED
-
-
 def _certify_by(
     method: str,
     choice: method_choice.MethodChoice,
     task: CertifyTask,
-    options: CertifyOptions,
+    options: command.CertifyOptions,
     sink: Sink,
-) -> Result | None:
+) -> view.Result | None:
     """Certify all images by a method, records written at once; None where another leads.
 
     Of the records that were read instead, those that the demand rests on are computed again.
@@ -130,7 +112,7 @@ def _certify_by(
     demand = task.demand
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
-    if certifier is None or (method == "local" and _decides(options)):
+    if certifier is None or (method == "local" and options.target.epsilon):
         chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare_method(
             method,
@@ -142,8 +124,8 @@ def _certify_by(
     _require_reach(certifier, task.threats, demand, sink)
     if certifier.reading:
         sink.note(certifier.reading)
-    if not team().leads:
-        list(methods.certify_images(certifier, images, batch_size, team=team()))
+    if not processes.team().leads:
+        list(methods.certify_images(certifier, images, batch_size, team=processes.team()))
         return None
     rows: list[certificate.Certificate] = []
     first = method == choice.method  # a file holds the records of the first method
@@ -158,7 +140,9 @@ def _certify_by(
     ) as file:
         if resume:
             sink.note(f"{records} holds {file.earlier} records of this run")
-        new_images = (len(images) - file.earlier + team().size - 1) // team().size
+        new_images = (
+            len(images) - file.earlier + processes.team().size - 1
+        ) // processes.team().size
         cost = (
             "" if sink.quiet else certifier.expected(new_images, task.checkpoint.record.input.size)
         )
@@ -167,7 +151,9 @@ def _certify_by(
         started = time.perf_counter()
         with sink.progress(f"certify ({method})", total=len(images), done=file.earlier) as bar:
             certifier.within = bar.within
-            for batch in methods.certify_images(certifier, images, batch_size, file, team()):
+            for batch in methods.certify_images(
+                certifier, images, batch_size, file, processes.team()
+            ):
                 rows += batch
                 bar.advance(len(batch))
     spent = time.perf_counter() - started
@@ -188,18 +174,21 @@ def _certify_by(
             "the method abstains on every image: try a smaller --sigma, or finetune --noise first"
         )
     each = spent / (len(rows) - file.taken) if len(rows) > file.taken else None
-    return Result(certifier, rows, accuracy, each, resumed)
+    return view.Result(certifier, rows, accuracy, each, resumed)
 
 
 def _require_reach(
-    certifier: certificate.Certifier, threats: Sequence[Threat], demand: CertifiedDemand, sink: Sink
+    certifier: certificate.Certifier,
+    threats: Sequence[Threat],
+    demand: demands.CertifiedDemand,
+    sink: Sink,
 ) -> None:
     """Raise UsageError when no radius can be certified by any network; warn when some cannot."""
     if demand.share > 0 and not certifier.searches(demand.threat):
         message = (
             f"nothing is drawn for {demand.threat.attacked()}, of which --min-certified speaks"
         )
-        raise UsageError(
+        raise errors.UsageError(
             f"{message}: --enough {certifier.drawn_to:g} ends the draws", "a larger --enough"
         )
     beyond = [
@@ -210,32 +199,35 @@ def _require_reach(
     reach = attacked_radius(certifier.reach, 4)
     message = f"no radius beyond {reach} can be certified with these --samples, --alpha and --sigma"
     if len(beyond) == len(threats):
-        raise UsageError(
+        raise errors.UsageError(
             f"{message}; asked for {', '.join(beyond)}",
             "a smaller --epsilon, more --samples, a larger --sigma",
         )
     sink.warn(f"{message}: 0 % at {', '.join(beyond)} says nothing about the network")
 
 
-def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sink) -> None:
+def report_certificates(
+    context: typer.Context, options: command.CertifyOptions, talk: groups.Talk
+) -> None:
     """Certify images, or answer a query; show, draw and write the certified accuracy."""
+    sink = talk.sink()
     target = options.target
     output = options.output
     machine = options.machine
     data = options.data
     if target.vnnlib is not None:
-        query.require_read(typed)
+        query.require_read(context)
         output.claim(options.source, target)
         query.answer_query(options, sink)
         return
     if target.result is not None:
-        raise UsageError(
+        raise errors.UsageError(
             "--result is the answer to a query", "certvit certify NET.onnx --vnnlib SPEC"
         )
     gate = Gate()
-    demand, threats = require_compatible(options)
-    if AUTO in target.methods:
-        require_one(
+    demand, threats = demands.require_compatible(options)
+    if demands.AUTO in target.methods:
+        processes.require_one(
             "auto chooses by trying",
             "certvit certify ... --limit 50 says what it chooses; name that",
         )
@@ -243,10 +235,10 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
     checkpoint = options.source.read(sink)
     if demand is None:
         size = checkpoint.record.input.size[1:]
-        demand, threats = patch_demand(target.minimum, options.patches, size)
+        demand, threats = demands.patch_demand(target.minimum, options.patches, size)
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
-    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), team())
+    images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())
     shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
     attacked = view.attacked_shares(
@@ -276,10 +268,11 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
             first.accuracy.clean, images, checkpoint, sink, [row.prediction for row in first.rows]
         )
     if target.plot is not None:
+        path = Path(options.source.ckpt)
         view.draw_shares(
             results,
             attacked,
-            _network_name(options.source.ckpt),
+            path.parent.name if path.stem == "model" and path.parent.name else path.stem,
             images,
             target.plot,
             threats[-1].radius,
@@ -298,9 +291,3 @@ def report_certificates(options: CertifyOptions, typed: typer.Context, sink: Sin
         )
     output.write_evidence(written, sink)
     gate.enforce()
-
-
-def _network_name(ckpt: str) -> str:
-    """Return a network's name in a figure: its file's stem, or that of the folder it lies in."""
-    path = Path(ckpt)
-    return path.parent.name if path.stem == "model" and path.parent.name else path.stem

@@ -7,15 +7,7 @@ from typing import Any
 
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import record_lines, records
-from certcli.evaluation.intervals import number_of, share_text
-from certcli.evaluation.radii import (
-    Norm,
-    attacked_percent,
-    percent_ends,
-    proven_percent,
-    proven_radius,
-)
+from certcli.evaluation import intervals, radii, record_lines, records
 from certcli.evaluation.records import Resumed
 from certcli.evaluation.threat import Threat
 from certcli.images.labelled import Images
@@ -42,7 +34,7 @@ class Result:
 
     def share(self, threat: Threat) -> str:
         return (
-            proven_percent(self.accuracy.against(threat))
+            radii.proven_percent(self.accuracy.against(threat))
             if self.certifier.searches(threat)
             else NOT_DRAWN_FOR
         )
@@ -101,7 +93,7 @@ def show_certificates(
     results: Sequence[Result], images: Images, attacked: dict[Threat, dict[int, bool]], sink: Sink
 ) -> None:
     """One method: certified accuracy by radius, with intervals. Several: a row for each method."""
-    where = f"{images.name} ({images.split}), {number_of(len(images))}"
+    where = f"{images.name} ({images.split}), {intervals.number_of(len(images))}"
     shares = {threat: sum(at.values()) / len(at) for threat, at in attacked.items()}
     if len(results) == 1:
         _show_method(results[0], where, shares, sink)
@@ -113,7 +105,7 @@ def show_certificates(
         count = len(next(iter(attacked.values())))
         message = "robust accuracy of the network itself, without noise"
         shown = ", ".join(
-            f"{share_text(shares[threat], count, attacked_percent if threat.size else None)}"
+            f"{intervals.share_text(shares[threat], count, radii.attacked_percent if threat.size else None)}"
             f" at {threat.attacked()}"
             for threat in sorted(attacked)
         )
@@ -133,7 +125,7 @@ def _show_methods(
         "attack",
         "measured",
         percent(untouched),
-        *(attacked_percent(attacked.get(threat)) for threat in threats),
+        *(radii.attacked_percent(attacked.get(threat)) for threat in threats),
         "-",
         "-",
     )
@@ -148,7 +140,7 @@ def _show_methods(
                     result.certifier.promise,
                     percent(result.accuracy.clean),
                     *(result.share(threat) for threat in threats),
-                    proven_radius(result.accuracy.average_radius or 0.0, 4),
+                    radii.proven_radius(result.accuracy.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
                 for result in results
@@ -157,7 +149,7 @@ def _show_methods(
     )
     for result in results:
         sink.text(
-            f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}"
+            f"{result.certifier.method}: {result.certifier.title_of(result.rows)}. {result.certifier.statement}"
         )
 
 
@@ -167,8 +159,8 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
     ) -> tuple[str, ...]:
-        shown = percent if key == "clean" else attacked_percent
-        interval = percent_ends(accuracy.intervals[key]) if drawn else "-"
+        shown = percent if key == "clean" else radii.attacked_percent
+        interval = radii.percent_ends(accuracy.intervals[key]) if drawn else "-"
         return name, *([shown(after_attacks)] if attacked else []), share, interval
 
     untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
@@ -187,7 +179,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         "certified accuracy",
         "95 % interval",
     ]
-    sink.table(f"{where}; {result.certifier.title}", columns, rows)
+    sink.table(f"{where}; {result.certifier.title_of(result.rows)}", columns, rows)
     if accuracy.abstained:
         sink.text(f"abstained: {percent(accuracy.abstained)}")
     taken = (
@@ -199,7 +191,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         sink.text(f"clean: of the defended classifier{taken}")
     elif accuracy.average_radius is not None:
         sink.text(
-            f"average radius: {proven_radius(accuracy.average_radius, 4)} (0 where the prediction is wrong){taken}"
+            f"average radius: {radii.proven_radius(accuracy.average_radius, 4)} (0 where the prediction is wrong){taken}"
         )
     sink.text(result.certifier.statement)
 
@@ -232,7 +224,7 @@ def draw_shares(
                 if certificate.holds_at(t) and not withstood[certificate.index]
             ]
             if broken:
-                message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
+                message = f"certified to {radii.proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
                 sink.warn(f"{images.named(certificate.index)} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
@@ -255,7 +247,7 @@ def draw_shares(
 
 
 def attacked_shares(
-    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
+    path: Path | None, checkpoint: str, images: Images, norm: radii.Norm = "l2"
 ) -> dict[Threat, dict[int, bool]]:
     """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
 

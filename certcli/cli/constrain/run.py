@@ -8,13 +8,12 @@ from typing import Any
 from torch import nn
 
 from certcli.checkpoint.record import SEEN
-from certcli.cli.constrain.options import Aim, preset_settings
+from certcli.cli.constrain.command import Aim, preset_settings
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
 from certcli.constrain import network
 from certcli.constrain.keep import ROUNDS, START, TRIALS, check_keep, constrain_keeping, usual_share
 from certcli.constrain.layers import refusal
-from certcli.constrain.network import LayerCalibration
 from certcli.constrain.settings import BETA, ConstrainSettings
 from certcli.evaluation.fidelity import MANY_JUDGES, Fidelity, ReferenceLogits
 from certcli.evaluation.image_doubts import kept_of
@@ -23,8 +22,7 @@ from certcli.images.labelled import at_once
 from certcli.lipschitz.bound import bound_document
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import UsageError
-from certcli.system.processes import team
+from certcli.system import errors, processes
 
 CONVERGED = 0.01
 """A layer whose norm may lie more than this share above the least possible one is named."""
@@ -67,24 +65,24 @@ def write_constrained(
     if memory is not None:
         sink.note(f"statistics of {memory / 2**30:.1f} GiB at a time, the network is run for each")
     batch = at_once(machine.batch_size, record.input.size, machine.pick())
-    calibration = LayerCalibration(
+    calibration = network.LayerCalibration(
         model,
         paths,
         lambda: (pixels for _, pixels, _ in used.batches(batch)),
         (lambda: (pixels for _, pixels, _ in unseen.batches(batch))) if len(unseen) else None,
         memory,
         settings.tokens,
-        team=team(),
+        team=processes.team(),
     )
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     shape = (record.input.size, record.classes)
-    before: Any = network.network_upper(model, *shape) if team().leads else None
+    before: Any = network.network_upper(model, *shape) if processes.team().leads else None
     if aim.eta is not None or aim.preset is not None:
         results, judged = _constrain_to_error(calibration, settings, sink), None
     else:
         results, judged = _constrain_to_agreement(calibration, settings, keep, reference, sink)
-    if not team().leads:
+    if not processes.team().leads:
         return
     _remark_on_layers(results, sorted(set(paths) - calibration.called), refused, sink)
     bounds = bound_document(before, "upper_before"), network.network_upper(model, *shape)
@@ -131,7 +129,7 @@ def write_constrained(
 
 
 def _constrain_to_error(
-    calibration: LayerCalibration, settings: ConstrainSettings, sink: Sink
+    calibration: network.LayerCalibration, settings: ConstrainSettings, sink: Sink
 ) -> list[Any]:
     """Constrain each layer to the output error of the settings."""
     results = []
@@ -144,7 +142,7 @@ def _constrain_to_error(
 
 
 def _constrain_to_agreement(
-    calibration: LayerCalibration,
+    calibration: network.LayerCalibration,
     settings: ConstrainSettings,
     share: float,
     reference: ReferenceLogits,
@@ -182,7 +180,7 @@ def _choose_layers(
     refused = {name: reason for name, reason in reasons.items() if reason is not None}
     paths = [f"net.{name}" if name else "net" for name in reasons if name not in refused]
     if not paths:
-        raise UsageError(
+        raise errors.UsageError(
             "no layer is left to constrain", "see --layers; `certvit lipschitz --layers`"
         )
     return paths, refused

@@ -8,8 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from certcli.attack.catalogue import INSTALL, PREFIX
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import command
-from certcli.system.errors import GateError
-from certcli.system.interpreter import run_isolated
+from certcli.system import errors, interpreter
 
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
 
@@ -49,7 +48,8 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
     ]
     for finding in findings:
         gate.demand(
-            not finding.broken, GateError(f"{finding.part} {finding.state}: broken", finding.remark)
+            not finding.broken,
+            errors.GateError(f"{finding.part} {finding.state}: broken", finding.remark),
         )
     sink.document({"parts": [finding.to_json() for finding in findings]}, gate)
     sink.table(
@@ -73,7 +73,7 @@ def _installed_version(package: str) -> str:
 def _torchvision_finding() -> Finding:
     """Import timm as a program without certvit does: in a process of its own."""
     installed = _installed_version("torchvision")
-    done = run_isolated("import timm")
+    done = interpreter.run_isolated("import timm")
     if done.returncode == 0:
         return Finding("torchvision", installed)
     reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -8,18 +8,15 @@ from typing import Any
 
 import torch
 
+from certcli.certify import method_choice, methods
 from certcli.certify.certificate import certified_accuracy
-from certcli.certify.method_choice import why_hopeless
-from certcli.certify.methods import certify_images, prepare_method
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
-from certcli.cli.finetune.options import Order
+from certcli.cli.finetune.command import Order
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import image_doubts, record_lines
-from certcli.evaluation.intervals import chance_level, share_interval, share_text
-from certcli.evaluation.radii import proven_percent, proven_radius
+from certcli.evaluation import image_doubts, intervals, radii, record_lines
 from certcli.evaluation.threat import Threat
 from certcli.finetune.loop import Epoch
 from certcli.finetune.settings import FinetuneSettings
@@ -53,7 +50,7 @@ class Accuracy:
     @property
     def low(self) -> float:
         """The lower end of the 95 % interval."""
-        return share_interval(self.right, self.images)[0]
+        return intervals.share_interval(self.right, self.images)[0]
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ def accuracy(model: pixels.PixelModel, validation: Images) -> Accuracy:
 
 def warn_of_orthogonal(before: Accuracy, after: Accuracy, sink: Sink) -> None:
     """Warn where making the matrices orthogonal has undone what the network had learned."""
-    if share_interval(after.right, after.images)[1] >= before.low:
+    if intervals.share_interval(after.right, after.images)[1] >= before.low:
         return
     sink.warn(
         f"stiefel starts from orthogonal matrices, so validation accuracy starts at {100 * after.share:.1f} %, not at "
@@ -95,7 +92,7 @@ def doubt_training(
         clean: accuracy at the end, on `images` images.
         under_noise: the training gives clean accuracy for accuracy under noise.
     """
-    at_chance = chance_level(round(clean * images), images, record.classes)
+    at_chance = intervals.chance_level(round(clean * images), images, record.classes)
     began = "" if before is None else f" (before training {100 * before.share:.1f} %)"
     ended = f"validation accuracy {100 * clean:.1f} %{began}"
     if at_chance:
@@ -149,11 +146,11 @@ class Final:
     def told(self, images: int, epsilon: float) -> str:
         """Return the last line of a run: the validation shares, and the bound."""
         evidence = self.evidence
-        at = proven_radius(epsilon)
-        certified = f"certified at {at} {share_text(evidence['certified'], images, proven_percent)}"
+        at = radii.proven_radius(epsilon)
+        certified = f"certified at {at} {intervals.share_text(evidence['certified'], images, radii.proven_percent)}"
         if self.skipped is not None:
             certified = f"nothing certified at {at} ({self.skipped})"
-        clean = share_text(evidence["clean"], images)
+        clean = intervals.share_text(evidence["clean"], images)
         return f"validation clean {clean}, {certified}, bound {evidence['upper_text']} (proven)"
 
 
@@ -212,14 +209,14 @@ def _certifier(checkpoint: Checkpoint) -> Any:
     """Return the certifier of the global bound; a sentence where there is none."""
 
     try:
-        return prepare_method("lipschitz", checkpoint, torch.device("cpu"))
+        return methods.prepare_method("lipschitz", checkpoint, torch.device("cpu"))
     except NoBoundError as failure:
         return failure.message
 
 
 def _hopeless_reason(certifier: Any, epsilon: float) -> str | None:
 
-    return why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
+    return method_choice.why_hopeless(certifier.about["bound"]["log10_upper"], epsilon)
 
 
 def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:
@@ -235,10 +232,10 @@ def _certified_shares(
 
     rows: list[Any] = []
     if sink is None:
-        rows = [row for batch in certify_images(certifier, images, 256) for row in batch]
+        rows = [row for batch in methods.certify_images(certifier, images, 256) for row in batch]
     else:
         with sink.progress("certify", total=len(images)) as bar:
-            for batch in certify_images(certifier, images, 256):
+            for batch in methods.certify_images(certifier, images, 256):
                 rows += batch
                 bar.advance(len(batch))
     threat = Threat("l2", epsilon)

@@ -15,8 +15,8 @@ from certcli.checkpoint.outputs import (
     require_own_state,
 )
 from certcli.checkpoint.record import SEEN
-from certcli.cli.finetune import ending, options
-from certcli.cli.shared import inputs
+from certcli.cli.finetune import command, ending
+from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.image_doubts import kept_of
 from certcli.finetune import loop, start
@@ -48,7 +48,7 @@ LONGEST_START = 10.0
 class Training:
     """One run of the command."""
 
-    def __init__(self, order: options.Order, sink: Sink) -> None:
+    def __init__(self, order: command.Order, sink: Sink) -> None:
         self.started = time.perf_counter() - min(time.process_time(), LONGEST_START)
         self.settings = replace(order.settings, seed=order.data.seed)
         self.order = order
@@ -378,3 +378,14 @@ class Training:
             parameters["plan_changes"] = trainer.changes
         derived = self.checkpoint.derive(tensors, "finetune", parameters, self.settings.seed)
         return replace(derived, record=inputs.remember_dataset(derived.record, train))
+
+
+def train(order: command.Order, talk: groups.Talk) -> None:
+    """Train on --dataset, choose the epoch on its validation images, and prove the bound of the
+    result.
+    """
+    if order.settings.time_budget is not None and order.settings.steps is not None:
+        raise errors.UsageError("--steps and --time-budget exclude each other", "one of the two")
+    training = Training(order, talk.sink())
+    with training.held:
+        training.run()

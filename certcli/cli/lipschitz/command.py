@@ -1,29 +1,90 @@
 """`certvit lipschitz`: the proven upper bound, layer by layer, beside a measured lower bound."""
 
-from typing import Annotated
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.lipschitz.options import (
-    BoundedNetwork,
-    NearImages,
-    SlopeSearch,
-    Views,
-)
-from certcli.cli.shared.command import command
-from certcli.cli.shared.groups import BatchDevice, Calibration, Output, Talk
+from certcli.cli.shared import groups, options
+from certcli.cli.shared.command import command, group
+from certcli.evaluation.radii import Norm, require_norm
+from certcli.system.errors import UsageError
+from certcli.system.options import option
+
+if TYPE_CHECKING:
+    from certcli.models.origins import Hints
+
+
+@group("Checkpoints of others")
+class BoundedNetwork(groups.Source):
+    """A network that may end in features."""
+
+    features: bool = option(False, "Bound the features of a network that has no classifier.")
+
+    def hints(self) -> Hints:
+        return replace(super().hints(), features=self.features, logits=True)
+
+
+@group("Lower bound")
+class SlopeSearch:
+    """The measured slope beside the proven one."""
+
+    estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
+
+
+@group("Near images")
+class NearImages:
+    """Constants that hold near one image."""
+
+    around: list[float] = option(
+        list,
+        "Prove beside it, of each image of --dataset, the slopes of margins and logits within R of it. "
+        "Once for each R.",
+        metavar="R",
+    )
+    norm: Norm = option("l2", "Norm of R: l2, or linf.")
+
+    def __post_init__(self) -> None:
+        require_norm(self.norm)
+        if self.norm != "l2" and not self.around:
+            raise UsageError("--norm is of --around", "--around 0.01")
+        for radius in self.around:
+            if not 0 < radius < math.inf:
+                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
+
+
+@group("Views")
+class Views:
+    """The tables and figures beside the bound."""
+
+    layers: bool = option(False, "One row for each layer instead of each block.")
+    plot: options.Plot = None
+
+
+@dataclass(frozen=True)
+class LipschitzOptions:
+    """All options of one call that proves a bound."""
+
+    source: BoundedNetwork
+    near: NearImages
+    views: Views
+    search: SlopeSearch
+    data: groups.Calibration
+    machine: groups.BatchDevice
 
 
 @command(
-    "certvit lipschitz m.safetensors --layers --worst",
+    "certvit lipschitz m.safetensors --layers",
     "certvit lipschitz m.safetensors --max 1000 --json > report.json",
     "certvit lipschitz m.safetensors --around 0.1 --around 0.2 --dataset digits --plot near.png",
     page="bounds.md",
+    run="certcli.cli.lipschitz.run:report_bound",
     often=(
         "maximum",
         "layers",
-        "worst",
-        "other",
         "estimate",
         "plot",
     ),
@@ -37,14 +98,11 @@ def lipschitz(
     near: NearImages = NearImages(),
     show: Views = Views(),
     slope: SlopeSearch = SlopeSearch(),
-    data: Calibration = Calibration(limit=4),
-    machine: BatchDevice = BatchDevice(batch_size=8),
-    output: Output = Output(),
-    talk: Talk = Talk(),
+    data: groups.Calibration = groups.Calibration(limit=4),
+    machine: groups.BatchDevice = groups.BatchDevice(batch_size=8),
+    output: groups.Output = groups.Output(),
+    talk: groups.Talk = groups.Talk(),
 ) -> None:
     """Prove a global bound: |f(x) - f(y)| <= upper * |x - y| for all images in [0, 1]; some pair
     has slope >= lower.
     """
-    from certcli.cli.lipschitz import run
-
-    run.report_bound(source, maximum, near, show, slope, data, machine, output, talk)

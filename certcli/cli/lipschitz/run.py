@@ -1,32 +1,20 @@
 """The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from certcli.certify.around import Around, AroundImages, NearImage, prepare
-from certcli.cli.lipschitz import view
-from certcli.cli.lipschitz.options import (
-    BoundedNetwork,
-    LipschitzOptions,
-    NearImages,
-    SlopeSearch,
-    Views,
-)
-from certcli.cli.lipschitz.view import Audited
+from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts
-from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
-from certcli.evaluation.record_lines import describe_images
+from certcli.evaluation import fidelity, image_doubts, radii, record_lines
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.estimate import measure
 from certcli.models import build, weights
-from certcli.system.errors import UsageError
-from certcli.system.processes import require_one, team
+from certcli.system import errors, processes
 
 EVIDENCE = ("upper", "log10_upper", "lower", "why", "attention_weight", "bound_of")
 """Keys of the report that a checkpoint keeps."""
@@ -35,11 +23,11 @@ ITERATIONS = 20
 
 
 def report_bound(
-    source: BoundedNetwork,
+    source: command.BoundedNetwork,
     maximum: float | None,
-    near: NearImages,
-    show: Views,
-    slope: SlopeSearch,
+    near: command.NearImages,
+    show: command.Views,
+    slope: command.SlopeSearch,
     data: groups.Calibration,
     machine: groups.BatchDevice,
     output: groups.Output,
@@ -49,13 +37,10 @@ def report_bound(
     has slope >= lower."""
     sink = talk.sink()
     output.claim(source, show, data)
-    chosen = LipschitzOptions(source, near, show, slope, data, machine)
-    if show.other is not None or near.around:
-        require_one(
-            "networks are compared and slopes near images proven",
-            "leave out --compare and --around, or torchrun",
-        )
-    if not team().leads:  # another process measures while the leader proves
+    chosen = command.LipschitzOptions(source, near, show, slope, data, machine)
+    if near.around:
+        processes.require_one("slopes near images are proven", "leave out --around, or torchrun")
+    if not processes.team().leads:  # another process measures while the leader proves
         if slope.estimate:
             checkpoint = source.open(sink)
             _steepest(
@@ -72,7 +57,7 @@ def report_bound(
     nearby = prepare_near_images(audited, chosen) if near.around else None
     lower = measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)
-    view.show_bound(audited, show.layers, show.worst, sink)
+    view.show_bound(audited, show.layers, sink)
     report |= show_views(audited, nearby, chosen, sink)
     view.explain_bound(audited, lower, report["attention_weight"], sink)
     gate = view.bound_gate(audited, maximum)
@@ -84,8 +69,11 @@ def report_bound(
 
 
 def prove_source(
-    source: BoundedNetwork, machine: groups.BatchDevice, sink: Sink, decision: str | None = None
-) -> Audited:
+    source: command.BoundedNetwork,
+    machine: groups.BatchDevice,
+    sink: Sink,
+    decision: str | None = None,
+) -> view.Audited:
     """Return the network with its bound.
 
     Args:
@@ -95,12 +83,12 @@ def prove_source(
     if source.features:
         weights.require_features(checkpoint, source.ckpt)
     if not checkpoint.reading.decides and decision is not None:
-        raise UsageError(
+        raise errors.UsageError(
             f"{decision} is of the largest logit, by which this network does not decide",
             f"leave out {decision}: the bound of the logits is printed without it",
         )
     model = build.load(checkpoint, machine.pick())
-    return Audited(
+    return view.Audited(
         Path(source.ckpt).name,
         checkpoint,
         model,
@@ -108,7 +96,7 @@ def prove_source(
     )
 
 
-def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> float:
+def measure_slope(audited: view.Audited, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest slope at images; warn of images that do not suit the network."""
     record = audited.checkpoint.record
     images = options.data.images(record, sink)
@@ -127,7 +115,7 @@ def measure_slope(audited: Audited, options: LipschitzOptions, sink: Sink) -> fl
     return _steepest(audited.model, images, options, sink)
 
 
-def _steepest(model: Any, images: Images, options: LipschitzOptions, sink: Sink) -> float:
+def _steepest(model: Any, images: Images, options: command.LipschitzOptions, sink: Sink) -> float:
     """Return the largest measured slope, batches dealt to the processes; 0 but on the leader."""
     device = next(model.parameters()).device
     best = 0.0
@@ -135,34 +123,27 @@ def _steepest(model: Any, images: Images, options: LipschitzOptions, sink: Sink)
 
     def find(start: int) -> float:
         pixels = sent(images.fetch(range(start, min(start + size, len(images)))), device)
-        images.expect_at(start + team().size * size, size)
+        images.expect_at(start + processes.team().size * size, size)
         (estimate,) = measure(model, iter([pixels]), ITERATIONS, options.data.seed)
         return estimate.value
 
     starts = range(0, len(images), size)
     with sink.progress("measured slope", total=len(starts)) as bar:
-        for _, value in team().deal(starts, find):
+        for _, value in processes.team().deal(starts, find):
             best = max(best, value)
-            bar.advance(remark=f">= {rounded_down(best, 4)}")
+            bar.advance(remark=f">= {radii.rounded_down(best, 4)}")
     return best
 
 
 def show_views(
-    audited: Audited, near: AroundImages | None, options: LipschitzOptions, sink: Sink
+    audited: view.Audited, near: AroundImages | None, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {}
-    views = options.views
-    other = (
-        None
-        if views.other is None
-        else prove_source(replace(options.source, ckpt=views.other), options.machine, sink)
-    )
-    if other is not None:
-        documents["compare"] = view.compare_bounds(audited, other, sink)
+    plot = options.views.plot
     if near is not None:
         documents["around"] = show_near_images(audited, near, options, sink)
-    if views.plot is not None and not options.near.around:
-        view.draw_bound(audited, other, views.plot, sink)
+    elif plot is not None:
+        view.draw_bound(audited, plot, sink)
     return documents
 
 
@@ -170,7 +151,7 @@ Row = tuple[int, NearImage]
 """An image's position in its split, and what is proven near it."""
 
 
-def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundImages:
+def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions) -> AroundImages:
     """Return the network for these balls, before anything is measured.
 
     Raises:
@@ -178,17 +159,17 @@ def prepare_near_images(audited: Audited, options: LipschitzOptions) -> AroundIm
         NoBoundError: an operation has no derivative; the walk does not fit into memory.
     """
     if audited.of_features:
-        raise UsageError("--around is about logits, and this network ends in features")
+        raise errors.UsageError("--around is about logits, and this network ends in features")
     return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
 
 
-def near_balls(options: LipschitzOptions) -> list[Around]:
+def near_balls(options: command.LipschitzOptions) -> list[Around]:
     """Return the balls that were asked for."""
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
 def show_near_images(
-    audited: Audited, network: AroundImages, options: LipschitzOptions, sink: Sink
+    audited: view.Audited, network: AroundImages, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     """Prove and measure near each image; show the table, draw the picture, return the document."""
     data = options.data
@@ -202,13 +183,13 @@ def show_near_images(
     return {
         "norm": options.near.norm,
         "seed": data.seed,
-        "dataset": describe_images(images),
+        "dataset": record_lines.describe_images(images),
         "images": [_near_document(index, near) for index, near in rows],
     }
 
 
 def _near_rows(
-    network: AroundImages, images: Images, options: LipschitzOptions, sink: Sink
+    network: AroundImages, images: Images, options: command.LipschitzOptions, sink: Sink
 ) -> list[Row]:
     rows: list[Row] = []
     near = near_balls(options)
@@ -221,7 +202,11 @@ def _near_rows(
 
 
 def _show_near_table(
-    rows: list[Row], images: Images, audited: Audited, options: LipschitzOptions, sink: Sink
+    rows: list[Row],
+    images: Images,
+    audited: view.Audited,
+    options: command.LipschitzOptions,
+    sink: Sink,
 ) -> None:
     norm = options.near.norm
     columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
@@ -229,17 +214,19 @@ def _show_near_table(
     for index, near in rows:
         rival = near.rival
         upper, lower = float(near.upper[rival]), float(near.slopes[rival])
-        ratio = rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+        ratio = (
+            radii.rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+        )
         cells.append(
             [
                 str(index),
                 f"{near.around.radius:g}",
                 f"{near.prediction} - {rival}",
-                rounded_up(upper, 5),
-                rounded_down(lower, 5),
+                radii.rounded_up(upper, 5),
+                radii.rounded_down(lower, 5),
                 ratio,
-                rounded_up(near.logits, 5),
-                proven_radius(near.radius),
+                radii.rounded_up(near.logits, 5),
+                radii.proven_radius(near.radius),
             ]
         )
     title = (
@@ -254,8 +241,8 @@ def _show_near_table(
     ]
     if ratios:
         sink.text(
-            f"upper / lower: median {rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
-            f"image; {rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
+            f"upper / lower: median {radii.rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
+            f"image; {radii.rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
         )
 
 
@@ -278,7 +265,7 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
     }
 
 
-def _draw_near_images(rows: list[Row], audited: Audited, path: Path) -> None:
+def _draw_near_images(rows: list[Row], audited: view.Audited, path: Path) -> None:
     from certcli.report.figures import draw_around
 
     points: dict[float, list[tuple[float, float]]] = {}

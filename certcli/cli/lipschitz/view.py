@@ -1,19 +1,17 @@
-"""The report of `certvit lipschitz` and its tables: layers, blocks, two checkpoints side by side."""
+"""The report of `certvit lipschitz` and its tables: layers and blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from certcli.audit.judging import bound_parts
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
-from certcli.lipschitz.numerics.real import Real
-from certcli.models.build import OpenCheckpoint
-from certcli.models.pixels import PixelModel
+from certcli.models import build, pixels
 from certcli.nn.residual import attention_weight
 from certcli.system.errors import GateError, NoBoundError
 
@@ -26,8 +24,8 @@ class Audited:
     """A checkpoint with its network and proven bound."""
 
     name: str
-    checkpoint: OpenCheckpoint
-    model: PixelModel
+    checkpoint: build.OpenCheckpoint
+    model: pixels.PixelModel
     proven: NetworkBound
 
     @property
@@ -66,22 +64,37 @@ def report_of(audited: Audited, lower: float | None) -> dict[str, Any]:
     }
 
 
-def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
-    """Show one row a block, or a layer; the largest constants first if `worst`."""
+def show_bound(audited: Audited, layers: bool, sink: Sink) -> None:
+    """Show one row a block, or a layer."""
     bound = audited.proven
     model = audited.model
     if not bound.charges:
         return
-    charges = list(bound.charges)
     if not layers:
-        show_blocks(bound, worst, sink)
+        whole = bound.upper.log10() if bound.upper.finite and bound.upper > 0.0 else 0.0
+        sink.table(
+            "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
+            ["block", "kind", "constant", "share", "cumulative"],
+            [
+                (
+                    block.path or "(network)",
+                    block.kind,
+                    block.text,
+                    percent(block.log10 / whole, 0) if abs(whole) > 1e-9 else "",
+                    str(after),
+                )
+                for block, after in bound_parts(bound)
+            ],
+        )
         return
     total = (
-        sum(max(charge.constant.log10(), 0.0) for charge in charges if float(charge.constant) > 0)
+        sum(
+            max(charge.constant.log10(), 0.0)
+            for charge in bound.charges
+            if float(charge.constant) > 0
+        )
         or 1.0
     )
-    if worst:
-        charges.sort(key=lambda charge: charge.constant, reverse=True)
     sink.table(
         "Layers: proven constant, share of the logarithm, cumulative constant from the pixels",
         ["layer", "kind", "shape", "constant", "share", "cumulative", "why"],
@@ -100,7 +113,7 @@ def show_bound(audited: Audited, layers: bool, worst: bool, sink: Sink) -> None:
                 str(charge.cumulative),
                 charge.why,
             )
-            for charge in charges
+            for charge in bound.charges
         ],
     )
 
@@ -147,146 +160,17 @@ def explain_bound(audited: Audited, lower: float | None, share: float | None, si
         )
 
 
-def networks_by_label(one: Audited, other: Audited | None) -> dict[str, Audited]:
-    """Return the networks by the names of their files; two files of one name get different labels."""
-    networks = [one] if other is None else [one, other]
-    names = [Path(network.name).name.removesuffix(".safetensors") for network in networks]
-    if len(set(names)) < len(names):
-        names[1] += " (compared)"
-    return dict(zip(names, networks, strict=True))
-
-
-def draw_bound(one: Audited, other: Audited | None, path: Path, sink: Sink) -> None:
+def draw_bound(audited: Audited, path: Path, sink: Sink) -> None:
     from certcli.report.figures import draw_layers
 
-    drawn = {
-        f"{label}: bound {network.proven.upper}": [
-            (charge.path, log10_or_none(charge.constant)) for charge in network.proven.charges
-        ]
-        for label, network in networks_by_label(one, other).items()
-    }
-    draw_layers(drawn, path, "Where the bound comes from, layer by layer")
+    bound = audited.proven
+    draw_layers(
+        [(charge.path, log10_or_none(charge.constant)) for charge in bound.charges],
+        f"{Path(audited.name).name.removesuffix('.safetensors')}: bound {bound.upper}",
+        path,
+        "Where the bound comes from, layer by layer",
+    )
     sink.note(f"wrote {path}")
-
-
-def compare_bounds(one: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
-    """Show two networks side by side, block by block; return the report's part."""
-    show_side_by_side(
-        {label: network.proven for label, network in networks_by_label(one, other).items()}, sink
-    )
-    upper = other.proven.upper
-    return {
-        "other_log10_upper": upper.log10() if upper.finite else None,
-        "other_why": other.proven.bound.why,
-    }
-
-
-DEEPEST = 1
-"""Dots in the path of a module that has a row: blocks.0, but not blocks.0.mlp."""
-SAME = 1e-6
-"""Logarithms that differ by less are one factor: bounds are proven to far more digits, and shown with four."""
-
-
-@dataclass(frozen=True)
-class BlockRow:
-    """A module, or a single layer outside all. after: the constant from pixels to output."""
-
-    name: str
-    kind: str
-    constant: Real
-    after: Real
-
-    def holds(self, other: BlockRow) -> bool:
-        return other.name.startswith(f"{self.name}.")
-
-
-def block_rows(bound: NetworkBound) -> list[BlockRow]:
-    """Return all blocks and layers outside them, without modules that are their parts' product."""
-    blocks = [
-        BlockRow(path, kind, block_constant(before, after), after)
-        for path, kind, before, after in bound.blocks
-        if path and path.count(".") <= DEEPEST
-    ]
-    named = {row.name for row in blocks}
-    single = [
-        BlockRow(charge.path, charge.kind, charge.constant, charge.cumulative)
-        for charge in bound.charges
-        if charge.path.count(".") == 0 and charge.path not in named
-    ]
-    place = {charge.path: number for number, charge in enumerate(bound.charges)}
-    chosen = [row for row in [*blocks, *single] if not _is_its_parts(row, blocks)]
-    chosen.sort(
-        key=lambda row: max(
-            (place[path] for path in place if _is_within(path, row.name)), default=-1
-        )
-    )
-    return chosen + _last_map_row(bound, chosen)
-
-
-def show_blocks(bound: NetworkBound, worst: bool, sink: Sink) -> None:
-    shown = block_rows(bound)
-    whole = abs(bound.upper.log10()) if bound.upper.finite and bound.upper > 0.0 else 0.0
-    if worst:
-        shown.sort(key=lambda row: row.constant, reverse=True)
-    sink.table(
-        "Blocks: proven constant, share of the network's logarithm, cumulative constant from the pixels",
-        ["block", "kind", "constant", "share", "cumulative"],
-        [
-            (row.name, row.kind, str(row.constant), _log_share(row, whole, shown), str(row.after))
-            for row in shown
-        ],
-    )
-
-
-def show_side_by_side(networks: Mapping[str, NetworkBound], sink: Sink) -> None:
-    each = [
-        {row.name: str(row.constant) for row in block_rows(bound)} for bound in networks.values()
-    ]
-    paths = list(dict.fromkeys(path for constants in each for path in constants))
-    table = [(path, *(constants.get(path, "-") for constants in each)) for path in paths]
-    table.append(("upper bound", *(str(bound.upper) for bound in networks.values())))
-    sink.table("Constants side by side (proven)", ["block", *networks], table)
-
-
-def block_constant(before: Real, after: Real) -> Real:
-    return after / before if before.finite and after.finite and float(before) > 0 else after
-
-
-def _last_map_row(bound: NetworkBound, chosen: Sequence[BlockRow]) -> list[BlockRow]:
-    """Return the last linear map's row, charged after all others: it waits for class pairs."""
-    if not (bound.charges and bound.upper.finite and chosen):
-        return []
-    before = chosen[-1].after
-    last = bound.charges[-1]
-    if (
-        not (before.finite and before > 0.0 and bound.upper > 0.0)
-        or abs((bound.upper / before).log10()) < SAME
-    ):
-        return []
-    return [BlockRow(last.path, last.kind, bound.upper / before, bound.upper)]
-
-
-def _is_its_parts(row: BlockRow, blocks: Sequence[BlockRow]) -> bool:
-    inner = [part for part in blocks if row.holds(part)]
-    outermost = [part for part in inner if not any(other.holds(part) for other in inner)]
-    constants = [part.constant for part in outermost]
-    if not constants or not all(
-        constant.finite and constant > 0.0 for constant in (row.constant, *constants)
-    ):
-        return False
-    return abs(row.constant.log10() - sum(constant.log10() for constant in constants)) < SAME
-
-
-def _is_within(path: str, name: str) -> bool:
-    return path == name or path.startswith(f"{name}.")
-
-
-def _log_share(row: BlockRow, whole: float, shown: Sequence[BlockRow]) -> str:
-    """Return a row's share of the logarithm, "" for a module whose parts have rows of their own."""
-    inside = any(row.holds(other) and other.after <= row.after for other in shown)
-    if inside or whole < 1e-9 or not row.constant.finite or row.constant == 0.0:
-        return ""
-    return percent(row.constant.log10() / whole, 0)
 
 
 def bound_gate(audited: Audited, maximum: float | None) -> Gate:

@@ -1,22 +1,27 @@
-"""The work of `certvit log`: one checkpoint in words, or several in one table, a row for each file."""
+"""The work of `certvit log`: a checkpoint's steps and evidence in words, or several in one table.
+
+Only evidence that `certcli.evaluation.evidence` understands is put into words. What nothing
+recomputes is called measured."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.tensor_files import ENDING, shards_of_index
-from certcli.cli.log import view
-from certcli.cli.log.view import AS_STATED, bound_words, bounds_features, promise_words
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.evidence import Decoded, understood
+from certcli.evaluation.evidence import command_of, evidence_document, understood
+from certcli.evaluation.intervals import share_text
 from certcli.evaluation.radii import (
     attacked_percent,
+    confidence,
+    power_of_ten,
     proven_percent,
     proven_radius,
     rounded_down,
@@ -24,19 +29,16 @@ from certcli.evaluation.radii import (
 )
 from certcli.system.errors import CheckpointError
 
-Entries = Mapping[str, Decoded]
-"""Of one checkpoint: evidence by its command."""
-
 
 def report_checkpoints(paths: Sequence[Path], sink: Sink) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
     read = [(path, Checkpoint.read(path)) for path in files_of(paths)]
-    documents = [view.document_of(path, checkpoint) for path, checkpoint in read]
+    documents = [document_of(path, checkpoint) for path, checkpoint in read]
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     if len(read) > 1:
         compare_evidence(read, sink)
     else:
-        view.show_checkpoint(*read[0], sink)
+        show_checkpoint(*read[0], sink)
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
@@ -65,172 +67,223 @@ def _checkpoints_in(folder: Path) -> list[Path]:
 
 
 def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
-    """Print a row for each checkpoint.
+    """Print a row for each result of each checkpoint, and say where their images differ.
 
     Fresh evidence only: what was measured of another network says nothing about this one.
-
-    A column says its radius and its number of images where they are the same in all rows, else each
-    cell its own. What only training knows (validation images, which chose the epoch) says so.
     """
-    entries: list[Entries] = []
-    for _, ckpt in read:
-        fresh = (understood(entry) for entry in ckpt.record.evidence if entry.digest == ckpt.digest)
-        entries.append({entry.command: entry for entry in fresh if entry is not None})
-    every: dict[str, list[_Cell | None]] = {
-        "clean": [_clean_cell(each) for each in entries],
-        "attacked": [_attacked_cell(each) for each in entries],
-        "certified": _certified_cells(entries, "l2"),
-        "certified against patches": _certified_cells(entries, "patch"),
-        "validation clean": [_validation_cell(each, "clean") for each in entries],
-        "validation certified": [_validation_cell(each, "certified") for each in entries],
-        "Lipschitz bound": [_bound_cell(each) for each in entries],
-        "slope measured": [_slope_cell(each) for each in entries],
-        "attention weight": [_weight_cell(each) for each in entries],
-    }
-    columns = {title: column for title, column in every.items() if any(column)}
-    rows = [
-        [name, *(_spelled_cell(column[number], column) for column in columns.values())]
-        for number, name in enumerate(_shortest_names([path for path, _ in read]))
-    ]
-    with_results = [row for row in rows if set(row[1:]) - {"-"}]
-    if with_results:
-        sink.table(
-            "Evidence (proven unless it says measured or probability; radii pixel l2)",
-            ["file", *(_heading(title, column) for title, column in columns.items())],
-            with_results,
-        )
-        sink.text(f"Evidence: {AS_STATED}")
-    silent = [row[0] for row in rows if row not in with_results]
+    rows = []
+    silent = []
+    image_sets = {}
+    for name, (_, checkpoint) in zip(_shortest_names(read), read, strict=True):
+        fresh = [e for e in checkpoint.record.evidence if e.digest == checkpoint.digest]
+        silent += [] if fresh else [name]
+        for entry in fresh:
+            rows.append((name, command_of(entry), evidence_sentence(entry)))
+            decoded = understood(entry)
+            images = decoded and entry.command in ("certify", "attack") and decoded.result.dataset
+            if images:
+                about = f"{images.images} of {images.name} ({images.split})"
+                image_sets[images.digest] = about
+    if rows:
+        sink.table(f"Evidence, {AS_STATED}", ["file", "command", "result"], rows)
     if silent:
         sink.text(
             f"no accuracy or bound: {', '.join(silent)} (certify, attack and lipschitz add them with -o)"
         )
-    judged = [
-        each[name].result.dataset
-        for each in entries
-        for name in ("certify", "attack")
-        if name in each
-    ]
-    image_sets = {
-        images.digest: f"{images.images} of {images.name} ({images.split})"
-        for images in judged
-        if images
-    }
     if len(image_sets) > 1:
         sink.warn(f"not the same images: {'; '.join(image_sets.values())}")
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """A share with what it is about: images, radius, and how far it may be believed."""
-
-    share: str
-    images: int | None = None
-    radius: str | None = None
-    remark: str = ""
-
-
-def _spelled_cell(cell: _Cell | None, column: Sequence[_Cell | None]) -> str:
-    if cell is None:
-        return "-"
-    radius = cell.radius if _common_value(column, "radius") is None else None
-    images = cell.images if _common_value(column, "images") is None else None
-    text = cell.share + ("" if radius is None else f" at {radius}")
-    text += "" if images is None else f", n = {images}"
-    return text + (f" ({cell.remark})" if cell.remark else "")
-
-
-def _common_value(column: Sequence[_Cell | None], name: str) -> Any:
-    """What all cells of the column have in common under this name; None where they differ."""
-    values = {getattr(cell, name) for cell in column if cell is not None}
-    return values.pop() if len(values) == 1 else None
-
-
-def _heading(title: str, column: Sequence[_Cell | None]) -> str:
-    radius = _common_value(column, "radius")
-    images = _common_value(column, "images")
-    text = title + (" (measured)" if title == "attacked" else "")
-    return text + (f" at {radius}" if radius else "") + (f", n = {images}" if images else "")
-
-
-def _shortest_names(paths: Sequence[Path]) -> list[str]:
+def _shortest_names(read: Sequence[tuple[Path, Checkpoint]]) -> list[str]:
     """Files by the shortest path that tells them apart, without the ending that all of them have."""
-    common = os.path.commonpath([path.absolute().parent for path in paths])
-    names = [os.path.relpath(path.absolute(), common) for path in paths]
-    return [name.removesuffix(".safetensors") for name in names]
+    paths = [path.absolute() for path, _ in read]
+    common = os.path.commonpath([path.parent for path in paths])
+    return [os.path.relpath(path, common).removesuffix(".safetensors") for path in paths]
 
 
-def _result_of_entry(entries: Entries, command: str) -> Any:
-    return entries[command].result if command in entries else None
+NOT_UNDERSTOOD = "not understood, not shown"
+STALE = "STALE: about another network, not these weights; nothing can recompute it"
+AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
-def _clean_cell(entries: Entries) -> _Cell | None:
-    result = _result_of_entry(entries, "certify") or _result_of_entry(entries, "attack")
-    remark = "" if "certify" in entries else "measured"
-    if remark == "" and entries["certify"].result.norm == "patch":
-        remark = "behind masks"
-    return None if result is None else _Cell(percent(result.clean), result.images, None, remark)
+def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
 
-
-def _attacked_cell(entries: Entries) -> _Cell | None:
-    result = _result_of_entry(entries, "attack")
-    if result is None:
-        return None
-    norm = "" if result.norm == "l2" else f"{result.norm} "
-    return _Cell(attacked_percent(result.robust), result.images, norm + result.threat.attacked())
-
-
-def _certified_cells(entries_of: Sequence[Entries], kind: str) -> list[_Cell | None]:
-    """Of each file the share at the size that most share, else at its smallest; one kind."""
-    results = [
-        result if (result := _result_of_entry(each, "certify")) and result.norm == kind else None
-        for each in entries_of
-    ]
-    shown = Counter(
-        threat for result in results if result is not None for threat, _ in result.shares
+    record = checkpoint.record
+    outputs = f"{record.classes} classes" if record.classes else "no classifier"
+    sink.text(f"{path}: {record.arch}, {outputs}, digest {checkpoint.digest[:16]}")
+    sink.table(
+        "Lineage, as the file tells it",
+        ["step", "seed", "parent", "parameters"],
+        [
+            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled_values(s.shown)))
+            for s in record.lineage
+        ],
     )
-    cells: list[_Cell | None] = []
-    for result in results:
-        if result is None:
-            cells.append(None)
-            continue
-        threat, share = min(result.shares, key=lambda one: (-shown[one[0]], one[0]))
-        cells.append(
-            _Cell(proven_percent(share), result.images, threat.proven(), promise_words(result))
+    if record.evidence:
+        sink.table(
+            f"Evidence, {AS_STATED}",
+            ["command", "about", "result"],
+            [
+                (
+                    command_of(entry),
+                    "this network" if entry.digest == checkpoint.digest else "STALE",
+                    evidence_sentence(entry),
+                )
+                for entry in record.evidence
+            ],
         )
-    return cells
+    if any(entry.digest != checkpoint.digest for entry in record.evidence):
+        sink.text(STALE)
 
 
-def _validation_cell(entries: Entries, name: str) -> _Cell | None:
-    result = _result_of_entry(entries, "finetune")
-    if result is None:
-        return None
-    count = result.dataset.images if result.dataset else entries["finetune"].parameters.images
-    if name == "clean":
-        return _Cell(percent(result.clean), count, None)
-    return _Cell(
-        proven_percent(result.certified),
-        count,
-        proven_radius(entries["finetune"].parameters.epsilon),
+def spelled_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Values by name, nested ones by paths of names; empty values and `no` are left out."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from spelled_values(value, f"{prefix}{name}.")
+        elif isinstance(value, (list, tuple)) and any(
+            isinstance(item, (Mapping, list, tuple)) for item in value
+        ):
+            yield f"{prefix}{name}: {len(value)} entries"
+        elif value is True:
+            yield f"{prefix}{name}"
+        elif value is not None and value is not False and value not in ("", [], ()):
+            yield f"{prefix}{name}={_spelled_number(value)}"
+
+
+def _spelled_number(value: Any) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(_spelled_number, value))
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return what the file tells, for programs. Until `certvit verify` nothing of it is checked."""
+
+    record = checkpoint.record
+    return {
+        "file": path.name,
+        "digest": checkpoint.digest,
+        "lineage": [
+            {**asdict(step), "parameters": step.shown, "authors_word": True}
+            for step in record.lineage
+        ],
+        "evidence": [
+            {
+                **evidence_document(entry, checkpoint.digest),
+                "stale": entry.digest != checkpoint.digest,
+                "status": "unverified",
+            }
+            for entry in record.evidence
+        ],
+    }
+
+
+# ---- an entry of evidence as a sentence
+
+
+def evidence_sentence(entry: Evidence) -> str:
+
+    decoded = understood(entry)
+    return (
+        NOT_UNDERSTOOD
+        if decoded is None
+        else _WORDS[decoded.command](decoded.result, decoded.parameters)
     )
 
 
-def _bound_cell(entries: Entries) -> _Cell | None:
-    result = _result_of_entry(entries, "lipschitz") or _result_of_entry(entries, "finetune")
-    if result is None or result.log10_upper is None:
-        return None if result is None else _Cell("none")
-    return _Cell(
-        bound_words(result.log10_upper) + (" (of features)" if bounds_features(result) else "")
+def _lipschitz_words(result: Any, about: Any) -> str:
+    parts = [_bound_of(result)]
+    if result.lower is not None:
+        parts.append(f"slope {rounded_down(result.lower, 4)} (measured)")
+    if result.attention_weight is not None:
+        parts.append(f"attention weight {rounded_up(result.attention_weight, 2)} (measured)")
+    return ", ".join(parts)
+
+
+def _bound_of(result: Any) -> str:
+    if result.log10_upper is None:
+        return "bound 0 (proven)" if result.upper == 0 else "no bound"
+    of_features = getattr(result, "bound_of", "") == "features"
+    return f"bound {bound_words(result.log10_upper)} (proven{', of features' * of_features})"
+
+
+def _certify_words(result: Any, about: Any) -> str:
+    n = result.images
+    shares = ", ".join(
+        f"{share_text(share, n, proven_percent)} at {threat.proven()}"
+        for threat, share in result.shares
     )
+    norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
+    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
+    promise = f"probability {confidence(result.failure)}" if result.failure else "proven"
+    radius = result.average_radius
+    mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
+    method = (
+        f"{result.method}: {result.options.procedure}" if result.norm == "patch" else result.method
+    )
+    return f"{text} ({method}, {promise}){mean}"
 
 
-def _slope_cell(entries: Entries) -> _Cell | None:
-    result = _result_of_entry(entries, "lipschitz")
-    return None if result is None or result.lower is None else _Cell(rounded_down(result.lower, 3))
+def _attack_words(result: Any, about: Any) -> str:
+    n = result.images
+    each = ", ".join(
+        f"{name} {share_text(share, n, attacked_percent)}" for name, share in result.attacks.items()
+    )
+    flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
+    radius = f"{result.norm} {result.threat.attacked()}"
+    withstood = f"withstand {radius} {share_text(result.robust, n, attacked_percent)}"
+    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, {withstood}"
+    return f"{text} (measured; {each}){flags}"
 
 
-def _weight_cell(entries: Entries) -> _Cell | None:
-    result = _result_of_entry(entries, "lipschitz")
-    if result is None or result.attention_weight is None:
-        return None
-    return _Cell(f"{rounded_up(result.attention_weight, 2)} (measured)")
+def _finetune_words(result: Any, about: Any) -> str:
+    count = result.dataset.images if result.dataset else about.images
+    certified = f"certified {share_text(result.certified, count, proven_percent)} at {proven_radius(about.epsilon)}"
+    images = (
+        _images_words(result)
+        if result.dataset
+        else "all validation images, their number is not stated"
+    )
+    if not result.dataset and about.images is not None:
+        images = f"{about.images} validation image{'s' * (about.images != 1)}"
+    return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
+
+
+def _fidelity_words(result: Any, about: Any) -> str:
+    n = result.images
+    parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
+    parts.append(f"logit error {percent(result.logits_error)}")
+    if result.accuracy_before is not None or result.accuracy_after is not None:
+        before, after = (
+            "not stated" if share is None else share_text(share, n)
+            for share in (result.accuracy_before, result.accuracy_after)
+        )
+        parts.append(f"accuracy {before} -> {after}")
+    return ", ".join(parts) + " (measured)"
+
+
+_WORDS: Mapping[str, Callable[[Any, Any], str]] = {
+    "lipschitz": _lipschitz_words,
+    "certify": _certify_words,
+    "attack": _attack_words,
+    "finetune": _finetune_words,
+    "adapt": _fidelity_words,
+    "constrain": _fidelity_words,
+}
+
+
+def _images_words(result: Any) -> str:
+    """How many images of which dataset; attacks on certified images state fewer than it has."""
+    images = result.dataset
+    count = getattr(result, "images", None) or images.images
+    text = f"{count} image{'s' * (count != 1)}"
+    return f"{text} of {images.name} ({images.split})" if images else text
+
+
+def bound_words(log10: float) -> str:
+    """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
+    if not -300 < log10 < 5:
+        return power_of_ten(log10)
+    step = 10.0 ** (math.floor(log10) - 3)
+    return f"{math.ceil(10**log10 / step * (1 - 1e-12)) * step:.4g}"

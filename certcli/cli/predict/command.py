@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from certcli.certify.options import Patches
-from certcli.cli.shared import groups, options
+from certcli.cli.shared import groups, options, output
 from certcli.cli.shared.command import command, group
-from certcli.cli.shared.output import percent
 from certcli.evaluation.choices import Defence
 from certcli.system import errors, processes
 from certcli.system.options import option
@@ -136,6 +135,8 @@ def _cell(value: Any) -> str:
     if not isinstance(value, list):
         return str(value)
     if value and isinstance(value[0], dict):
-        parts = [f"{one.get('name', one['class'])} {percent(one['probability'])}" for one in value]
+        parts = [
+            f"{one.get('name', one['class'])} {output.percent(one['probability'])}" for one in value
+        ]
         return ", ".join(parts)
     return " ".join(value) or "nothing"

@@ -51,17 +51,9 @@ SHARED_OFTEN = (
 """Fields that everybody needs in the first week."""
 SHARED = ("Images", "Checkpoints of others", "Machine", "Output")
 """Panels that many commands have: after a command's own, in this order everywhere."""
-NAMES = {
-    "--attack": "certcli.attack.catalogue:ATTACKS",
-    "--loss": "certcli.finetune.losses:LOSSES",
-    "--method": "certcli.certify.methods:METHODS",
-    "audit --method": "certcli.cli.audit.options:METHODS",
-    "--prox": "certcli.constrain.settings:PENALTIES",
-}
-"""Option, or command and option -> where its names are: a registry, or a tuple of names."""
-ARCHITECTURES = ("--arch", "ARCH")
 WORDS = {bool: "", int: "N", float: "NUMBER", Path: "PATH", str: "NAME"}
-"""What stands for a value of a type where the option names nothing better; a flag takes no value."""
+"""What stands for a value of a type where the option names nothing better; a flag takes no
+value."""
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -79,6 +71,7 @@ def group(panel: str | None = None) -> Callable[[type], Any]:
 def command(
     *examples: str,
     page: str,
+    run: str = "",
     often: tuple[str, ...] = (),
     panels: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -87,6 +80,8 @@ def command(
     Args:
         examples: command lines at the end of `--help`.
         page: the docs page that `--help` names.
+        run: "package.module:function" that does the work, imported at the call, so that `--help`
+            imports no torch; it takes the parameters of the decorated function. Empty: that one.
         often: fields that `--help` shows, beside those of SHARED_OFTEN; `--help-all` then shows the
             others too. Empty: `--help` shows all.
         panels: a word among the typed ones, such as a method, and the panel that `--help` then
@@ -107,7 +102,7 @@ def command(
             for option in options:
                 if option.name in flat:
                     raise TypeError(f"{function.__name__} has two options {option.name}")
-                flat[option.name] = _with_words(function.__name__, option)
+                flat[option.name] = _with_word(option)
 
         if often:
             flat["help_all"] = _HELP_ALL
@@ -125,7 +120,9 @@ def command(
                     )
             inputs.require_early(values)
             built = {name: _build_group(kind, values) for name, kind in groups.items()}
-            function(**built, **values)
+            module, _, name = run.partition(":")
+            work = getattr(import_module(module), name) if run else function
+            work(**built, **values)
 
         wrapper: Any = expanded
         shown = sorted(flat.values(), key=_place_in_help)
@@ -175,13 +172,16 @@ _HELP_ALL = inspect.Parameter(
 )
 
 
-def _with_words(command: str, option: inspect.Parameter) -> inspect.Parameter:
-    """The option with a word for its value, and with the names that the shell completes."""
+def _with_word(option: inspect.Parameter) -> inspect.Parameter:
+    """The option with a word for its value."""
     info = info_of(option.annotation)
     if info is None:
         return option
+    if info.metavar is not None:
+        return option
     base, *notes = get_args(option.annotation)
-    new = with_completion(command, spelling(option.name, info)[-1], base, info)
+    new = copy(info)
+    new.metavar = WORDS.get(_type_of_value(base), "VALUE")
     return option.replace(
         annotation=Annotated[(base, *(new if note is info else note for note in notes))]
     )
@@ -311,48 +311,7 @@ def marked(groups: Iterable[object], kind: type[Mark]) -> Iterator[tuple[str, Ma
                     yield spelling(name, info_of(hint))[-1], note, value
 
 
-def with_completion(command: str, spelled: str, base: Any, info: Any) -> OptionInfo | ArgumentInfo:
-    """Return Typer's note with a word for the value and the names to complete.
-
-    Args:
-        command: the command's name.
-        spelled: the option's long spelling, or the argument's metavar.
-        base: the type of the value: one of WORDS, or a list or union with None of it.
-        info: the note.
-    """
-    completed = copy(info)
-    if completed.metavar is None:
-        completed.metavar = WORDS.get(_type_of_value(base), "VALUE")
-    target = NAMES.get(f"{command} {spelled}", NAMES.get(spelled))
-    if target is not None:
-        completed.autocompletion = _registered(target)
-    elif spelled in ARCHITECTURES:
-        completed.autocompletion = _architectures
-    return completed
-
-
 def _type_of_value(base: Any) -> Any:
     if get_origin(base) is None:
         return base
     return next((_type_of_value(part) for part in get_args(base) if part is not type(None)), None)
-
-
-def _registered(target: str) -> Callable[[str], list[Any]]:
-    def complete(incomplete: str) -> list[Any]:
-        module, _, attribute = target.partition(":")
-        entries = getattr(import_module(module), attribute)
-        pairs = [
-            (entry, "") if isinstance(entry, str) else (entry.name, entry.summary)
-            for entry in entries
-        ]
-        return [pair for pair in pairs if pair[0].startswith(incomplete)]
-
-    return complete
-
-
-def _architectures(incomplete: str) -> Iterator[str]:
-    """Return the names of timm's models and of ours. Takes the seconds that torch takes to load."""
-    import_module("certcli.models.build")
-    import timm
-
-    yield from timm.list_models(f"{incomplete}*")

@@ -6,12 +6,10 @@ from typing import Any
 from certcli.checkpoint.record import Record
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.fidelity import (
-    MANY_JUDGES,
     Fidelity,
     ReferenceLogits,
     expected_on_real,
     known_labels,
-    worth_of_judges,
 )
 from certcli.evaluation.radii import percent_ends
 from certcli.images import calibration, labelled
@@ -89,7 +87,6 @@ def show_fidelity(record: Mapping[str, Any], sink: Sink) -> None:
             f"estimated from the margins of these images: at least {100 * record['agreement_at_least']:.1f} % of similar "
             "images keep their top-1 prediction"
         )
-        _say_few_judges(record["images"], sink)
     if record["dataset"] == "synthetic photographs":
         sink.note(
             "synthetic photographs have no class, so their top-1 predictions are near ties: --dataset measures the agreement "
@@ -111,17 +108,6 @@ def show_fidelity(record: Mapping[str, Any], sink: Sink) -> None:
         names = ("accuracy_before", "accuracy_after")
         before, after = (share_between(record[name], record[f"{name}_interval"]) for name in names)
         sink.text(f"accuracy on them: {before} -> {after}")
-
-
-def _say_few_judges(images: int, sink: Sink) -> None:
-    """Say what more judging images would allow, where it is a twentieth or more."""
-
-    factor = worth_of_judges(images)
-    if factor > 1.05:
-        sink.note(
-            f"{images} held-out images limit eta: {MANY_JUDGES} (of a larger dataset, with "
-            f"--limit {MANY_JUDGES // 2}) would allow about {factor:.1f} times as much"
-        )
 
 
 def share_between(share: float, interval: list[float]) -> str:

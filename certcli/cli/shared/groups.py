@@ -10,10 +10,8 @@ from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
-from certcli.system.errors import DataError, UsageError
-from certcli.system.files import is_stream
+from certcli.system import errors, files, processes
 from certcli.system.options import option
-from certcli.system.processes import local_rank, team
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -153,7 +151,7 @@ class Evaluation(Data):
 
         name = self.dataset or record.dataset
         if name is None:
-            raise DataError(
+            raise errors.DataError(
                 "no --dataset, and the checkpoint does not name the images of its training",
                 "--dataset digits",
             )
@@ -233,13 +231,13 @@ class Device:
         name = self.device
         if name == "auto":
             name = "cuda" if torch.cuda.is_available() else "cpu"
-        if name == "cuda" and team().several:
-            name = f"cuda:{local_rank()}"
+        if name == "cuda" and processes.team().several:
+            name = f"cuda:{processes.local_rank()}"
         try:
             device = torch.device(name)
             torch.zeros(1, device=device)
         except (RuntimeError, AssertionError, ValueError) as failure:
-            raise UsageError(
+            raise errors.UsageError(
                 f"no device '{name}' here", "--device auto, cpu, cuda, cuda:1, mps"
             ) from failure
         return device
@@ -311,8 +309,8 @@ class Output:
             )
 
         outputs = self._outputs(groups, unfinished if state is not None else lambda file: False)
-        if (last or state is not None) and is_stream(path):
-            raise UsageError(
+        if (last or state is not None) and files.is_stream(path):
+            raise errors.UsageError(
                 f"-o {path} is no file, and {command} keeps others beside it", "-o FILE.safetensors"
             )
         if self.output is None:
@@ -352,14 +350,14 @@ class Output:
         if self.shard_size is None:
             return SHARD_BYTES
         if self.output is not None and not is_index(self.output):
-            raise UsageError(
+            raise errors.UsageError(
                 f"--shard-size makes several files and their index, and {self.output} is one file",
                 f"-o {self.output.with_name(self.output.name.removesuffix('.safetensors') + ENDING)}",
             )
         return inputs.size_in_bytes("--shard-size", self.shard_size)
 
     def _check(self, outputs: Outputs) -> None:
-        if team().leads:  # another process would find what the leader has begun to write
+        if processes.team().leads:  # another process would find what the leader has begun to write
             outputs.check()
 
     def _outputs(

@@ -1,4 +1,14 @@
-"""Arguments and paths from a command line's words, doubts about images. Imports are in functions."""
+"""Arguments and paths from a command line's words, defaults from files, doubts about images. Imports are
+in functions.
+
+Defaults are those of the current folder's `certvit.toml`, or `[tool.certvit]` of `pyproject.toml`:
+
+    [audit]                                     [tool.certvit.audit]
+    time-budget = "90s"                         fail-on = ["certified@0.25<0.4"]
+
+An option on the command line comes before `certvit.toml`, which comes before `pyproject.toml`, key
+by key. A key is a long option without its dashes; options of written files and of talk belong to
+the command line alone."""
 
 from __future__ import annotations
 
@@ -6,6 +16,7 @@ import contextlib
 import json
 import os
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,8 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.images.names import require_named
-from certcli.system.errors import CheckpointError, UsageError, one_line
-from certcli.system.reading import is_absent
+from certcli.system import errors, reading, registry
 
 if TYPE_CHECKING:
     from certcli.checkpoint.file import Checkpoint
@@ -61,7 +71,7 @@ def _require_file(source: str) -> None:
     looks = path.suffix in FILES or (
         os.sep in source and not source.startswith(("hf-hub:", "hf_hub:"))
     )
-    if not looks or not is_absent(path) or shipped_path(source):
+    if not looks or not reading.is_absent(path) or shipped_path(source):
         return
     raise missing_file(
         source,
@@ -70,7 +80,7 @@ def _require_file(source: str) -> None:
     )
 
 
-def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
+def missing_file(source: str, hint: str, *endings: str) -> errors.CheckpointError:
     """Return the error for a path that does not exist; it names one like it beside it, or that comes
     with certvit.
 
@@ -82,7 +92,7 @@ def missing_file(source: str, hint: str, *endings: str) -> CheckpointError:
     candidates |= {name: name for name in shipped_names()}
     near = get_close_matches(path.name, candidates, 1) or get_close_matches(source, candidates, 1)
     meant = f"did you mean '{candidates[near[0]]}'? " if near else ""
-    return CheckpointError(f"no file {source}", f"{meant}{hint}")
+    return errors.CheckpointError(f"no file {source}", f"{meant}{hint}")
 
 
 def parse_arguments(pairs: list[str]) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise UsageError(f"'{one_line(pair)[:80]}' is not KEY=VALUE")
+            raise errors.UsageError(f"'{errors.one_line(pair)[:80]}' is not KEY=VALUE")
         try:
             arguments[key] = json.loads(text)
         except (ValueError, RecursionError):
@@ -105,7 +115,7 @@ def typed_numbers(option: str, text: str | None) -> tuple[float, ...] | None:
     try:
         return tuple(float(part) for part in text.replace(",", " ").split())
     except ValueError as failure:
-        raise UsageError(
+        raise errors.UsageError(
             f"{option} '{text}' is not a list of numbers",
             f"{option} 0.5 or {option} 0.48,0.45,0.41",
         ) from failure
@@ -123,7 +133,7 @@ def default_output(source: str, command: str, shards: bool = False) -> Path:
     ending = ENDING if shards else ".safetensors"
     if path.is_dir():
         return path / f"model.{command}{ending}"
-    parent = Path() if is_absent(path) else path.parent
+    parent = Path() if reading.is_absent(path) else path.parent
     return (
         parent / f"{stem_of_checkpoint(path).replace(':', '_').replace('/', '_')}.{command}{ending}"
     )
@@ -141,7 +151,7 @@ def path_beside(path: Path, word: str) -> Path:
 def require_nameable(source: str) -> None:
     """Raise UsageError for a network that no checkpoint can name: it would not be opened again."""
     if source.endswith(".onnx"):
-        raise UsageError(
+        raise errors.UsageError(
             f"{source} is a program, and a checkpoint names an architecture: it cannot be written as one",
             "certvit certify, attack, audit or lipschitz of it, without -o; or the checkpoint that it was exported from",
         )
@@ -156,7 +166,9 @@ def size_in_bytes(option: str, text: str) -> int:
     except (ValueError, OverflowError):
         size = 0
     if size < 1:
-        raise UsageError(f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G")
+        raise errors.UsageError(
+            f"{option} '{text}' is not a size", f"{option} 500M, or {option} 2G"
+        )
     return size
 
 
@@ -262,3 +274,99 @@ def remember_dataset(record: Record, images: Images) -> Record:
     """
     named = len(images.classes) == record.classes and not images.classes[0].isdigit()
     return replace(record, dataset=images.name, class_names=images.classes if named else None)
+
+
+SETTINGS_FILES = (("pyproject.toml", ("tool", "certvit")), ("certvit.toml", ()))
+"""File -> the place of certvit's table in it, in ascending order of precedence."""
+CONFIGURED = ("audit",)
+NOT_FROM_FILES = frozenset(("output", "force", "report", "html", "json", "quiet", "help"))
+LARGEST_SETTINGS = 2**20
+"""Bytes of a settings file."""
+
+
+def take_settings(context: Any) -> None:
+    """Give the called command its defaults. context: of the group, before the command's."""
+    name = context.invoked_subcommand
+    if name in CONFIGURED:
+        context.default_map = {
+            name: defaults_in_files(name, context.command.commands[name].params, context)
+        }
+
+
+def defaults_in_files(command: str, parameters: list[Any], context: Any) -> dict[str, Any]:
+    """Return the defaults in the files by the name of their parameter, as words of a command line.
+
+    Raises:
+        UsageError: a key is no option, or the option refuses the value.
+    """
+    options = {
+        option.removeprefix("--"): parameter
+        for parameter in parameters
+        for option in parameter.opts
+        if option[:2] == "--"
+    }
+    allowed = {name: parameter for name, parameter in options.items() if name not in NOT_FROM_FILES}
+    chosen: dict[str, Any] = {}
+    for file, place in SETTINGS_FILES:
+        path = Path(file)
+        table = _settings_table(path, place)
+        for other in table:
+            if other not in CONFIGURED:
+                raise errors.UsageError(
+                    f"{path}: certvit has no settings for '{errors.one_line(other)}'",
+                    registry.one_of(other, CONFIGURED),
+                )
+        section = table.get(command, {})
+        if not isinstance(section, dict):
+            raise errors.UsageError(
+                f"{path}: [{command}] is no table", f'[{command}]\ntime-budget = "2m"'
+            )
+        for key, value in section.items():
+            if key not in allowed:
+                raise errors.UsageError(
+                    f"{path}: [{command}] has no setting '{errors.one_line(key)}'",
+                    registry.one_of(key, allowed),
+                )
+            parameter = allowed[key]
+            where = f"{path}: [{command}] {key}"
+            words = _typed_words(value, parameter.multiple, where)
+            try:
+                parameter.process_value(context, words)
+            except Exception as failure:  # Typer's, of whichever click it brings
+                if not hasattr(failure, "format_message"):
+                    raise
+                raise errors.UsageError(
+                    f"{where}: {errors.one_line(failure)}", f"certvit {command} --help"
+                ) from failure
+            chosen[parameter.name] = words
+    return chosen
+
+
+def _settings_table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
+    try:
+        if reading.is_absent(path):
+            return {}
+        table: Any = tomllib.loads(reading.read_bounded(path, LARGEST_SETTINGS).decode())
+    except (OSError, ValueError, RecursionError) as failure:
+        raise errors.UsageError(
+            f"{path} cannot be read: {errors.one_line(failure)}", "it must be TOML, UTF-8"
+        ) from failure
+    for name in place:
+        table = table.get(name, {}) if isinstance(table, dict) else {}
+    if not isinstance(table, dict):
+        raise errors.UsageError(f"{path}: {'.'.join(place)} is no table")
+    return table
+
+
+def _typed_words(value: Any, several: bool, where: str) -> Any:
+    """Return a value of TOML as it is typed."""
+    if isinstance(value, list) and several:
+        return [_typed_words(item, False, where) for item in value]
+    if several:
+        return [_typed_words(value, False, where)]
+    if isinstance(value, (str, int, float)) and not isinstance(value, bool):
+        return str(value)
+    raise errors.UsageError(
+        f"{where}: {type(value).__name__} is no value of this option",
+        "a text, a number, or a list of them",
+    )

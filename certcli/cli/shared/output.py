@@ -120,8 +120,10 @@ class Sink:
         self.as_json = as_json
         self.quiet = quiet
         self._begun = False  # there is text on stdout, and a table stands apart from it
+        knows = sys.stdout.isatty() or "COLUMNS" in os.environ
+        width = None if knows else WIDE
         self._out = Console(
-            file=sys.stdout, highlight=False, width=_line_width(), quiet=Sink.invocation.silent
+            file=sys.stdout, highlight=False, width=width, quiet=Sink.invocation.silent
         )
         self._err = Console(file=sys.stderr, highlight=False, quiet=Sink.invocation.silent)
         Sink.invocation.concluded = False
@@ -304,11 +306,6 @@ def wrapped(line: str, room: int) -> str:
         line.replace(" %", "\0%"), room, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(lines).replace("\0", " ")
-
-
-def _line_width() -> int | None:
-    """Return characters a line: None on a terminal or with COLUMNS (rich knows), else WIDE."""
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else WIDE
 
 
 def percent(share: float | None, digits: int = 1) -> str:

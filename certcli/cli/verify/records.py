@@ -1,10 +1,11 @@
-"""Records of `certify`: certificates on file, found again and attacked inside what they claim."""
+"""What `certvit verify` says of a file: one table, one document, and why it is not verified; and records
+of `certify`: certificates on file, found again and attacked inside what they claim."""
 
 import os
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +14,83 @@ from torch import Tensor
 from certcli.attack.families.ascent import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
+from certcli.certify import methods
 from certcli.certify.certificate import Certificate, Certifier
-from certcli.certify.methods import (
-    FALSE_ALARM,
-    Attack,
-    certify_run,
-    options_of_method,
-    prepare_method,
-    read_claims,
-    recheck,
-    require_same_way,
-)
 from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
-from certcli.cli.verify.options import VerifyOptions
-from certcli.cli.verify.view import CheckedFile
+from certcli.cli.shared.output import Gate, Sink
+from certcli.cli.verify import command
 from certcli.evaluation import evidence, perturbation, record_lines, records
+from certcli.evaluation.claim import STATUSES, Claim, unverified_reasons
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, GateError, UsageError
+
+SHOWN = 40
+"""Claims of one file that a person is shown; --json holds all."""
+RECORDS = "records"
+
+
+@dataclass(frozen=True)
+class CheckedFile:
+    """What became of the claims of one file.
+
+    Args:
+        words: the last line for a person, where all is verified.
+        whole: whether the weights were there to check against.
+        about: further facts for the document.
+    """
+
+    claims: Sequence[Claim]
+    words: str
+    whole: bool = True
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def conclude(file: Path, checked: CheckedFile, kind: str, sink: Sink) -> None:
+    """Write the document, show what is not verified, and demand that all is."""
+    reason = failure(file, checked.claims)
+    gate = Gate()
+    gate.demand(not reason, GateError(reason))
+    document = {"file": file.name, "kind": kind, "whole": checked.whole, **checked.about}
+    document |= summary(checked.claims)
+    document["verified"] = document["verified"] and checked.whole
+    sink.document(document, gate)
+    refuted = [claim for claim in checked.claims if claim.status == "refuted"]
+    shown = refuted if refuted or kind == RECORDS else checked.claims
+    if shown:
+        show_claims(file, shown, sink)
+    if kind == RECORDS or not reason:
+        sink.text(checked.words)
+    gate.enforce()
+
+
+def show_claims(file: Path, claims: Sequence[Claim], sink: Sink) -> None:
+    rest = f", the first {SHOWN} of {len(claims)}" if len(claims) > SHOWN else ""
+    rows = [(claim.title, claim.status, claim.why) for claim in claims[:SHOWN]]
+    sink.table(f"Verification of {file}{rest}", ["claim", "status", "why"], rows)
+
+
+def summary(claims: Sequence[Claim]) -> dict[str, Any]:
+    counts = Counter(claim.status for claim in claims)
+    return {
+        "verified": not unverified_reasons(claims),
+        "counts": {status: counts[status] for status in STATUSES},
+        "claims": [asdict(claim) for claim in claims],
+    }
+
+
+def failure(file: Path, claims: Sequence[Claim]) -> str:
+    """Return why the file is not verified; empty where it is."""
+    refuted = [claim for claim in claims if claim.status == "refuted"]
+    if refuted:
+        first = refuted[0]
+        more = f" {len(refuted)} of {len(claims)} claims;" if len(refuted) > 1 else ""
+        return f"{file} is refuted:{more} {first.title}: {first.status} ({first.why})"
+    reasons = unverified_reasons(claims)
+    return f"{file} is not verified: {reasons[0]}" if reasons else ""
+
 
 STEPS = 40
 SMOOTH_STEPS = 10
@@ -42,7 +100,7 @@ masks up to 32.
 """
 
 
-def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
+def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedFile:
     """Check every record, or a sample."""
 
     path = options.file
@@ -70,7 +128,9 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     claims = []
     attacked = 0
     with sink.progress(f"verify ({method})", total=len(chosen)) as bar:
-        for row in recheck(certifier, chosen, images, seed, attack, options.machine.batch_size):
+        for row in methods.recheck(
+            certifier, chosen, images, seed, attack, options.machine.batch_size
+        ):
             number = row.certificate.index
             abstains = row.claim.status == "unverified"
             name = images.named(number)
@@ -85,7 +145,7 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
         "checked": len(claims),
         "attacked": attacked,
         "seed": seed,
-        "false_alarm": FALSE_ALARM,
+        "false_alarm": methods.FALSE_ALARM,
     }
     counts = Counter(claim.status for claim in claims)
     verdicts = ", ".join(f"{counts[name]} {name}" for name in ("verified", "refuted", "unverified"))
@@ -95,8 +155,9 @@ def check_records(options: VerifyOptions, sink: output.Sink) -> CheckedFile:
     )
     if certifier.promise != "proof":
         words += (
-            f"; with fresh noise (seed {seed}): true statements are refuted with probability {FALSE_ALARM:g} at most, "
-            f"all together; each statement itself is wrong with probability {certifier.failure:g}"
+            f"; with fresh noise (seed {seed}): true statements are refuted with probability "
+            f"{methods.FALSE_ALARM:g} at most, all together; "
+            f"each statement itself is wrong with probability {certifier.failure:g}"
         )
     return CheckedFile(claims, words, about=about)
 
@@ -106,7 +167,7 @@ def _ready(
     rows: Sequence[Mapping[str, Any]],
     checkpoint: Checkpoint,
     images: Images,
-    options: VerifyOptions,
+    options: command.VerifyOptions,
 ) -> tuple[Certifier, list[Certificate]]:
     """Return the header's method, made ready, and certificates. DataError: they disagree."""
 
@@ -117,8 +178,8 @@ def _ready(
         "denoiser_file": options.scope.denoiser,
     }
     try:
-        settings = options_of_method(method, values)
-        certifier = prepare_method(
+        settings = methods.options_of_method(method, values)
+        certifier = methods.prepare_method(
             method,
             checkpoint,
             options.machine.pick_for(getattr(settings, "arithmetic", None)),
@@ -128,8 +189,10 @@ def _ready(
         raise DataError(
             f"{options.file} states parameters that mean nothing: {failure.message}"
         ) from failure
-    require_same_way(run, certify_run(certifier, checkpoint, images), str(options.file))
-    return certifier, read_claims(rows, images, certifier, str(options.file))
+    methods.require_same_way(
+        run, methods.certify_run(certifier, checkpoint, images), str(options.file)
+    )
+    return certifier, methods.read_claims(rows, images, certifier, str(options.file))
 
 
 def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
@@ -166,7 +229,7 @@ def _recorded_images(
     return images
 
 
-def margin_attack(steps: int) -> Attack:
+def margin_attack(steps: int) -> methods.Attack:
     """Return margin PGD: from the image, then towards the likeliest class; patches: one place."""
 
     def in_patch(

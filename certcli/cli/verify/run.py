@@ -1,4 +1,5 @@
-"""The work of `certvit verify`: what kind of file it is, its claims, and the document about them."""
+"""The work of `certvit verify`: what kind of file it is, its claims, and the document about
+them."""
 
 import json
 import math
@@ -11,53 +12,32 @@ from typing import Any
 
 from msgspec import UNSET
 
-from certcli.audit.evidence import with_evidence
-from certcli.certify import around
+from certcli.audit.document_builder import with_evidence
+from certcli.certify import around, methods
 from certcli.certify.around import Around, AroundImages, NearImage
-from certcli.certify.methods import certify_images, options_of_method, prepare_method
-from certcli.checkpoint import record, tensor_files
+from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.schema import AroundFields, Json, NearImageFields, ReportFields, decode_json
-from certcli.cli.log.run import files_of
-from certcli.cli.log.view import document_of
-from certcli.cli.shared import groups, inputs
-from certcli.cli.shared.output import Gate, Sink
-from certcli.cli.verify import records, view
-from certcli.cli.verify.options import VerifyOptions, VerifyScope
+from certcli.cli.log.run import document_of, files_of
+from certcli.cli.shared import groups, inputs, output
+from certcli.cli.verify import command, records
+from certcli.evaluation import image_doubts, radii
 from certcli.evaluation.claim import Claim, statuses
-from certcli.evaluation.image_doubts import right_of
-from certcli.evaluation.radii import rounded_down, rounded_up
 from certcli.images.labelled import Images
 from certcli.models.build import load_double, with_network
 from certcli.report.document import from_json
-from certcli.system.errors import (
-    CertvitError,
-    CheckpointError,
-    DataError,
-    GateError,
-    NoBoundError,
-    Refused,
-)
-from certcli.system.reading import LARGEST_REPORT, is_absent, read_bounded
-from certcli.verification import documents
+from certcli.system import errors, reading
+from certcli.verification import documents, evidence
 from certcli.verification import report as reports
-from certcli.verification.documents import kind_of, theorems, unread_fields, verify_laws
-from certcli.verification.evidence import (
-    Certified,
-    Certify,
-    Recertified,
-    Request,
-    check_entries,
-    check_record_evidence,
-)
+from certcli.verification.documents import kind_of, unread_fields
 from certcli.verification.report import SLACK
 
 
-def verify_file(options: VerifyOptions, sink: Sink) -> None:
+def verify_file(options: command.VerifyOptions, talk: groups.Talk) -> None:
     """Check the file. GateError (exit 7) unless all that was asked for is verified."""
+    sink = talk.sink()
 
     file = options.file
-    if is_absent(file):
+    if reading.is_absent(file):
         raise inputs.missing_file(
             str(file),
             "give a report (--json), records (.jsonl) or a checkpoint",
@@ -69,43 +49,47 @@ def verify_file(options: VerifyOptions, sink: Sink) -> None:
         verify_checkpoints(options, sink)
         return
     if file.suffix == ".jsonl":
-        view.conclude(options.file, records.check_records(options, sink), view.RECORDS, sink)
+        records.conclude(options.file, records.check_records(options, sink), records.RECORDS, sink)
     else:
         kind, checked = check_report(options, sink)
-        view.conclude(options.file, checked, f"{kind} report", sink)
+        records.conclude(options.file, checked, f"{kind} report", sink)
 
 
-def check_report(options: VerifyOptions, sink: Sink) -> tuple[str, view.CheckedFile]:
+def check_report(
+    options: command.VerifyOptions, sink: output.Sink
+) -> tuple[str, records.CheckedFile]:
     """Check a report: of lipschitz by its proof, of the others as the evidence of their run."""
 
     file = options.file
     try:
-        text = read_bounded(file, LARGEST_REPORT)
-        kind = kind_of(decode_json(text, Json))
+        text = reading.read_bounded(file, reading.LARGEST_REPORT)
+        kind = kind_of(schema.decode_json(text, schema.Json))
         if kind == "lipschitz":
             return kind, check_proof_report(options, text, sink)
         return kind, check_results(options, text, kind, sink)
-    except (OSError, Refused) as failure:
-        raise CheckpointError(
+    except (OSError, errors.Refused) as failure:
+        raise errors.CheckpointError(
             f"{file} is not a report of certvit ({failure})",
             "lipschitz, certify, attack and audit write one with --json; records end in .jsonl",
         ) from failure
 
 
-def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.CheckedFile:
+def check_proof_report(
+    options: command.VerifyOptions, text: bytes, sink: output.Sink
+) -> records.CheckedFile:
     """Check the laws of a proof and, where its checkpoint is named too, all of it from the weights."""
 
-    report = decode_json(text, ReportFields)
-    facts = {"nodes": len(report.proof), "theorems": theorems(report)}
+    report = schema.decode_json(text, schema.ReportFields)
+    facts = {"nodes": len(report.proof), "theorems": documents.theorems(report)}
     if not options.files.ckpts:
         words = (
             f"laws only: {facts['nodes']} steps follow from {facts['theorems']} statements about weights that nobody "
             "checked here. This verifies no bound: certvit verify REPORT CKPT proves them again"
         )
-        return view.CheckedFile(verify_laws(report), words, whole=False, about=facts)
+        return records.CheckedFile(documents.verify_laws(report), words, whole=False, about=facts)
 
-    checked = {*ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*decode_json(text, Json), reports.SHAPES} - checked)
+    checked = {*schema.ReportFields.__struct_fields__, "command"} - {"lower"}
+    unread = unread_fields({*schema.decode_json(text, schema.Json), reports.SHAPES} - checked)
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify_report(report, checkpoint, unread, options.machine.pick())
@@ -115,15 +99,17 @@ def check_proof_report(options: VerifyOptions, text: bytes, sink: Sink) -> view.
         f"verified{', a bound of features' if of_features else ''}: {facts['nodes']} steps hold, {facts['theorems']} of "
         f"them proven again from the weights of {options.files.ckpts[0]}; nothing else of it ({unread}) was checked"
     )
-    return view.CheckedFile(claims, words, about=facts)
+    return records.CheckedFile(claims, words, about=facts)
 
 
-def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) -> view.CheckedFile:
+def check_results(
+    options: command.VerifyOptions, text: bytes, kind: str, sink: output.Sink
+) -> records.CheckedFile:
     """Check a report of certify, attack or audit as the evidence that its run would have written."""
 
     checkpoint = options.open(sink)
     seed = options.data.seed
-    report = decode_json(text, Json)
+    report = schema.decode_json(text, schema.Json)
     unread = documents.unread_of(report)
     claims = []
     further: dict[int, dict[str, Any]] = {}
@@ -135,7 +121,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
             further = documents.method_fields(report, entries)
             problems = documents.document_contradictions(report)
             claims = [Claim("the report", "refuted", problem) for problem in problems]
-    claims += check_entries(
+    claims += evidence.check_entries(
         checkpoint,
         entries,
         certify_again(checkpoint, options.scope, options.data, options.machine, sink),
@@ -144,7 +130,7 @@ def check_results(options: VerifyOptions, text: bytes, kind: str, sink: Sink) ->
         further=further,
     )
     rest = Claim(f"all other fields ({unread})", "unverified", "the author's word", asked=False)
-    return view.CheckedFile(
+    return records.CheckedFile(
         [*claims, rest],
         "verified: the bounds, shares and certificates above; all other fields of the report are the author's word",
     )
@@ -165,10 +151,10 @@ def _audited(
     ]
     domains = {shares.method: shares.domain for shares in audit.certificates}
     if len(domains) < len(audit.certificates):
-        raise Refused("two of its certificates are of one method")
+        raise errors.Refused("two of its certificates are of one method")
     patched = audit.patched
     if patched is not None and patched.parameters.get("procedure") != patched.procedure:
-        raise Refused("its procedure against patches is another one in the parameters")
+        raise errors.Refused("its procedure against patches is another one in the parameters")
     further = {}
     for number, entry in enumerate(entries):
         if entry.command == "lipschitz" and audit.bound is not None:
@@ -179,26 +165,26 @@ def _audited(
     return entries, further
 
 
-def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
+def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> None:
     """Check the evidence of checkpoints, and compare their lineages with each other."""
 
     paths = files_of([options.file, *map(Path, options.files.ckpts)])
     checkpoints = {path: Checkpoint.read(path) for path in paths}
     by_name = {str(path): checkpoint for path, checkpoint in checkpoints.items()}
     linked = [*reports.compare_lineages(by_name), *reports.remake_means(by_name)]
-    gate = Gate()
+    gate = output.Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
         claims = check_evidence(checkpoint, options, sink)
         claims += [claim for name, claim in linked if name == str(path)]
-        reason = view.failure(path, claims)
-        gate.demand(not reason, GateError(reason))
-        view.show_claims(path, claims, sink)
+        reason = records.failure(path, claims)
+        gate.demand(not reason, errors.GateError(reason))
+        records.show_claims(path, claims, sink)
         document = document_of(path, checkpoint)
         entries = document["evidence"]
         for entry, status in zip(entries, statuses(claims, len(entries)), strict=True):
             entry["status"] = status
-        documents.append({**document, **view.summary(claims)})
+        documents.append({**document, **records.summary(claims)})
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents}, gate)
     gate.enforce()
     sample = options.scope.sample
@@ -209,12 +195,14 @@ def verify_checkpoints(options: VerifyOptions, sink: Sink) -> None:
     )
 
 
-def check_evidence(checkpoint: Checkpoint, options: VerifyOptions, sink: Sink) -> list[Claim]:
+def check_evidence(
+    checkpoint: Checkpoint, options: command.VerifyOptions, sink: output.Sink
+) -> list[Claim]:
     """Return the claims of one checkpoint's record."""
 
     checkpoint = with_network(checkpoint)
     certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    return check_record_evidence(
+    return evidence.check_record_evidence(
         checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
 
@@ -224,38 +212,42 @@ WITHOUT_BOUND = {"promise": "proof", "failure": 0.0, "arithmetic": "real", "para
 
 def certify_again(
     checkpoint: Checkpoint,
-    scope: VerifyScope,
+    scope: command.VerifyScope,
     data: groups.Evaluation,
     machine: groups.BatchDevice,
-    sink: Sink,
-) -> Certify:
+    sink: output.Sink,
+) -> evidence.Certify:
     """Return a function that certifies the images of an entry again, all or a sample."""
 
-    def recertify(request: Request) -> Recertified:
+    def recertify(request: evidence.Request) -> evidence.Recertified:
         named = groups.Evaluation(dataset=data.dataset, data_dir=data.data_dir, split=request.split)
         named = replace(named, limit=request.limit, seed=request.seed)
         images = named.images(checkpoint.record, sink)
         if request.digest is not None and images.digest != request.digest:
-            raise DataError("these are other images than those of the evidence: name its --dataset")
+            raise errors.DataError(
+                "these are other images than those of the evidence: name its --dataset"
+            )
         chosen = _unpredictable_sample(images, scope.sample, sink)
         batch = machine.batch_size
-        result = Recertified([], len(images), images.name, images.split, images.ahead is None)
-        settings = options_of_method(
+        result = evidence.Recertified(
+            [], len(images), images.name, images.split, images.ahead is None
+        )
+        settings = methods.options_of_method(
             request.method,
             {**request.options, "batch_size": batch, "denoiser_file": scope.denoiser},
         )
         device = machine.pick_for(getattr(settings, "arithmetic", None))
         try:
-            certifier = prepare_method(request.method, checkpoint, device, settings)
-        except NoBoundError:
+            certifier = methods.prepare_method(request.method, checkpoint, device, settings)
+        except errors.NoBoundError:
             if request.method != "lipschitz":
                 raise
-            correct = right_of(load_double(checkpoint, device), chosen, batch)
+            correct = image_doubts.right_of(load_double(checkpoint, device), chosen, batch)
             return replace(result, rows=[(right, 0.0) for right in correct], stated=WITHOUT_BOUND)
         certifier.kept_back = 0.0
-        rows: list[tuple[bool, Certified]] = []
+        rows: list[tuple[bool, evidence.Certified]] = []
         with sink.progress("certify again", total=len(chosen)) as bar:
-            for certificates in certify_images(certifier, chosen, batch):
+            for certificates in methods.certify_images(certifier, chosen, batch):
                 rows += [(one.correct, one.held) for one in certificates]
                 bar.advance(len(certificates))
         names = ("promise", "failure", "arithmetic", "norm", "domain")
@@ -271,7 +263,7 @@ def certify_again(
     return recertify
 
 
-def _unpredictable_sample(images: Images, sample: int | None, sink: Sink) -> Images:
+def _unpredictable_sample(images: Images, sample: int | None, sink: output.Sink) -> Images:
     """Return a sample that the file's author cannot have predicted; all images without one."""
     if sample is None or sample >= len(images):
         return images
@@ -281,18 +273,24 @@ def _unpredictable_sample(images: Images, sample: int | None, sink: Sink) -> Ima
 
 
 def near_images(
-    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: schema.AroundFields,
+    checkpoint: Checkpoint,
+    options: command.VerifyOptions,
+    sink: output.Sink,
 ) -> list[Claim]:
     """Return the claim of each image that a report bounds slopes near; of a sample with --sample."""
     statement = f"slopes near {claimed.dataset.images} images of {claimed.dataset.name}"
     try:
         return list(_near_claims(claimed, checkpoint, options, sink))
-    except CertvitError as failure:
+    except errors.CertvitError as failure:
         return [Claim(statement, "unverified", failure.message)]
 
 
 def _near_claims(
-    claimed: AroundFields, checkpoint: Checkpoint, options: VerifyOptions, sink: Sink
+    claimed: schema.AroundFields,
+    checkpoint: Checkpoint,
+    options: command.VerifyOptions,
+    sink: output.Sink,
 ) -> Iterator[Claim]:
 
     data = replace(
@@ -319,7 +317,7 @@ def _near_claims(
 
 
 def _near_claim(
-    row: NearImageFields, around: Around, network: AroundImages, images: Images
+    row: schema.NearImageFields, around: Around, network: AroundImages, images: Images
 ) -> Claim:
     statement = f"slopes near image {row.index}, within {row.radius:g}"
     places = (images.indices == row.index).nonzero().flatten().tolist()
@@ -332,7 +330,7 @@ def _near_claim(
     return Claim(
         statement,
         "verified",
-        f"the logits' proven again: {rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
+        f"the logits' proven again: {radii.rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
     )
 
 
@@ -343,7 +341,7 @@ def _same_margins(claims: list[float], margins: list[float]) -> bool:
     return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
 
 
-def _near_problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
+def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[str]:
     """Yield what does not follow: bounds below those proven again, radii above them."""
     if row.prediction != proven.prediction:
         yield f"class {row.prediction} is stated, the network says {proven.prediction}"
@@ -360,7 +358,7 @@ def _near_problems(row: NearImageFields, proven: NearImage) -> Iterator[str]:
     pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
-            yield f"{rounded_down(claimed, 9)} is stated, {rounded_up(bound, 9)} is proven"
+            yield f"{radii.rounded_down(claimed, 9)} is stated, {radii.rounded_up(bound, 9)} is proven"
     if row.certified > proven.radius * (1 + SLACK):
-        shown = rounded_up(row.certified, 9), rounded_down(proven.radius, 9)
+        shown = radii.rounded_up(row.certified, 9), radii.rounded_down(proven.radius, 9)
         yield f"radius {shown[0]} is stated, {shown[1]} is proven"

@@ -1,4 +1,6 @@
-"""Balls of norms: a tensor's distance from its value at one image, and the table of rules for it. docs/local.md, 10."""
+"""Balls of norms: a tensor's distance from its value at one image, and the table of rules for it.
+docs/local.md, 10.
+"""
 
 import math
 from collections.abc import Callable
@@ -18,7 +20,9 @@ from certcli.lipschitz.numerics.outward import up as next_up
 from certcli.lipschitz.numerics.spectral import spectral_norm
 
 _UNEVEN = 64.0
-"""Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide errors by the least one."""
+"""Ratio of a norm's gains from which on its scale does not wait for the next map: it would divide
+errors by the least one.
+"""
 
 
 def fibres(t: Tensor) -> Tensor:

@@ -19,18 +19,21 @@ from certcli.enclosure.balls.ball import (
     rules,
     settled,
 )
-from certcli.enclosure.operations import (
+from certcli.enclosure.choices import (
     CONVOLUTIONS,
-    register_arithmetic,
     register_choices,
     register_convolutions,
+    register_fixed_choices,
+    register_largest,
+    register_maxima,
+    register_types,
+)
+from certcli.enclosure.operations import (
+    register_arithmetic,
     register_joins,
     register_layers,
-    register_max_pooling,
-    register_maxima,
     register_norms,
     register_sums,
-    register_types,
     require_entries,
 )
 from certcli.enclosure.zonotopes.columns import FUNCTION, gamma, norm2, up
@@ -244,13 +247,11 @@ def larger(x: Any, y: Any, sign: float) -> Near:
     return Near.of(choose(x.centre, y.centre), fibre, whole)
 
 
-def max_pool(ctx: BallContext, x: Any, places: Tensor) -> Near:
+def largest_of_balls(x: Near, places: Tensor, sign: float) -> Near:
     """The largest of a window moves no further than the window is long."""
-    x = settled(x)
-    places = places.to(x.centre.device)
-    maps = torch.arange(x.shape[1], device=places.device) * math.prod(x.shape[2:])
-    windows = rearranged(x, places[None, None] + maps.view(1, -1, 1, 1, 1))
-    return Near.of(windows.centre.amax(-1), norm2(windows.fibre.movedim(-1, 0)), windows.whole)
+    windows = rearranged(x, places.to(x.centre.device))
+    centre = windows.centre.amax(-1) if sign > 0 else windows.centre.amin(-1)
+    return Near.of(centre, norm2(windows.fibre.movedim(-1, 0)), windows.whole)
 
 
 def centred(x: Near) -> Near:
@@ -313,4 +314,5 @@ register_convolutions(rules, VALUES, convolution)
 register_averages(rules, VALUES, averaged)
 register_interpolation(rules, VALUES, averaged)
 register_maxima(rules, VALUES, larger)
-register_max_pooling(rules, max_pool)
+register_largest(rules, settled, largest_of_balls)
+register_fixed_choices(rules, VALUES, settled, operator.add, arranged)

@@ -13,14 +13,8 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.operations import (
-    CONVOLUTIONS,
-    constant_operand,
-    of_statistics,
-    register_convolutions,
-    stored,
-    unit_length,
-)
+from certcli.enclosure.choices import CONVOLUTIONS, register_convolutions
+from certcli.enclosure.operations import constant_operand, of_statistics, stored, unit_length
 from certcli.enclosure.slopes.functions import derivative
 from certcli.enclosure.slopes.products import by_row, inner, times
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls

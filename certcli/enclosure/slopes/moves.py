@@ -12,7 +12,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.operations import register_choices
+from certcli.enclosure.choices import register_choices
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
 from certcli.enclosure.zonotopes.form import Form
 from certcli.engine import moves

@@ -188,14 +188,17 @@ RATE = 0.25
 DECAY = 0.93
 """Of Adam, and its fall from step to step."""
 FALL = 30
-"""An ascent of more steps ends at the same rate, DECAY^FALL: its multipliers can grow further, which a
+"""An ascent of more steps ends at the same rate, DECAY^FALL: its multipliers can grow further,
+which a
 nearly empty domain needs."""
 _NEGLIGIBLE = 1e-9
 """Of the largest error of a node: what rounding may cost, which ascent need not see."""
 _MOST_ENTRIES = 3e7
 """Entries of all nodes and rows together, some of which a step of ascent keeps."""
 POWER = 8
-"""Steps of the power iteration for the parabolas' largest eigenvalue, from a start of the step before."""
+"""Steps of the power iteration for the parabolas' largest eigenvalue, from a start of the step
+before.
+"""
 
 
 class Ascent:
@@ -377,11 +380,10 @@ class Ascent:
             numbers = chosen[positive]
             choices = self.choices(signs[positive], numbers)
             descent = descend(self.out, self.rows[[margins[i] for i in positive.tolist()]], choices)
-            bounds[positive] = (
-                self._sure(descent, numbers[:, -1].exp()) if self.curved else least(descent)
-            )
+            if not self.curved:
+                bounds[positive] = least(descent)
+                return bounds
+            levels = enumerate(numbers[:, -1].exp().tolist())
+            sure = [proven(descent, level, row) for row, level in levels]
+            bounds[positive] = descent.total.new_tensor(sure)
         return bounds
-
-    def _sure(self, bound: BackwardBound, levels: Tensor) -> Tensor:
-        sure = [proven(bound, level, row) for row, level in enumerate(levels.tolist())]
-        return bound.total.new_tensor(sure)

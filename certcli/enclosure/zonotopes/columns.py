@@ -1,4 +1,6 @@
-"""Columns of forms and their norms, rounded outward: of any, of e e^T, of symbols. docs/local.md, section 1."""
+"""Columns of forms and their norms, rounded outward: of any, of e e^T, of symbols. docs/local.md,
+section 1.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ TINY = 1e-150
 _LEAST = torch.tensor(TINY, dtype=torch.float64)
 
 FUNCTION = 2.0**-46
-"""Relative error allowed to an elementary function and the handful of operations around it (128 u)."""
+"""Relative error allowed to an elementary function and the handful of operations around it (128 u).
+"""
 
 
 def gamma(terms: int) -> float:

@@ -38,7 +38,9 @@ Watch = Callable[[fx.Node, Any, int | None], None]
 Change = Callable[[fx.Node, Any], Any]
 """What a walk goes on with in place of a node's value."""
 _ROUNDING = 2.0**-26
-"""Relative to the length of a tensor: far above rounding differences of kernels, far below a wrong tensor."""
+"""Relative to the length of a tensor: far above rounding differences of kernels, far below a wrong
+tensor.
+"""
 
 
 class Enclosure(Domain):

@@ -195,7 +195,8 @@ def of_products(first: Gram, second: Gram, scale: Tensor) -> Tensor:
 
 
 def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
-    """Return G with (sum u_bij y_bik z_bkj)^2 <= u^T G u, for y and z of the two: (1, b i j, b i j).
+    """Return G with (sum u_bij y_bik z_bkj)^2 <= u^T G u, for y and z of the two: (1, b i j, b i
+    j).
 
     For y = S f, z = T f' the sum is f^T X f', X = sum u_bij S_bik^T T_bkj, and |X|_F^2 = u^T G u for
     G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'.
@@ -215,7 +216,8 @@ def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, in
 
 
 def factor(gram: Gram) -> Tensor:
-    """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by what it may be off
+    """Return R with G <= R R^T for all symmetric G >= 0 that differ from `gram` by what it may be
+    off
     by, entry by entry.
 
     R is a Cholesky factor of gram + room, proven by its residue; or sqrt(trace) where that fails.
@@ -236,7 +238,8 @@ def factor(gram: Gram) -> Tensor:
 
 
 def pairing(first: Tensor, second: Tensor) -> Tensor:
-    """Return sup |(R f) . (R' f')| over |f|_2, |f'|_2 <= 1, that is |R^T R'|_2, rounded up: (.., d, d)
+    """Return sup |(R f) . (R' f')| over |f|_2, |f'|_2 <= 1, that is |R^T R'|_2, rounded up: (.., d,
+    d)
     -> (..).
     """
     size = up(_gram_frobenius(first) * _gram_frobenius(second), 4)

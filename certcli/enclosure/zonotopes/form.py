@@ -47,7 +47,8 @@ Linear = Callable[[Tensor], Tensor]
 _OF_IMAGE = frozenset({"gram", "length", "rise", "fall", "ball", "squares", "quadratic"})
 """What is computed of the columns before the box symbols alone, which many operations leave."""
 _LARGEST = 2**27
-"""Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte."""
+"""Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte.
+"""
 
 
 class Unbounded(Exception):

@@ -15,7 +15,9 @@ from certcli.enclosure.zonotopes.normalisation import signs
 from certcli.nn.norms import spread_of
 
 Further = Callable[[Node, Tensor], Tensor]
-"""The last node and rows of it, least bound first -> bounds of these rows; once one is not positive, any of the others."""
+"""The last node and rows of it, least bound first -> bounds of these rows; once one is not
+positive, any of the others.
+"""
 
 
 def optimised(node: Node, rows: Tensor) -> Tensor:

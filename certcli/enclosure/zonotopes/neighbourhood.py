@@ -1,6 +1,6 @@
 """The forms of a neighbourhood: where a walk begins. docs/local.md, section 1."""
 
-from dataclasses import replace
+import functools
 
 import torch
 from torch import Tensor
@@ -11,55 +11,32 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.space import Space
 
 
-def l2_ball(
+def _around(
+    boxed: bool,
     image: Tensor,
     radius: float,
     *,
-    squares_up_to: int,
+    squares_up_to: int = 0,
     limit: int,
     tape: bool = False,
     in_box: bool = False,
     by_fibres: bool = False,
 ) -> Form:
-    """Return all images within l2 `radius` of `image` (1, c, h, w): radius * identity as A.
+    """Return all images within `radius` of `image` (1, c, h, w) in l2, or with every pixel within it
+    (boxed): radius * identity as A.
 
     Args:
+        squares_up_to: entries up to which e e^T has columns; in a box none.
         tape: keep nodes; e e^T then has no columns.
         in_box: of the images in [0, 1] alone.
         by_fibres: errors become symbols of one fibre each; e e^T then has no columns.
     """
-    start = _around(
-        image, radius, 0 if tape or by_fibres else squares_up_to, limit, False, tape, in_box
-    )
-    return replace(start, space=replace(start.space, by_fibres=by_fibres))
-
-
-def linf_ball(
-    image: Tensor,
-    radius: float,
-    *,
-    limit: int,
-    tape: bool = False,
-    in_box: bool = False,
-    by_fibres: bool = False,
-) -> Form:
-    """Return all images with every pixel within `radius` of `image`'s; the rest as in `l2_ball`."""
-    start = _around(image, radius, 0, limit, True, tape, in_box)
-    return replace(start, space=replace(start.space, by_fibres=by_fibres))
-
-
-def _around(
-    image: Tensor,
-    radius: float,
-    squares_up_to: int,
-    limit: int,
-    boxed: bool,
-    tape: bool,
-    in_box: bool,
-) -> Form:
+    squares_up_to = 0 if boxed or tape or by_fibres else squares_up_to
     count = image.numel()
     reach = _reach_in_box(image, radius, boxed) if in_box else None
-    space = Space(count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to)
+    space = Space(
+        count, count <= squares_up_to, limit, boxed, reach, None, squares_up_to, by_fibres
+    )
     gens = image.new_zeros(count + space.square, *image.shape)
     gens[:count].view(count, count).diagonal().fill_(radius)
     first = Ball(
@@ -72,6 +49,10 @@ def _around(
         reach=reach,
     )
     return Form(space, image, gens, torch.zeros_like(image), (), first if tape else None)
+
+
+l2_ball = functools.partial(_around, False)
+linf_ball = functools.partial(_around, True)
 
 
 def _reach_in_box(image: Tensor, radius: float, boxed: bool) -> Reach:

@@ -1,4 +1,5 @@
-"""A network traced once for many images: where it changes to fewer numbers than pixels, what fits into memory,
+"""A network traced once for many images: where it changes to fewer numbers than pixels, what fits
+into memory,
 and its margins. Proofs: docs/local.md.
 """
 
@@ -240,7 +241,9 @@ class LocalNetwork:
 
 
 _COPIES = 5
-"""Arrays of the largest kind that are alive at once, temporaries of one operation included (measured: 4)."""
+"""Arrays of the largest kind that are alive at once, temporaries of one operation included
+(measured: 4).
+"""
 
 _SYMBOLS_OF_WIDTH = 4
 """Symbols of one token, over the most entries that a token has anywhere."""

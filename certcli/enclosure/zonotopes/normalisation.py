@@ -1,4 +1,6 @@
-"""LayerNorm by the direction of its centre, or with a floor by its variance. Proofs: docs/local.md, 6."""
+"""LayerNorm by the direction of its centre, or with a floor by its variance. Proofs: docs/local.md,
+6.
+"""
 
 from typing import Any
 
@@ -92,7 +94,8 @@ def layer_norm(
 
 
 def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
-    """Return y / sqrt(|y|^2 / d + eps) = (u + h g) / sqrt(|(u + h g, kappa h)|^2 / d), and h / sqrt(..
+    """Return y / sqrt(|y|^2 / d + eps) = (u + h g) / sqrt(|(u + h g, kappa h)|^2 / d), and h /
+    sqrt(..
     / d), which is 1 / sqrt(|y|^2 / d + eps); None where a row may turn by 90 degrees.
 
     h = 1 / (u.y + w kappa), g = y - u / h: what moves along the centre divides g alone.

@@ -336,7 +336,8 @@ _LONGER = 2.0
 """Assumed ratio of an ellipsoid's size to that of the products: (1.2) widens groups and slack."""
 
 _APART = 2**13
-"""Entries of a tensor up to which symbols of single fibres can be written side by side by any map."""
+"""Entries of a tensor up to which symbols of single fibres can be written side by side by any map.
+"""
 
 
 def activation(f: Curve, x: Form, low: Tensor | None = None, high: Tensor | None = None) -> Form:

@@ -65,18 +65,14 @@ def product(
     of T (`frobenius`: its square, from A and A'). beyond: bounds the last bracket, beside the bound
     entry by entry.
     """
-    rest = _entrywise(x, y, contract)
+    # nothing cancels
+    rest = contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
     if beyond is not None:
         rest = torch.minimum(rest, beyond(x, y))
     if not x.space.squares:
         rest = rest + _both(x, y, contract, terms, frobenius)
     form = up_to_rest(x, y, contract, terms)
     return replace(form, slack=up(form.slack + rest), node=_paired(x, y, contract, terms, rest))
-
-
-def _entrywise(x: Form, y: Form, contract: Bilinear) -> Tensor:
-    """Return the bound of |a r' + r a' + r r'| in which nothing cancels."""
-    return contract(x.ball_radius, y.rest_radius) + contract(x.rest_radius, y.radius)
 
 
 def up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
@@ -113,7 +109,8 @@ def scaled(x: Form, y: Form) -> Form:
 
 
 def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:
-    """Return x y, (*b, i, k) x (*b, k, j), its last bracket in one ellipsoid over all of (*b, i, j).
+    """Return x y, (*b, i, k) x (*b, k, j), its last bracket in one ellipsoid over all of (*b, i,
+    j).
 
     None where that has no symbols or too many, or a way back is kept. keyed: y is (*b, j, k).
     """
@@ -181,7 +178,8 @@ TIMES = Bilinear(torch.mul, torch.mul, torch.mul)
 
 
 def crossing(x: Form, y: Form) -> Tensor:
-    """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d) x
+    """Above |a r' + r a' + r r'| for inner products of the fibres of x with those of y: (.., i, d)
+    x
     (.., j, d) -> (.., i, j).
     """
     ball, rest = (_lined_up(part, x) for part in _ball_and_rest(x))

@@ -11,13 +11,16 @@ from certcli.system.errors import DataError
 Check = Callable[[float], bool]
 SMALLEST = 1e-12
 BEYOND = 1e-6
-"""The grid lies this far beyond powers of two: a certificate holds at what its radius exceeds, and 0.5 is asked for."""
+"""The grid lies this far beyond powers of two: a certificate holds at what its radius exceeds, and
+0.5 is asked for.
+"""
 
 
 def certified_radius(
     check: Check, guess: float, *, steps: int = 4, largest: float = 1e3, close: bool = False
 ) -> float:
-    """Return r = (1 + BEYOND) 2^(k / 2^steps) for which check(r) was true; 0.0 when none, down to 1e-12.
+    """Return r = (1 + BEYOND) 2^(k / 2^steps) for which check(r) was true; 0.0 when none, down to
+    1e-12.
 
     From the grid point next to `guess` the radius grows or shrinks by factors 2, 4, 16, ... until
     one side is proven and the other is not. Then the interval is halved until the next larger point

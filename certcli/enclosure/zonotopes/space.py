@@ -1,4 +1,5 @@
-"""What one walk is given: its symbols, fewer of them than pixels, the context of its rules, and the rounding
+"""What one walk is given: its symbols, fewer of them than pixels, the context of its rules, and the
+rounding
 of an execution.
 """
 
@@ -81,11 +82,11 @@ def coordinates_of(columns: Tensor) -> Coordinates | None:
     blocks = _blocks(flat)
     pixels = torch.stack([rows for rows, _ in blocks])
     parts = torch.stack([flat[rows][:, results] for rows, results in blocks])
-    left, values, _ = torch.linalg.svd(parts, full_matrices=False)
+    vectors, values, _ = torch.linalg.svd(parts, full_matrices=False)
     rank = int((values > _NEGLIGIBLE * values.amax()).sum(1).amax())
     if not 0 < len(blocks) * rank < len(flat):
         return None
-    return Coordinates.of(pixels, left[:, :, :rank].contiguous(), len(flat))
+    return Coordinates.of(pixels, vectors[:, :, :rank].contiguous(), len(flat))
 
 
 def _blocks(flat: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,6 @@
-"""Dot-product attention: scores, 1 / sum exp of differences, averages; written out as well. docs/local.md, section 7."""
+"""Dot-product attention: scores, 1 / sum exp of differences, averages; written out as well.
+docs/local.md, section 7.
+"""
 
 from dataclasses import replace
 from typing import Any

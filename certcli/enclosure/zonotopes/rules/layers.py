@@ -15,19 +15,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import certcli.engine.activations  # noqa: F401 (for the names it enters)
-from certcli.enclosure.operations import (
+from certcli.enclosure.choices import (
     CONVOLUTIONS,
-    NOTHING,
-    register_arithmetic,
     register_choices,
     register_convolutions,
+    register_fixed_choices,
+    register_largest,
+    register_maxima,
+    register_types,
+)
+from certcli.enclosure.operations import (
+    NOTHING,
+    register_arithmetic,
     register_joins,
     register_layers,
-    register_max_pooling,
-    register_maxima,
     register_norms,
     register_sums,
-    register_types,
     require_entries,
 )
 from certcli.enclosure.zonotopes.backward import BACK, Node
@@ -246,14 +249,15 @@ def _larger(x: Form, y: Form | Tensor, sign: float) -> Form:
     return (relu(above) if sign > 0 else negative(relu(negative(above)))).shift(y)
 
 
-def max_pool(ctx: ZonotopeContext, x: Form, places: Tensor) -> Form:
+def largest_of_forms(x: Form, places: Tensor, sign: float) -> Form:
     """The largest of the first two entries of each window, of this and the next, and so on."""
+    up_to_sign = x if sign > 0 else negative(x)
 
-    def entry(number: int) -> Form:
-        chosen = places[..., number].to(x.centre.device)
-        return x.linear(lambda t: t.flatten(-2)[..., chosen])
+    def entry(chosen: Tensor) -> Form:
+        return up_to_sign.linear(lambda t: t.flatten(1)[:, chosen])
 
-    return functools.reduce(larger_of, map(entry, range(places.shape[-1])))
+    out = functools.reduce(larger_of, map(entry, places.to(x.centre.device).unbind(-1)))
+    return out if sign > 0 else negative(out)
 
 
 def over_axes(x: Form, dims: Sequence[int], keepdim: bool, reduce: Any) -> Form:
@@ -289,4 +293,5 @@ register_convolutions(rules, Form, convolution)
 register_averages(rules, Form, averaged)
 register_interpolation(rules, Form, averaged)
 register_maxima(rules, Form, _larger)
-register_max_pooling(rules, max_pool)
+register_largest(rules, lambda x: x, largest_of_forms)
+register_fixed_choices(rules, Form, lambda x: x, operator.add, arranged)
