@@ -32,6 +32,7 @@ from certcli.certify.options import (
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
@@ -101,7 +102,7 @@ class LocalCertifier(ProvingCertifier):
         self.effort = options.effort
         self.at = options.at
         self.seconds = options.seconds or SECONDS
-        self._interrupted = self._opened = False
+        self._interrupted = self._opened = self.cuts = False
         self._unbounded = ""
         self.norm: Norm = options.norm
         self.walked = self.effort
@@ -144,8 +145,9 @@ class LocalCertifier(ProvingCertifier):
         spoken = "errors in one ellipsoid a token" if few else count
         if self.walked in (BACKWARD, BRANCH):
             spoken += ", and back"
-        if self.walked == BRANCH:
-            spoken += f", split at signs of units for {self.seconds:g} s an image"
+        if self.effort == BRANCH:
+            search = "and of what it leaves," if self.cuts else "split at signs of units"
+            spoken += f", {search} for {self.seconds:g} s an image"
         pixels = math.prod(self._size)
         if self.norm == "l2" and self.network.numbers < pixels:
             spoken += f", {self.network.numbers} numbers for {pixels} pixels"
@@ -162,13 +164,15 @@ class LocalCertifier(ProvingCertifier):
                 return None
             raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         keep_pages()
-        if self.effort == AUTO:
+        self.cuts = self.effort == BRANCH and self.norm == "l2" and not network.opens
+        chooses = self.cuts or self.effort == AUTO
+        if chooses:
             # e e^T has columns that pay, but for ReLU, which does better by the way back
             few = math.prod(self._size) <= SQUARES
             few |= network.numbers <= SQUARES and not network.opens
             self.walked = ZONOTOPE if self.norm == "l2" and few else BACKWARD
         symbols = self._fitting(network)
-        if self.effort == AUTO and not symbols:  # without symbols it takes minutes for little
+        if chooses and not symbols:  # without symbols it takes minutes for little
             self.walked = TOKENS
             symbols = self._fitting(network) if network.attends else None
         if symbols is None:
@@ -225,11 +229,8 @@ class LocalCertifier(ProvingCertifier):
     @property
     def rung(self) -> str:
         """Return the way that zonotopes were used."""
-        return (
-            self.walked
-            if self.symbols == self.most_symbols
-            else f"{self.walked}, {self.symbols} symbols"
-        )
+        name = BRANCH if self.cuts else self.walked
+        return name if self.symbols == self.most_symbols else f"{name}, {self.symbols} symbols"
 
     @torch.no_grad()
     def expected(self, images: int, size: Sequence[int]) -> str:
@@ -307,7 +308,8 @@ class LocalCertifier(ProvingCertifier):
     def branched(self, image: Tensor, label: int) -> Branched:
         """Return the search of one image by branching, ended."""
         note = self.within or (lambda part: None)
-        proof = lambda radius, further: self.proven(image, label, radius, further)  # noqa: E731
+        until = time.monotonic() + self.seconds
+        proof = lambda radius, further: self.proven(image, label, radius, further, until)  # noqa: E731
         outcome = Branched(label, proof, self.seconds, note)
         if self.at:
             outcome.at([radius * (1 + BEYOND) for radius in self.at])
@@ -319,7 +321,8 @@ class LocalCertifier(ProvingCertifier):
         self._interrupted = outcome.interrupted
         self._opened |= outcome.open_units
         reason = f"--effort branch split nothing: {self._unbounded}"
-        self.remark = "" if self._opened else reason if self._unbounded else NOTHING_OPEN
+        split = self._opened or (self.cuts and not self._unbounded)
+        self.remark = "" if split else reason if self._unbounded else NOTHING_OPEN
         return outcome
 
     def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -416,17 +419,33 @@ class LocalCertifier(ProvingCertifier):
         return l2_ball(image, radius, squares_up_to=self.squares, **settings)
 
     def proven(
-        self, image: Tensor, label: int, radius: float, further: Further = optimised
+        self,
+        image: Tensor,
+        label: int,
+        radius: float,
+        further: Further = optimised,
+        until: float = math.inf,
     ) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
 
         Args:
             further: bounds margins that are not proven without.
+            until: time.monotonic() from which nothing more is cut.
         """
+        in_box = self.domain == "box"
         try:
-            start = self.start(image, radius, in_box=self.domain == "box")
-            # False with NaN
-            return bool((self.network.margins(start, label, None, further) > 0).all())
+            start = self.start(image, radius, in_box=in_box)
+            if not self.cuts:
+                # False with NaN
+                return bool((self.network.margins(start, label, None, further) > 0).all())
+            margins = self.network.margin_form(start, label)
+            self._opened = True
+            return everywhere_positive(
+                Remainder.near(image, radius, in_box=in_box),
+                margins,
+                lambda x, r: self.network.margin_form(self.start(x, r, in_box=in_box), label),
+                until,
+            )
         except Unbounded as reason:
             self._unbounded = str(reason)
             return False

@@ -86,9 +86,9 @@ class Local(CertifierOptions):
         effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope"
             (affine forms, small networks), "tokens" (zonotopes whose errors are one ellipsoid a
             token: transformers, in a tenth of the time), "backward" (zonotopes, and back through what they
-            found), "branch" (the same, and split at the signs of ReLU units), "auto" (zonotopes
-            where they fit into memory, with the way back where e e^T has no columns; norms for
-            networks and images that they say nothing about).
+            found), "branch" (the same, and split at the signs of ReLU units; without ReLU, for l2, zonotopes
+            over what earlier ones leave), "auto" (zonotopes where they fit into memory, with the way back
+            where e e^T has no columns; norms for networks and images that they say nothing about).
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
             place of a search.
@@ -104,7 +104,7 @@ class Local(CertifierOptions):
     effort: Effort = option(
         AUTO,
         "norms (any size, tiny radii), tokens (transformers), zonotope (small networks), "
-        "backward (more pixels than 128; ReLU), branch (ReLU: splits at signs of units), auto.",
+        "backward (more pixels than 128; ReLU), branch (the most: goes on where one walk ends), auto.",
     )
     norm: Norm = option("l2", "Norm of the radii: l2, or linf (with --method local).")
     at: Sequence[float] = ()

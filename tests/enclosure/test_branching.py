@@ -272,11 +272,26 @@ def test_branching_reaches_further_and_no_attack_succeeds(norm: str, seed: int) 
     radius = LocalCertifier(model, size, options).radius(pixels, label)
     assert radius > found
     assert not plain.proven(pixels, label, radius)
+    require_withstood(model, pixels, label, radius, norm)
+
+
+def require_withstood(
+    model: nn.Module,
+    pixels: Tensor,
+    label: int,
+    radius: float,
+    norm: str,
+    *,
+    in_box: bool = False,
+) -> None:
+    """Attack an image within a radius; no step may find another class."""
+    size = pixels.shape[1:]
     moves = torch.randn(200, pixels.numel(), generator=torch.Generator().manual_seed(0)).double()
     moves = moves.sign() if norm == "linf" else moves / moves.norm(dim=1, keepdim=True)
     delta = moves.view(-1, *size) * radius
     for _ in range(20):
-        delta.requires_grad_(True)
+        delta = ((pixels + delta).clamp(0, 1) - pixels) if in_box else delta
+        delta = delta.detach().requires_grad_(True)
         logits = model(pixels + delta)
         margins = logits[:, label : label + 1] - logits
         margins = margins[:, [j for j in range(logits.shape[1]) if j != label]]
@@ -317,7 +332,9 @@ def test_time_that_is_over_proves_nothing() -> None:
 
 
 def test_a_network_without_an_open_unit_is_told() -> None:
-    model = nn.Sequential(nn.Flatten(), nn.Linear(3, 2)).double().eval().requires_grad_(False)
+    parts = (nn.Flatten(), nn.Linear(3, 2), nn.ReLU(), nn.Linear(2, 2))
+    model = nn.Sequential(*parts).double().eval().requires_grad_(False)
+    parts[1].bias += 9.0
     certifier = LocalCertifier(
         model, SIZE, Local("branch", at=[1e-3], seconds=LONG, arithmetic="real")
     )

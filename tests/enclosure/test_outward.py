@@ -34,6 +34,7 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
+from certcli.enclosure.zonotopes.cuts import Remainder
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, Unbounded
@@ -228,6 +229,19 @@ def poor_factors() -> Numbers:
         return of_form(case.relax(*forms(case, 0.1, True, 0)))
 
 
+def left_by_cuts() -> Numbers:
+    """What two walks with fixed weights leave of a ball."""
+    (x,) = forms(CASES[0], 1.0, True, 0, mixed=True)
+    pixels = torch.full((1, 1, 1, 6), 0.5).double()
+    remainder = Remainder.near(pixels, 0.6, in_box=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Remainder, "_weights", lambda *_: torch.tensor([1.0, 0.01]).double())
+        remainder.add(pixels + 0.01, 0.5, x, 0)
+        ball = remainder.ball()
+    assert ball is not None
+    return [ball[1], float(remainder.high.sum()), *(-cut.level for cut in remainder.cuts)]
+
+
 def in_coordinates(in_box: bool) -> Numbers:
     """What a first map to 3 numbers, of a basis that is not orthonormal, leaves; and the margins of
     hinges behind it.
@@ -350,6 +364,7 @@ ROWS: dict[str, Callable[[], Numbers]] = {
     "joined, back": joined_back,
     "poor eigenvectors": poor_eigenvectors,
     "poor factors": poor_factors,
+    "cuts": left_by_cuts,
     "at the edge": at_the_edge,
     "in coordinates": functools.partial(in_coordinates, False),
     "in coordinates, in the box": functools.partial(in_coordinates, True),

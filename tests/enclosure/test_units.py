@@ -203,8 +203,8 @@ def last(s: float) -> Found:
     norm.weight.copy_(G)
     rows = differences(head.weight, head.bias, 0, moved)
     return [
-        linear_margins(x, head.weight, head.bias, 0, moved),
-        normalised_margins(x, norm, head.weight, B, 0, moved / s),
+        lower_bounds(linear_margins(x, head.weight, head.bias, 0, moved)),
+        lower_bounds(normalised_margins(x, norm, head.weight, B, 0, moved / s)),
         _margins(x.centre, s * 0.1 * UNIT, rows, G),
     ]
 
@@ -215,7 +215,8 @@ def folded(s: float) -> Found:
     """
     norm = nn.LayerNorm(4, eps=EPS * s * s).double().requires_grad_(False)
     norm.bias.copy_(draw(4, seed=6))
-    return [normalised_margins(scaled(forms(CASES[17], 0.01, False, 0)[0], s), norm, W, B, 0)]
+    x = scaled(forms(CASES[17], 0.01, False, 0)[0], s)
+    return [lower_bounds(normalised_margins(x, norm, W, B, 0))]
 
 
 def parabolas(s: float) -> Found:

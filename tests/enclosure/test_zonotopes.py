@@ -12,7 +12,7 @@ from torch import Tensor
 from certcli.enclosure.zonotopes.columns import matrices, quadratic_radius, runs
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
-from certcli.enclosure.zonotopes.margins import _descent, lower_bounds
+from certcli.enclosure.zonotopes.margins import descent, lower_bounds
 from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply
 from certcli.enclosure.zonotopes.products import squares
 from certcli.enclosure.zonotopes.rules.layers import affine
@@ -145,7 +145,7 @@ def test_any_eigenvectors_bound_a_square(off: float, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.linalg, "eigh", lambda m: eigh(m + off * torch.eye(BALL)))
     (x,) = forms(CASES[0], 1.0, True, 0, mixed=True)
     least = torch.linalg.eigvalsh(matrices(x.square, BALL))[:, 0].view(x.shape)
-    found = _descent(x.square, x)
+    found = descent(x)
     assert (found >= -least).all()
     assert (found <= 1e-12 - least.clamp_max(0) + 2 * off * BALL**0.5).all()
 

@@ -45,10 +45,9 @@ def lower_bounds(x: Form, further: Further = optimised) -> Tensor:
     Args:
         further: tried on entries that are not positive then, where there is a way back.
     """
-    space = x.space
     below = x.ball_fall + x.box_radius
-    if space.squares:
-        below = below + torch.minimum(norm2(x.square), _descent(x.square, x))
+    if x.space.squares:
+        below = below + descent(x)
     bounds = x.centre - up(below + gamma(4) * x.centre.abs(), 8)
     return bounds if x.node is None else _going_back(x.node, bounds, further)
 
@@ -66,14 +65,16 @@ def _going_back(node: Node, bounds: Tensor, further: Further) -> Tensor:
     return flat.view(bounds.shape)
 
 
-def _descent(columns: Tensor, x: Form) -> Tensor:
+def descent(x: Form) -> Tensor:
     """Above max(0, -e^T M e), |e| <= 1, M symmetric, of each entry's columns for e e^T.
 
     From a computed M = V diag(l) V^T + R: e^T M e >= min(0, l_min) (1 + |V^T V - I|_F) - |R|_F,
-    whatever V and l are.
+    whatever V and l are; and |M|_2 is at most the columns' norm.
     """
     m = x.space.ball
-    matrix = matrices(columns, m)
+    if not x.space.squares:
+        return torch.zeros_like(x.centre)
+    matrix = matrices(x.square, m)
     if not bool(torch.isfinite(matrix).all()):
         return torch.full_like(x.centre, torch.inf)
     values, vectors = torch.linalg.eigh(matrix)
@@ -87,7 +88,7 @@ def _descent(columns: Tensor, x: Form) -> Tensor:
         + torch.linalg.vector_norm(rest, dim=(1, 2)) * (1 + gamma(m * m))
         + rounding
     )
-    return up(bound, 8).reshape(x.centre.shape)
+    return torch.minimum(norm2(x.square), up(bound, 8).reshape(x.centre.shape))
 
 
 def differences(
@@ -111,24 +112,19 @@ def differences(
     )
 
 
-def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return lower bounds on z = weight x + bias: (1, d) -> (k,)."""
+def linear_logits(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
+    """Return z = weight x + bias: (1, d) -> (1, k)."""
     z = x.linear(lambda t: t @ weight.T, lambda t: t @ weight.abs().T, terms=x.shape[-1] + 2)
-    return lower_bounds(z if bias is None else z.shift(bias), nothing_further).flatten()
+    return z if bias is None else z.shift(bias)
 
 
 def linear_margins(
-    x: Form,
-    weight: Tensor,
-    bias: Tensor | None,
-    label: int,
-    executed: Tensor | None = None,
-    further: Further = optimised,
-) -> Tensor:
-    """Return bounds <= z_label - z_j, j != label, z = weight x + bias: (1, d) -> (k - 1,)."""
+    x: Form, weight: Tensor, bias: Tensor | None, label: int, executed: Tensor | None = None
+) -> Form:
+    """Return z_label - z_j, j != label, z = weight x + bias: (1, d) -> (1, k - 1)."""
     rows, offset, doubt = differences(weight, bias, label, executed)
     z = x.linear(lambda t: t @ rows.T, lambda t: t @ rows.abs().T, terms=x.shape[-1] + 2)
-    return lower_bounds(z.shift(offset).doubted(up(doubt)), further).flatten()
+    return z.shift(offset).doubted(up(doubt))
 
 
 def normalised_margins(
@@ -138,9 +134,8 @@ def normalised_margins(
     bias: Tensor | None,
     label: int,
     executed: Tensor | None = None,
-    further: Further = optimised,
-) -> Tensor:
-    """Return signs of bounds <= z_label - z_j for z = weight LN(x) + bias: (1, d) -> (k - 1,)."""
+) -> Form:
+    """Return what has the signs of z_label - z_j, z = weight LN(x) + bias: (1, d) -> (1, k - 1)."""
     gain = norm.weight
     beta = norm.bias
     rows, offset, doubt = differences(weight, bias, label, executed)
@@ -149,4 +144,4 @@ def normalised_margins(
         offset = offset + rows @ beta
         doubt = doubt + gamma(width + 4) * (rows.abs() @ beta.abs() + offset.abs())
     folded = rows if gain is None else rows * gain
-    return lower_bounds(signs(x, spread_of(norm), folded, offset, up(doubt)), further).flatten()
+    return signs(x, spread_of(norm), folded, offset, up(doubt))

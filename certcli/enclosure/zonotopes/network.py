@@ -20,6 +20,7 @@ from certcli.enclosure.zonotopes.margins import (
     Further,
     linear_logits,
     linear_margins,
+    lower_bounds,
     normalised_margins,
     nothing_further,
     optimised,
@@ -186,22 +187,25 @@ class LocalNetwork:
         Unbounded when the neighbourhood is too large for a finite enclosure. further: bounds
         margins that walk and way back do not prove.
         """
+        with torch.no_grad():
+            return lower_bounds(self.margin_form(start, label, watch), further).flatten()
+
+    @torch.no_grad()
+    def margin_form(self, start: Form, label: int, watch: Watch | None = None) -> Form:
+        """Return a form (1, k - 1), positive only where the margins are. Unbounded: as in `margins`."""
         executed_as = None if self.execution is None else self.execution.walk(1)
         form = self.last_form(start, watch, executed_as)
         head: Any = self.ending.head
         executed = None if executed_as is None else executed_as.pairs()[0].to(form.centre)
         if executed is not None and not bool(torch.isfinite(executed).all()):
             raise Unbounded("a result that may overflow as it is executed")
-        with torch.no_grad():
-            form = self.one_row(form)
-            if head is None:
-                eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
-                return linear_margins(form, eye, None, label, executed, further)
-            if self.ending.norm is None:
-                return linear_margins(form, head.weight, head.bias, label, executed, further)
-            return normalised_margins(
-                form, self.ending.norm, head.weight, head.bias, label, executed, further
-            )
+        form = self.one_row(form)
+        if head is None:
+            eye = torch.eye(form.shape[-1], dtype=torch.float64, device=form.centre.device)
+            return linear_margins(form, eye, None, label, executed)
+        if self.ending.norm is None:
+            return linear_margins(form, head.weight, head.bias, label, executed)
+        return normalised_margins(form, self.ending.norm, head.weight, head.bias, label, executed)
 
     def logits(self, start: Form, label: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return bounds of z (k,), (k,), and z_label - z_j, (k - 1,), (k - 1,), on `start`.
@@ -220,12 +224,14 @@ class LocalNetwork:
             weight = eye if head is None else head.weight
             bias = None if head is None else head.bias
             opposite = None if bias is None else -bias
-            return (
+            forms = (
                 linear_logits(form, weight, bias),
-                -linear_logits(form, -weight, opposite),
-                linear_margins(form, weight, bias, label, None, nothing_further),
-                -linear_margins(form, -weight, opposite, label, None, nothing_further),
+                linear_logits(form, -weight, opposite),
+                linear_margins(form, weight, bias, label),
+                linear_margins(form, -weight, opposite, label),
             )
+            bounds = [lower_bounds(z, nothing_further).flatten() for z in forms]
+            return bounds[0], -bounds[1], bounds[2], -bounds[3]
 
     def one_row(self, form: Form) -> Form:
         """Return the token that the last layers read, (1, d)."""
