@@ -1,6 +1,7 @@
 """certvit certify: certified accuracy at radii or against patches, one record an image."""
 
 from pathlib import Path
+from typing import Literal
 
 import typer
 
@@ -43,6 +44,12 @@ class CertifyTarget:
         "--min-certified",
         metavar="SHARE[@R]",
     )
+    radius: Literal["asked", "largest"] = option(
+        "asked",
+        "With --method local: asked decides the radii of -e alone, largest searches each image's "
+        "largest one, as without -e.",
+        metavar="WHICH",
+    )
     vnnlib: Path | None = option(
         None,
         "A query of VNN-LIB 1.0 or 2.0 about NET.onnx, in place of images: holds, violated (exit 7) "
@@ -75,6 +82,11 @@ class CertifyOptions:
     data: groups.Evaluation = groups.Evaluation()
     machine: groups.BatchDevice = groups.BatchDevice()
     output: groups.Output = groups.Output()
+
+    @property
+    def decides(self) -> bool:
+        """Tell whether `local` decides the radii of -e in place of a search."""
+        return bool(self.target.epsilon) and self.target.radius == "asked"
 
 
 PANELS = {

@@ -92,6 +92,12 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
                 f"{unused} works with --method {method}, not with {', '.join(methods)}",
                 f"leave it out, or --method {method}",
             )
+    if target.radius == "largest" and not {"local", AUTO} & set(methods):
+        raise UsageError(
+            f"--radius works with --method local, not with {', '.join(methods)}: others compute each "
+            "radius at once",
+            "leave it out, or --method local",
+        )
     if target.records is not None and len(methods) > 1:
         raise UsageError(
             "a file of records holds one method", "run them one by one, or leave out --records"

@@ -84,7 +84,7 @@ def _method_options(
         return replace(
             options.local,
             effort=choice.effort,
-            at=asked if options.target.epsilon else options.local.at,
+            at=asked if options.decides else options.local.at,
             seconds=options.local.seconds if choice.effort == BRANCH else None,
             arithmetic=options.proof.arithmetic,
         )
@@ -112,7 +112,7 @@ def _certify_by(
     demand = task.demand
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
-    if certifier is None or (method == "local" and options.target.epsilon):
+    if certifier is None or (method == "local" and options.decides):
         chosen = _method_options(method, choice, task, options)
         certifier = methods.prepare_method(
             method,

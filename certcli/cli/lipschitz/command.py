@@ -61,6 +61,13 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
+    other: str | None = option(
+        None,
+        "Second checkpoint, whose bound is said beside; --arch and the like apply to both.",
+        "--compare",
+        metavar="CKPT",
+        mark=options.Reads(),
+    )
     plot: options.Plot = None
 
 

@@ -1,6 +1,7 @@
 """The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -144,6 +145,10 @@ def show_views(
         documents["around"] = show_near_images(audited, near, options, sink)
     elif plot is not None:
         view.draw_bound(audited, plot, sink)
+    if options.views.other is not None:
+        second = replace(options.source, ckpt=options.views.other)
+        other = prove_source(second, options.machine, sink)
+        documents["compare"] = view.compare_bounds(audited, other, sink)
     return documents
 
 
