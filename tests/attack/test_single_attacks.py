@@ -18,7 +18,7 @@ from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Norm, Region
-from certcli.models.build import build
+from certcli.nn.attention_variants import build_l2_attention
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import (
     NORMS,
@@ -113,7 +113,7 @@ def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
     )  # fmt: skip
     if l2:
         for block in net.blocks:
-            block.attn = build(block.attn)
+            block.attn = build_l2_attention(block.attn)
     with torch.no_grad():
         for parameter in net.parameters():
             if parameter.dim() > 1:
