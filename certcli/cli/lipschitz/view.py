@@ -177,7 +177,8 @@ def compare_bounds(audited: Audited, other: Audited, sink: Sink) -> dict[str, An
     """Say a second network's bound, and the factor between both; return the report's part."""
     upper = other.proven.upper
     why = other.proven.bound.why
-    ours, theirs = log10_or_none(audited.proven.upper), log10_or_none(upper)
+    ours = log10_or_none(audited.proven.upper)
+    theirs = log10_or_none(upper)
     said = str(upper) if upper.finite else f"none. {why}"
     if ours is not None and theirs is not None:
         said = f"{said}, 10^{theirs - ours:+.4f} times that of {audited.name}"
