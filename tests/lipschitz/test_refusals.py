@@ -201,6 +201,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "norm",
     ),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
+    "norm by the variance without eps": (
+        lambda: Net(lambda m, x: m.odd(x), odd=timm_layers.SimpleNorm(4, affine=False, eps=0.0)),
+        "eps = 0",
+    ),
     "norm of groups without eps": (lambda: nn.GroupNorm(1, 2, eps=0.0), "eps"),
     "norm of another width": (
         lambda: Net(lambda m, x: m.odd(x), odd=timm_layers.SimpleNorm(100, affine=False)),

@@ -341,6 +341,7 @@ ATTAINED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convex residual": (lambda: ones(f(lambda m, x: m.parts[0](x, m.parts[1](x)), ConvexResidual(), nn.Linear(1, 1))), ONE),
     "normalised": (lambda: plain(PixelNormalize((-0.5,), (0.5,)), nn.ReLU(), nn.BatchNorm2d(1, eps=0.0)), ONE),
     "convolution": (lambda: plain(nn.ReLU(), middle(nn.Conv2d(1, 1, 3, padding=1))), ONE),
+    "transposed convolution": (lambda: plain(nn.ReLU(), nn.ConvTranspose2d(1, 1, 1)), ONE),
     "convolution after a bias": (lambda: plain(nn.Conv2d(2, 1, 1), middle(nn.Conv2d(1, 1, 3, padding=1))), (2, 1, 1)),
     "convolution of more channels than pixels": (lambda: plain(nn.ReLU(), nn.Conv2d(16, 1, 1, stride=2)), (16, 1, 2)),
     "averages beside the axis of which something is known": (
