@@ -225,3 +225,13 @@ def test_random_chains_stay_below_their_bound_and_size(first: int, kinds: int) -
         ), seed
         corners = [torch.zeros(IMAGE), (columns.sum(0) > 0).view(IMAGE), torch.ones(IMAGE)]
         assert list(known.faults(torch.stack([corner.double() for corner in corners]))) == [], seed
+
+
+def test_a_move_of_joined_entries_is_the_larger_one_at_both_places() -> None:
+    torch.manual_seed(0)
+    step = Activation(MaxMin(), pairs=True)
+    x = torch.randn(4, 50, 8).double()
+    moves = torch.rand_like(x)
+    for signs in (torch.rand_like(x).round() * 2 - 1, torch.ones_like(x)):
+        change = (step.apply(x + signs * moves) - step.apply(x)).abs()
+        assert bool((change <= step.joined(moves) + 1e-12).all())  # a sum of numbers below 8
