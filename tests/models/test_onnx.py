@@ -82,9 +82,12 @@ def filled(net: nn.Module) -> nn.Module:
     return net.eval()
 
 
-def exported_onnx(net: nn.Module, path: Path, opset: int, dynamo: bool = False) -> Path:
+def exported_onnx(
+    net: nn.Module, path: Path, opset: int, dynamo: bool = False, image: Tensor | None = None
+) -> Path:
     """Write a network as a batch of one; the older exporter names the batch and takes any."""
-    image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1))
+    if image is None:
+        image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1))
     if dynamo:
         pytest.importorskip("onnxscript")
         options = {"opset_version": opset, "verbose": False, "external_data": False}
@@ -150,10 +153,14 @@ def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
     model = read_model(folder / "net.onnx")[0]
-    return {
+    read = {
         "onnx": network_of_onnx(folder / "net.onnx", model)[0],
         "export": torch.export.export(net, (image,)).module(),
     }
+    if EVERY:
+        newer = exported_onnx(net, folder / "newer.onnx", 20, dynamo=True, image=image)
+        read["newer"] = network_of_onnx(newer, read_model(newer)[0])[0]
+    return read
 
 
 @pytest.mark.parametrize("row", ALIKE if EVERY else QUICK)
