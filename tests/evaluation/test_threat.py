@@ -108,6 +108,16 @@ def test_what_a_threat_allows(threat: Threat) -> None:
 
 
 @pytest.mark.parametrize(
+    ("rows", "columns", "allowed"), [(2, 3, True), (3, 3, False), (2, 4, False)]
+)
+def test_a_patch_allows_no_row_and_no_column_more(rows: int, columns: int, allowed: bool) -> None:
+    image = torch.full((3, 6, 6), 0.5).double()
+    changed = image.clone()
+    changed[:, 1 : 1 + rows, 2 : 2 + columns] = 1.0
+    assert Threat("patch", Patch(2, 3)).allows(changed, image) == allowed
+
+
+@pytest.mark.parametrize(
     ("hits", "images", "demand", "verdict"),
     [
         (6, 20, Demand(0.4), UNDECIDED),  # 12 to 54 %
@@ -176,3 +186,4 @@ def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> N
 def test_the_chance_of_a_false_verdict_is_divided_among_the_looks(available: int) -> None:
     look = judge_sample(Sample([True] * min(available, 50), available), Demand(0.4))
     assert look.chance == pytest.approx(CHANCE / len(planned_looks(available)))
+    assert look.verdict == (UNDECIDED if available == 4 else PASSED)  # 4 of 4: 40 % at least

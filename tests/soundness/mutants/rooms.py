@@ -58,6 +58,12 @@ ROOMS = {
     "checkpoint": Room(("checkpoint",), ("checkpoint",)),
     "engine": Room(
         ("engine",),
-        ("engine", *(f"lipschitz/test_{name}.py" for name in ("network", "refusals", "attention"))),
+        (
+            "engine",
+            *(
+                f"lipschitz/test_{name}.py"
+                for name in ("network", "refusals", "attention", "rules")
+            ),
+        ),
     ),
 }
