@@ -23,6 +23,7 @@ from certcli.enclosure.operations import (
 from certcli.enclosure.zonotopes.needed_tokens import chosen_token
 from certcli.engine.averages import MAX_WINDOWS, adaptive_windows, pair, window_places
 from certcli.engine.table import NoRule, RuleTable, with_attributes
+from certcli.engine.walk import Constant
 from certcli.system.errors import raise_if
 
 CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
@@ -157,6 +158,8 @@ def register_fixed_choices(
     @table.function(torch.where)
     def where(ctx: Any, mask: Any, x: Any, y: Any) -> Any:
         raise_if(isinstance(mask, values), NoRule, "a choice that depends on the image")
+        kind = torch.as_tensor(mask.tensor if isinstance(mask, Constant) else mask).dtype
+        raise_if(kind != torch.bool, NoRule, "a choice by numbers: a 2 would count twice")
         shape = shape_of(mask, x, y)
         x, y = (
             repeated(settle(part), shape, arranged) if isinstance(part, values) else part

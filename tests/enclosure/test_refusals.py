@@ -297,6 +297,14 @@ NEGATIVE = torch.tensor([-0.5, 1.0]).double()
 NOTHING_LEFT = torch.tensor([1.0, -0.75]).double()
 # what a rule itself refuses, whatever is found beside it when the network runs
 OF_BOTH: dict[str, tuple[Callable[[Domain], Any], str]] = {
+    "a choice by numbers": (
+        lambda d: d(torch.where, torch.full((1, 2, 4), 2), d.x, 0.0),
+        "a 2 would count twice",
+    ),
+    "filling with an infinite number": (
+        lambda d: d(torch.masked_fill, d.x, torch.ones(1, 2, 4).bool(), math.inf),
+        "an infinite number",
+    ),
     "divided by 0": (lambda d: d(torch.div, d.x, 0.0), "a division"),
     "divided by a tensor": (lambda d: d(torch.div, d.x, torch.ones(1)), "a division"),
     "divided by many numbers": (lambda d: d(torch.div, d.x, d.x), "a division"),

@@ -18,7 +18,7 @@ from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import NoBoundError
+from certcli.system.errors import NoBoundError, UsageError
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import RULES, build_row
@@ -380,6 +380,8 @@ def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(
     assert "square" in str(curve)
     smoothing: dict[str, Any] = {"method": "smoothing", "sigma": 0.1, "samples": 100}
     assert any(row.radius > 0 for row in certvit.certify(opened, images, labels, **smoothing))
+    with pytest.raises(UsageError, match="as it is stored, not in bf16"):
+        certvit.certify(opened, images, labels, precision="bf16", **smoothing)
     other = (int(labels[0]) + 1) % 3
     rows = torch.eye(3, dtype=torch.float64)
     monkeypatch.setattr(Runtime, "run", lambda _, inputs: rows[[other] * len(inputs)])

@@ -316,6 +316,11 @@ def smoothed_classifier(
     classifier = Classifier(model, precision, None if denoiser is None else denoiser.to(device))
     runtime = getattr(checkpoint, "runtime", None)
     if runtime is not None and has_steps(model):
+        if precision != "float32":
+            raise UsageError(
+                f"ONNX Runtime runs a quantised file as it is stored, not in {precision}",
+                "--precision float32",
+            )
         classifier.net = RunByRuntime(classifier.net, runtime)
     return classifier
 
