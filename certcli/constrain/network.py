@@ -108,8 +108,8 @@ def constrain_layer(
     """Constrain one layer, cast the result to the parameter's dtype, and measure what was cast.
 
     Args:
-        basis: that of the statistics, where it is known from another eta; else it is computed, and
-            returned for the next one.
+        basis: eigenvectors of the statistics, from a call with another eta. None: computed here, and
+            returned for the next call.
     """
     started = time.perf_counter()
     basis = eigenbasis(layer.gram, settings.ridge) if basis is None else basis

@@ -63,7 +63,7 @@ class Views:
     layers: bool = option(False, "One row for each layer instead of each block.")
     other: str | None = option(
         None,
-        "Second checkpoint, whose bound is said beside; --arch and the like apply to both.",
+        "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
         "--compare",
         metavar="CKPT",
         mark=options.Reads(),
