@@ -1,7 +1,7 @@
 """Where adapted parts start: floors, folded and fitted norms, least squares.
 
-Calibration images in shards: whoever works on a shard, the sums are the same bits, and every image
-is met once.
+Calibration images in shards: every image counts once, and the sums are the same bits whichever
+process works on a shard.
 """
 
 import threading

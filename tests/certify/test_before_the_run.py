@@ -1,4 +1,4 @@
-"""What is told and chosen before a run: its time, whose telling changes nothing; where no
+"""What is told and chosen before a run: a forecast of its time, which changes no result; where no
 certificate is tried; and which bits of noise are drawn.
 """
 

@@ -1,5 +1,6 @@
 """Threats: one spelling, rounded to what holds, in an order within one norm only. Gates by
-intervals: time decides a verdict and changes none, and a false one is as rare as is said.
+intervals: more time may decide a gate and never changes its verdict; false verdicts are as rare as
+is said.
 """
 
 import itertools
