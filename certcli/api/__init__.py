@@ -59,8 +59,9 @@ from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, l
 from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
-from certcli.evaluation import choices, perturbation
-from certcli.evaluation.radii import Norm
+from certcli.evaluation import perturbation
+from certcli.evaluation.threat import Defence
+from certcli.evaluation.threat import Norm
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
@@ -206,7 +207,7 @@ def predict(
     source: Network,
     images: Data,
     *,
-    defence: choices.Defence = "none",
+    defence: Defence = "none",
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",

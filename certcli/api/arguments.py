@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 
 from certcli.certify.certificate import Certificate
 from certcli.checkpoint import arch_args, file
-from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import parse_radius
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system import errors, registry
 from certcli.system.errors import UsageError

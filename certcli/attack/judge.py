@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms
-from certcli.evaluation.radii import confidence
+from certcli.evaluation.threat import confidence
 from certcli.evaluation.records import (
     PIXELS,
     read_records,

@@ -17,7 +17,8 @@ from certcli.audit.clock import Clock
 from certcli.audit.plan import AuditPlan, Typed, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
-from certcli.evaluation import image_doubts, radii
+from certcli.evaluation import image_doubts
+from certcli.evaluation import threat
 from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
 from certcli.report import document, page
@@ -174,7 +175,7 @@ def _first_figure(row: Any, names: Sequence[str]) -> page.Figure:
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
-    caption = f"An image, and a copy changed by l2 {radii.attacked_radius(row.norm, 3)}.{files}"
+    caption = f"An image, and a copy changed by l2 {threat.attacked_radius(row.norm, 3)}.{files}"
     pair = [
         (page.data_uri(row.image), f"answer: {before}"),
         (page.data_uri(row.adversarial), f"answer: {after}"),
@@ -193,7 +194,7 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> page.Figur
         f"changed image, classified {after}",
     )
     files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
-    length = radii.attacked_radius(row.norm, 3)
+    length = threat.attacked_radius(row.norm, 3)
     caption = (
         f"{image}: {before}, then {after} ({files}); l2 {length}, change shown {factor:.3g} times"
     )

@@ -18,7 +18,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.evaluation import choices, intervals, radii, threat
+from certcli.evaluation import intervals
+from certcli.evaluation import threat
+from certcli.evaluation import threat
+from certcli.evaluation import threat
 from certcli.evaluation.intervals import (
     FAILED,
     PASSED,
@@ -91,7 +94,7 @@ class AuditFindings:
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     samples: dict[Key, Sample] = field(default_factory=dict)
-    precision: choices.Precision = "float32"
+    precision: threat.Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -253,7 +256,7 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
     if gate.quantity in ("certified", "proven"):
         return (
             stage not in (CLEAN, ROBUST, PATCHED)
-            and size == radii.radius_key(gate.radius or 0.0)
+            and size == threat.radius_key(gate.radius or 0.0)
             and (proven or gate.quantity == "certified")
         )
     return gate.quantity == stage and key == _key(gate, image)
@@ -263,7 +266,7 @@ def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     """Return the key of the share that a gate of `clean`, `robust` or `patched` speaks of."""
     if gate.patch is not None:
         return PATCHED, threat.Threat.read(gate.patch, "patch", image).key
-    return gate.quantity, "" if gate.radius is None else radii.radius_key(gate.radius)
+    return gate.quantity, "" if gate.radius is None else threat.radius_key(gate.radius)
 
 
 def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
@@ -327,7 +330,7 @@ def _measured_text(look: Look, images: int) -> str:
     """
     first = "the first " if look.images < images else ""
     percent = (
-        "" if look.images < intervals.FEW else f"{radii.proven_percent(_share_of_look(look))}, "
+        "" if look.images < intervals.FEW else f"{threat.proven_percent(_share_of_look(look))}, "
     )
     between = f"({intervals.interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {first}{look.images} images {between}"
@@ -340,7 +343,7 @@ def _looks_of_gate(
     how many images its stage judged.
     """
     shares: list[tuple[Key, Share | None, str]] = []
-    at = radii.radius_key(gate.radius or 0.0)
+    at = threat.radius_key(gate.radius or 0.0)
     if gate.quantity == CLEAN and findings.own:
         return []  # an answer is always the network's own
     if gate.quantity == CLEAN:

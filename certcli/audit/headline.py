@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from certcli.audit import gates, summary_text
 from certcli.audit.plan import AuditPlan
 from certcli.evaluation.intervals import counted, interval_of_few, number_of, part_of
-from certcli.evaluation.radii import attacked_radius, confidence, proven_radius, radius_key
+from certcli.evaluation.threat import attacked_radius, confidence, proven_radius, radius_key
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.report.shares import nearest_published
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
-from certcli.evaluation import choices, radii
-from certcli.evaluation.radii import radius_key
+from certcli.evaluation.threat import Pixels, Precision
+from certcli.evaluation.threat import require_radii
+from certcli.evaluation.threat import radius_key
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 
@@ -48,8 +49,8 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: choices.Precision | Literal["auto"] = AUTO
-    pixels: choices.Pixels = FLOAT
+    precision: Precision | Literal["auto"] = AUTO
+    pixels: Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -65,11 +66,11 @@ class AuditPlan:
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("certified", "proven")])
+        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
 
     @property
     def attacked_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("robust")])
+        return require_radii([*self.radii, *self._at_gates("robust")])
 
     @property
     def tried_patches(self) -> list[str]:

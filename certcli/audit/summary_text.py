@@ -7,7 +7,7 @@ from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.method_choice import HOPELESS
 from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_radius,
     confidence,
     power_of_ten,

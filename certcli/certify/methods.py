@@ -21,7 +21,7 @@ from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import records
 from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.evaluation.threat import attacked_radius, proven_radius
 from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, packed, unpacked
 from certcli.evaluation.threat import Patch, Threat

@@ -25,7 +25,7 @@ from certcli.evaluation.evidence_schema import (
     LipschitzResult,
     SmoothingOptions,
 )
-from certcli.evaluation.radii import confidence
+from certcli.evaluation.threat import confidence
 from certcli.evaluation.record_lines import PatchOptions, Run
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import DataError, Refused

@@ -19,7 +19,7 @@ from certcli.checkpoint.schema import (
     Upper,
     convert_json,
 )
-from certcli.evaluation.radii import MOST_IMAGES, Norm
+from certcli.evaluation.threat import MOST_IMAGES, Norm
 from certcli.evaluation.record_lines import Draws, JudgedImages, Length, PatchKey, PatchOptions
 from certcli.evaluation.threat import Kind, Patch, Threat
 from certcli.system.errors import Refused

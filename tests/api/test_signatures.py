@@ -26,7 +26,7 @@ from certcli.certify import logit_bounds
 from certcli.certify import logit_bounds as logit_bounds_module
 from certcli.certify.methods import METHODS, Method, options_of_method
 from certcli.certify.options import Patches
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.models.in_memory import open_module
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError

@@ -16,9 +16,10 @@ import pytest
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import record_lines, threat
+from certcli.evaluation import record_lines
+from certcli.evaluation.threat import Threat
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
-from certcli.evaluation.radii import attacked_percent
+from certcli.evaluation.threat import attacked_percent
 from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
 from certcli.images import datasets
 from certcli.images.labelled import Images
@@ -429,7 +430,7 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
     expected = certified_accuracy(
-        certificates, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)]
+        certificates, [Threat("l2", 0.1), Threat("l2", 0.3)]
     )
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
@@ -463,7 +464,7 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
     found = certified_accuracy(
-        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
+        rows, [Threat("l2", 0.25), Threat("l2", 0.5)]
     ).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,

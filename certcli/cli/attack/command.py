@@ -10,7 +10,9 @@ import typer
 from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.evaluation import choices, radii, threat
+from certcli.evaluation import threat
+from certcli.evaluation import threat
+from certcli.evaluation import threat
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -69,10 +71,10 @@ class Attacks:
         "--epsilon",
         "-e",
         metavar="R",
-        read=radii.parse_radius,
+        read=threat.parse_radius,
     )
     norm: threat.Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: choices.Defence = option(
+    defence: threat.Defence = option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
     steps: int | None = option(
@@ -83,17 +85,17 @@ class Attacks:
         None,
         "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
         metavar="A",
-        read=radii.parse_radius,
+        read=threat.parse_radius,
     )
     samples: int = option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: choices.Precision = option(
+    precision: threat.Precision = option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: choices.Pixels = option(
+    pixels: threat.Pixels = option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )

@@ -25,7 +25,8 @@ from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, intervals, radii, record_lines
+from certcli.evaluation import evidence_schema, intervals, record_lines
+from certcli.evaluation import threat
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
 from certcli.models import build, origins
@@ -178,7 +179,7 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
             round(first.robust * first.images),
             first.images,
             minimum,
-            f"robust accuracy at {radii.attacked_radius(first.epsilon)}",
+            f"robust accuracy at {threat.attacked_radius(first.epsilon)}",
             "--min-robust",
         )
 
@@ -191,8 +192,8 @@ def show_attacks(
     for part in findings.parts:
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {name: radii.percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = radii.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
+            between = {name: threat.percent_ends(ends) for name, ends in summary.intervals.items()}
+            radius = threat.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -203,17 +204,17 @@ def show_attacks(
                 )
             )
             rows += [
-                ("", f"{name} ({order})", radii.attacked_percent(share), between[name], "")
+                ("", f"{name} ({order})", threat.attacked_percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
             nearest = (
-                "" if summary.median_norm is None else radii.attacked_radius(summary.median_norm, 4)
+                "" if summary.median_norm is None else threat.attacked_radius(summary.median_norm, 4)
             )
             rows.append(
                 (
                     "",
                     "all (worst case)",
-                    radii.attacked_percent(summary.robust),
+                    threat.attacked_percent(summary.robust),
                     between["robust"],
                     nearest,
                 )
@@ -235,7 +236,7 @@ def show_attacks(
     for part in findings.parts:
         if part.own_radii is not None:
             summary_text = "smallest {}, median {}, largest {}".format(
-                *(radii.proven_radius(radius, 4) for radius in part.own_radii)
+                *(threat.proven_radius(radius, 4) for radius in part.own_radii)
             )
             sink.text(
                 f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
@@ -261,7 +262,7 @@ def _draw_fallen(
                 heading=f"image {record.index}, {network}",
                 before=classes[record.prediction],
                 after=after if record.as_8bit else f"{after} (not as 8 bits)",
-                norm=f"{record.kind} {radii.attacked_radius(record.norm, 3)}",
+                norm=f"{record.kind} {threat.attacked_radius(record.norm, 3)}",
                 file=images.file_of.get(record.index, ""),
             )
         )

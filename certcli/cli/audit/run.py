@@ -15,7 +15,8 @@ from certcli.checkpoint.record import Record
 from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import image_doubts, intervals, radii, records
+from certcli.evaluation import image_doubts, intervals, records
+from certcli.evaluation import threat
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import audit_page
@@ -231,7 +232,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.slope is not None:
         yield (
             "slope found",
-            radii.rounded_down(document.slope.lower, 4),
+            threat.rounded_down(document.slope.lower, 4),
             str(document.slope.images),
             "",
             "measured",
@@ -239,7 +240,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.attention_weight is not None:
         yield (
             "attention's weight",
-            radii.rounded_up(document.attention_weight, 2),
+            threat.rounded_up(document.attention_weight, 2),
             "",
             "",
             "measured",

@@ -8,7 +8,7 @@ import typer
 from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import parse_radius
 from certcli.system.options import option
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}

@@ -14,7 +14,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import command, demands, query, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius
+from certcli.evaluation.threat import attacked_radius
 from certcli.evaluation.records import (
     RecordBatch,
     RecordFile,

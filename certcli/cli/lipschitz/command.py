@@ -10,7 +10,7 @@ import typer
 
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.threat import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 

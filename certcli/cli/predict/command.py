@@ -11,7 +11,7 @@ import typer
 from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options, output
 from certcli.cli.shared.command import command, group
-from certcli.evaluation.choices import Defence
+from certcli.evaluation.threat import Defence
 from certcli.system import errors, processes
 from certcli.system.options import option
 
