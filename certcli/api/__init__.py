@@ -9,12 +9,13 @@ in pixel units, a number or "8/255". Errors are CertvitError.
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Annotated, Any, overload
 
 import torch
 from torch import Tensor
 
 from certcli.api import arguments
+from certcli.api.arguments import MethodOptions, Radii, Radius, Words
 from certcli.api.door import speaks_python
 from certcli.api.networks import (
     Data,
@@ -27,15 +28,6 @@ from certcli.api.networks import (
     network,
     open_classifier,
     save,
-)
-from certcli.api.options import (
-    AttackOptions,
-    AuditOptions,
-    CertifyOptions,
-    PatchOptions,
-    Radii,
-    Radius,
-    Words,
 )
 from certcli.api.results import (
     AsTyped,
@@ -60,9 +52,7 @@ from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
 from certcli.evaluation import perturbation
-from certcli.evaluation.threat import Defence
-from certcli.evaluation.threat import Norm
-from certcli.evaluation.threat import Patch, Threat
+from certcli.evaluation.threat import Defence, Norm, Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
@@ -156,7 +146,7 @@ def certify(
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: Unpack[CertifyOptions],
+    **options: MethodOptions,
 ) -> Certificates:
     """Return one certificate an image.
 
@@ -168,7 +158,7 @@ def certify(
     """
     checkpoint = open_classifier(source)
     kind = type(options_of_method(method, {}))
-    chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
+    chosen = kind.of(arguments.read_options(kind, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
@@ -211,7 +201,7 @@ def predict(
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
-    **options: Unpack[PatchOptions],
+    **options: Annotated[Any, Patches],
 ) -> list[Prediction]:
     """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
@@ -221,7 +211,7 @@ def predict(
         top: The number of most likely classes; a defence lists none.
     """
     checkpoint = open_classifier(source)
-    patches = Patches(**arguments.read_options(Patches, PatchOptions, options, "predict"))
+    patches = Patches(**arguments.read_options(Patches, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = judged_images(checkpoint, images, None, labelled=False)
     return [
@@ -241,7 +231,7 @@ def attack(
     device: str = "cpu",
     batch_size: int = 128,
     return_examples: bool = False,
-    **settings: Unpack[AttackOptions],
+    **settings: Annotated[Any, AttackSettings],
 ) -> AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending.
 
@@ -250,9 +240,7 @@ def attack(
         settings: Of the attacks.
     """
     checkpoint = open_classifier(source)
-    chosen = AttackSettings(
-        **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
-    )
+    chosen = AttackSettings(**arguments.read_options(AttackSettings, settings, "attack"))
     (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
@@ -293,7 +281,7 @@ def audit(
     seconds: float = 120.0,
     fail_on: Words = (),
     device: str = "cpu",
-    **settings: Unpack[AuditOptions],
+    **settings: Annotated[Any, AuditPlan],
 ) -> AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
@@ -308,7 +296,7 @@ def audit(
     plan = AuditPlan(
         gates=tuple(gates.parse_gate(text) for text in fail_on),
         budget=seconds,
-        **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
+        **arguments.read_options(AuditPlan, settings, "audit"),
     )
     judged = None if images is None else judged_images(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, in_python, read_choice, require_option_names
+from certcli.api.arguments import READERS, fields_of, in_python, read_choice, require_option_names
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices
@@ -23,19 +23,16 @@ RENAMED = {
 
 
 class Signature:
-    """A function's parameters, with those of its `**options: Unpack[TypedDict]`."""
+    """A function's parameters, with the fields of its `**options: Annotated[Any, *classes]`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
-        self.hints = get_type_hints(function)
+        self.hints = get_type_hints(function, include_extras=True)
         self.parameters = inspect.signature(function).parameters
-        self.options: set[str] = set()
-        for one in self.parameters.values():
-            if one.kind is one.VAR_KEYWORD:
-                self.options = set(get_type_hints(*get_args(self.hints[one.name])))
-        self.names = [
-            one.name for one in self.parameters.values() if one.kind is not one.VAR_KEYWORD
-        ]
+        taken = [one for one in self.parameters.values() if one.kind is one.VAR_KEYWORD]
+        self.names = [name for name in self.parameters if name not in [one.name for one in taken]]
+        kinds = [kind for one in taken for kind in get_args(self.hints[one.name])[1:]]
+        self.options = {name for kind in kinds for name in fields_of(kind)} - {*self.names}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return keyword arguments as the function takes them.

@@ -13,8 +13,8 @@ from certcli.attack.run import AttackRecord, RobustAccuracy, robust_accuracy, ro
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
 from certcli.evaluation.perturbation import Region
-from certcli.evaluation.threat import radius_key
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
+from certcli.evaluation.threat import radius_key
 
 CHECKED = (4, 32)
 """Images that the checks look at, at least and at most."""

@@ -12,9 +12,8 @@ from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
 from certcli.evaluation import intervals, perturbation
-from certcli.evaluation.threat import Patch
-from certcli.evaluation.threat import radius_key
 from certcli.evaluation.records import packed, unpacked
+from certcli.evaluation.threat import Patch, radius_key
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share

@@ -17,8 +17,7 @@ from certcli.audit.clock import Clock
 from certcli.audit.plan import AuditPlan, Typed, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
-from certcli.evaluation import image_doubts
-from certcli.evaluation import threat
+from certcli.evaluation import image_doubts, threat
 from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
 from certcli.report import document, page

@@ -18,10 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
-from certcli.evaluation import threat
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.evaluation.intervals import (
     FAILED,
     PASSED,

@@ -15,8 +15,7 @@ from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
 from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.threat import power_of_ten, rounded_up
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.estimate import measure

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
-from certcli.evaluation.threat import Pixels, Precision
-from certcli.evaluation.threat import require_radii
-from certcli.evaluation.threat import radius_key
+from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 

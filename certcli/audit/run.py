@@ -14,8 +14,7 @@ from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import image_doubts, intervals
-from certcli.evaluation import threat
+from certcli.evaluation import image_doubts, intervals, threat
 from certcli.images.labelled import Images
 from certcli.models import build, pixels
 from certcli.nn.residual import attention_weight

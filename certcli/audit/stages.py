@@ -15,8 +15,7 @@ from certcli.certify.patch.certifier import defended
 from certcli.certify.smoothing import noise, pixel_denoiser
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.network import NetworkBound

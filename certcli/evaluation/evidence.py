@@ -25,9 +25,8 @@ from certcli.evaluation.evidence_schema import (
     LipschitzResult,
     SmoothingOptions,
 )
-from certcli.evaluation.threat import confidence
 from certcli.evaluation.record_lines import PatchOptions, Run
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, confidence
 from certcli.system.errors import DataError, Refused
 
 COMMON = ("promise", "arithmetic", "domain")

@@ -25,8 +25,7 @@ from certcli.checkpoint.schema import (
     require_bounded_json,
 )
 from certcli.evaluation import intervals
-from certcli.evaluation.threat import Kind
-from certcli.evaluation.threat import LARGEST, MOST_IMAGES, Norm
+from certcli.evaluation.threat import LARGEST, MOST_IMAGES, Kind, Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, Refused
 

@@ -6,16 +6,17 @@ How much an attacker may change: the radius of a ball in l2 or linf, or a patch'
 """
 
 from __future__ import annotations
-from typing import Literal, get_args
+
 import math
+import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from fractions import Fraction
-from certcli.system.errors import Refused, UsageError
-import re
-from dataclasses import dataclass
 from functools import total_ordering
 from typing import TYPE_CHECKING, Literal, get_args
+
+from certcli.system.errors import Refused, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor

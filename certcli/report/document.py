@@ -16,8 +16,7 @@ from msgspec import Meta, Struct
 
 from certcli.checkpoint.schema import MOST_CLASSES, Log10, Measured, Number, Seed, Upper
 from certcli.checkpoint.schema import Share as Unit
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Class = Annotated[int, Meta(ge=-1, le=MOST_CLASSES)]

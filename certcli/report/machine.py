@@ -11,8 +11,7 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 from certcli.system.errors import plain_lines

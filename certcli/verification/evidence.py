@@ -23,8 +23,7 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.intervals import number_of, share_interval
-from certcli.evaluation.threat import proven_radius, rounded_down, rounded_up
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real

@@ -26,8 +26,7 @@ from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.certify import certificate, methods, options
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.images import datasets
 from certcli.models import build, pixels
 from certcli.system.errors import GateError, UsageError

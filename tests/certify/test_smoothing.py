@@ -23,9 +23,9 @@ from certcli.certify.smoothing.noise import Classifier, smoothed_classifier
 from certcli.cli.shared.output import Sink
 from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import method_of
-from certcli.evaluation.threat import proven_percent
 from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.evaluation.records import read_records
+from certcli.evaluation.threat import proven_percent
 from certcli.models.in_memory import open_module
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document

@@ -14,8 +14,7 @@ from certcli.certify.methods import prepare_method
 from certcli.certify.options import Patches
 from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.checkpoint import file, schema
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
 from certcli.images import datasets

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from certcli.checkpoint import record, schema
 from certcli.evaluation import record_lines
-from certcli.evaluation.threat import Patch, Threat
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
@@ -35,16 +34,18 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.perturbation import Region, image_norms
+from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
+from certcli.evaluation.records import _same_file_name, read_records, require_share
 from certcli.evaluation.threat import (
     Norm,
+    Patch,
+    Threat,
     attacked_radius,
     confidence,
     proven_percent,
     proven_radius,
     require_radii,
 )
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import _same_file_name, read_records, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")

@@ -14,8 +14,7 @@ import pytest
 from benchmarks.tables import excerpts, findings, papers, results
 from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.rows import BY_NAME, TABLES
-from certcli.evaluation import intervals
-from certcli.evaluation import threat
+from certcli.evaluation import intervals, threat
 from certcli.lipschitz.bound import log10_or_none
 from certcli.lipschitz.numerics.real import Real
 
@@ -298,7 +297,9 @@ def test_texts_of_numbers_are_on_their_side() -> None:
         assert Fraction(threat.rounded_down(number, digits)) <= Fraction(number)
         assert Fraction(threat.rounded_up(number, digits)) >= Fraction(number)
         log10 = draw.uniform(-400, 400)
-        assert float(threat.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(log10)
+        assert float(threat.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(
+            log10
+        )
 
 
 def test_texts_of_shares_and_intervals_are_on_their_side() -> None:

@@ -19,8 +19,7 @@ from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import image_doubts
-from certcli.evaluation import threat
+from certcli.evaluation import image_doubts, threat
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz import bound, network

@@ -11,8 +11,6 @@ from certcli.certify.options import Patches
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
 from certcli.evaluation import threat
-from certcli.evaluation import threat
-from certcli.evaluation import threat
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 

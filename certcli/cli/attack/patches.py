@@ -18,9 +18,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.command import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation import evidence, record_lines, records
-from certcli.evaluation import threat
-from certcli.evaluation import threat
+from certcli.evaluation import evidence, record_lines, records, threat
 from certcli.evaluation.intervals import number_of, share_interval
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 from certcli.images.labelled import Images

@@ -25,8 +25,7 @@ from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, intervals, record_lines
-from certcli.evaluation import threat
+from certcli.evaluation import evidence_schema, intervals, record_lines, threat
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
 from certcli.models import build, origins
@@ -193,7 +192,9 @@ def show_attacks(
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
             between = {name: threat.percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = threat.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
+            radius = (
+                threat.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
+            )
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -208,7 +209,9 @@ def show_attacks(
                 for name, share in summary.attacks.items()
             ]
             nearest = (
-                "" if summary.median_norm is None else threat.attacked_radius(summary.median_norm, 4)
+                ""
+                if summary.median_norm is None
+                else threat.attacked_radius(summary.median_norm, 4)
             )
             rows.append(
                 (

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from certcli.cli.shared import groups, options
 from certcli.cli.shared.command import command, group
-from certcli.evaluation.threat import Pixels, Precision
-from certcli.evaluation.threat import parse_radius
+from certcli.evaluation.threat import Pixels, Precision, parse_radius
 from certcli.system import errors, registry
 from certcli.system.options import option
 
@@ -91,8 +90,7 @@ class AuditOptions:
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
-        from certcli.evaluation.threat import require_radii
-        from certcli.evaluation.threat import Threat
+        from certcli.evaluation.threat import Threat, require_radii
         from certcli.finetune.rates import parse_duration
 
         for method in self.methods:

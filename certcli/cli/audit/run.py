@@ -15,8 +15,7 @@ from certcli.checkpoint.record import Record
 from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import image_doubts, intervals, records
-from certcli.evaluation import threat
+from certcli.evaluation import image_doubts, intervals, records, threat
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import audit_page

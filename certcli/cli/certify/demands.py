@@ -10,8 +10,7 @@ from certcli.certify.options import Patches
 from certcli.cli.certify.command import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
 from certcli.evaluation import records
-from certcli.evaluation.threat import parse_number
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, parse_number
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
 

@@ -22,8 +22,7 @@ from certcli.certify.options import AUTO, BRANCH
 from certcli.certify.query_network import QueryNetwork, query_network
 from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import perturbation
-from certcli.evaluation import threat
+from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
 from certcli.models.build import OpenCheckpoint
 from certcli.models.onnx.file import read_model

@@ -8,9 +8,15 @@ from typing import Any
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.threat import Norm, attacked_percent, percent_ends, proven_percent, proven_radius
 from certcli.evaluation.records import Resumed
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import (
+    Norm,
+    Threat,
+    attacked_percent,
+    percent_ends,
+    proven_percent,
+    proven_radius,
+)
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 

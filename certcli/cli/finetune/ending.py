@@ -17,8 +17,7 @@ from certcli.checkpoint.record import Record
 from certcli.cli.finetune.command import Order
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import image_doubts, intervals, record_lines
-from certcli.evaluation.threat import proven_percent, proven_radius
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, proven_percent, proven_radius
 from certcli.finetune.loop import Epoch
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images

@@ -10,8 +10,7 @@ from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts, record_lines
-from certcli.evaluation import threat
+from certcli.evaluation import fidelity, image_doubts, record_lines, threat
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.estimate import measure
