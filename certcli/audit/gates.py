@@ -114,9 +114,9 @@ class AuditFindings:
         """Return the row of an image, which stages extend."""
         return self.rows.setdefault(index, {"index": index, "label": label})
 
-    def records(self, files: bool = True) -> list[ImageRow]:
-        """Return a row an image, with the name of its file if it has one and `files` are named."""
-        file_of = {} if self.images is None or not files else self.images.file_of
+    def records(self) -> list[ImageRow]:
+        """Return a row an image, with the name of its file if it has one."""
+        file_of = {} if self.images is None else self.images.file_of
         return [
             ImageRow(file=file_of.get(index), **row) for index, row in sorted(self.rows.items())
         ]
@@ -266,11 +266,22 @@ def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     return gate.quantity, "" if gate.radius is None else threat.radius_key(gate.radius)
 
 
+OF_ALL = ("images", "clean", "certificates and attacks")
+STAGES_OF = {
+    "clean": OF_ALL,
+    "robust": (*OF_ALL, "attack"),
+    "patched": (*OF_ALL, "patch"),
+    "certified": (*OF_ALL, "bound", "lipschitz", "local", "smoothing"),
+    "proven": (*OF_ALL, "bound", "lipschitz", "local"),
+}
+"""A quantity -> the stages that would have found it."""
+
+
 def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
     if gate.quantity == "upper":
         return _judged_bound(gate, findings)
     looks = _looks_of_gate(gate, findings, image)
-    missing = [item for item in findings.skipped if item.stage in _stages_of_gate(gate)]
+    missing = [item for item in findings.skipped if item.stage in STAGES_OF[gate.quantity]]
     waiting = any(item.for_time for item in missing)
     if not looks:
         why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
@@ -376,15 +387,3 @@ def _deciding_look(findings: AuditFindings, key: Key, share: Share, demand: Dema
         if sample is None
         else judge_sample(sample, demand)
     )
-
-
-def _stages_of_gate(gate: FailOn) -> tuple[str, ...]:
-    """Return the stages that would have found what a gate speaks of."""
-    of_each = {
-        "clean": ("clean",),
-        "robust": ("attack",),
-        "patched": ("patch",),
-        "certified": ("bound", "lipschitz", "local", "smoothing"),
-        "proven": ("bound", "lipschitz", "local"),
-    }
-    return ("images", "clean", "certificates and attacks", *of_each[gate.quantity])

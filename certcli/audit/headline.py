@@ -37,7 +37,8 @@ def _answer_sentence(findings: gates.AuditFindings, plan: AuditPlan, size: Seque
         share = proof.certified[smallest]
         parts.insert(
             0,
-            f"proven: {part_of(share.hits, share.images)} keep their class under {summary_text.every_change(smallest)}",
+            f"proven: {part_of(share.hits, share.images)} keep their class under every change "
+            f"of the pixels of l2 length at most {proven_radius(smallest)}",
         )
     elif findings.patched is None or not any(
         share.hits for share in findings.patched.certified.values()
@@ -69,8 +70,9 @@ def points(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) 
     """Return three lines: what attacks did, what is proven, what else holds. None: stopped."""
     if findings.failing is not None or findings.dataset is None or findings.clean is None:
         return []
+    attacked = _attack_clause(findings, size).replace("this network can be fooled by", "fooled by")
     lines = [
-        f"Attacked: {_bare_attack_clause(findings, size)}.",
+        f"Attacked: {attacked}.",
         f"Proven: {_proof_clause(findings, plan)}.",
     ]
     others = _other_classifiers(findings)
@@ -80,12 +82,6 @@ def points(findings: gates.AuditFindings, plan: AuditPlan, size: Sequence[int]) 
         right = counted(findings.clean.hits, findings.clean.images, proven=False)
         lines.append(f"Without any change: {right} are classified correctly.")
     return lines
-
-
-def _bare_attack_clause(findings: gates.AuditFindings, size: Sequence[int]) -> str:
-    """Return what attacks found, without the words around it."""
-    text = _attack_clause(findings, size)
-    return text.replace("this network can be fooled by", "fooled by", 1)
 
 
 def _proof_clause(findings: gates.AuditFindings, plan: AuditPlan) -> str:
@@ -121,14 +117,9 @@ def _attack_clause(findings: gates.AuditFindings, size: Sequence[int]) -> str:
     single = "" if largest is None else f", single pixels up to {math.ceil(255 * largest)}"
     change = f"changes of l2 length {attacked_radius(at)} ({average}{single})"
     filed = attack.fooled_8bit.get(at)
-    files = "" if filed is None else f" ({_how_many(filed, fooled)} also as 8-bit files)"
+    count = "all" if filed == fooled else filed or "none"
+    files = "" if filed is None else f" ({count} also as 8-bit files)"
     return f"this network can be fooled by {change}: {part_of(fooled, correct, noun)}{files}"
-
-
-def _how_many(some: int, of: int) -> str:
-    if some == of:
-        return "all"
-    return str(some) if some else "none"
 
 
 def _other_classifiers(findings: gates.AuditFindings) -> list[str]:

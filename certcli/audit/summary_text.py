@@ -149,13 +149,10 @@ def _proof(findings: AuditFindings, plan: AuditPlan) -> str:
         return f"No usable proof: the global bound is {large}. {_none(proofs[-1], plan.least)}"
     if findings.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
-        margin = _margin_needed(bound.log10_upper, plan.least)
+        need = bound.log10_upper + math.log10(plan.least)
+        margin = rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
         return f"{usable} certificate at l2 {proven_radius(radius)} needs logits {margin} apart: the global bound is {large}."
     return f"No usable proof: the global bound is {large}."
-
-
-def every_change(radius: str) -> str:
-    return f"every change of the pixels of l2 length at most {proven_radius(radius)}"
 
 
 def _none(shares: CertifiedShares, radius: float) -> str:
@@ -176,11 +173,6 @@ def _none_of(images: int, noun: str) -> str:
 
 def magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else power_of_ten(log10)
-
-
-def _margin_needed(log10: float, radius: float) -> str:
-    need = log10 + math.log10(radius)
-    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
 
 
 def _smoothed(shares: CertifiedShares) -> str:

@@ -10,7 +10,6 @@ import typer
 
 from certcli.cli.shared import groups, options, output
 from certcli.cli.shared.command import command, group
-from certcli.evaluation.claim import MOST_DRAWS
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -52,9 +51,6 @@ class VerifyScope:
         metavar="N",
     )
     proven_only: bool = option(False, "Do not require measured results.")
-    draws: int = option(
-        MOST_DRAWS, "Largest number of draws an image that records may require.", min=1, metavar="N"
-    )
     denoiser: Path | None = option(
         None, "The denoiser that smoothing used.", metavar="FILE", mark=options.Reads()
     )
@@ -101,7 +97,6 @@ class VerifyOptions:
     often=(
         "sample",
         "proven_only",
-        "draws",
         "denoiser",
     ),
 )
