@@ -37,7 +37,7 @@ from certcli.api.results import (
     Certificates,
     ProvenBound,
 )
-from certcli.attack.examples import collect
+from certcli.attack.findings import collect
 from certcli.attack.run import attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of

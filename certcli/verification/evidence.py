@@ -14,8 +14,16 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.evaluation.claim import MEASURED, MOST_DRAWS, Claim, Status
-from certcli.evaluation.evidence import Decoded, command_of, count_of, decode_evidence
+from certcli.evaluation.evidence import (
+    MEASURED,
+    MOST_DRAWS,
+    Claim,
+    Decoded,
+    Status,
+    command_of,
+    count_of,
+    decode_evidence,
+)
 from certcli.evaluation.evidence_schema import (
     AttackResult,
     CertifyResult,

@@ -22,7 +22,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import named_denoiser
 from certcli.certify.smoothing.noise import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.claim import Claim, Status
+from certcli.evaluation.evidence import Claim, Status
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.threat import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent

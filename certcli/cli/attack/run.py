@@ -5,9 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import examples, judge
+from certcli.attack import judge
 from certcli.attack.checks import Flag, raised
-from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
+from certcli.attack.findings import (
+    AttackFindings,
+    attack_again,
+    choose_exhibits,
+    collect,
+    findings_of,
+    inspect,
+)
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import (
@@ -126,13 +133,13 @@ class Session:
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
         if results.save_examples is not None and fallen:
-            write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
+            write_safetensors(results.save_examples, collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
         if results.gallery is None or not fallen:
             return
         record = self.checkpoint.record
         _draw_fallen(
-            examples.choose_exhibits(records_of[0]),
+            choose_exhibits(records_of[0]),
             names.names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             name,

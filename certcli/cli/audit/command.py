@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Html, Reads, Writes, command, group
 from certcli.evaluation.threat import Pixels, Precision, parse_radius
 from certcli.system import errors, registry
 from certcli.system.options import option
@@ -65,7 +65,7 @@ class AuditOptions:
         "Denoiser that runs before the smoothed network: a DnCNN, a folder of diffusers, "
         "or a guided-diffusion file.",
         metavar="PATH",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     precision: Precision | Literal["auto"] = option(
         "auto",
@@ -127,9 +127,9 @@ class Reports:
         list,
         ".html .json .sarif .xml (JUnit).",
         metavar="FILE",
-        mark=options.Writes(),
+        mark=Writes(),
     )
-    html: options.Html = None
+    html: Html = None
     written: str = option(
         TEXT,
         "text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
@@ -140,7 +140,7 @@ class Reports:
         None,
         "Earlier --report FILE.json to compare with.",
         metavar="FILE",
-        mark=options.Reads(),
+        mark=Reads(),
     )
 
 

@@ -21,8 +21,8 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import command
-from certcli.evaluation import evidence, perturbation, record_lines, records
-from certcli.evaluation.claim import MOST_DRAWS, STATUSES, Claim, unverified_reasons
+from certcli.evaluation import perturbation, record_lines, records
+from certcli.evaluation.evidence import MOST_DRAWS, STATUSES, Claim, method_of, unverified_reasons
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, GateError, UsageError
@@ -107,7 +107,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
     run, rows = records.read_records(path, "certify")
     checkpoint = options.open(sink)
     records.require_same_network(run, checkpoint.digest, path)
-    method = evidence.method_of(run, path)
+    method = method_of(run, path)
     draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
     if draws > MOST_DRAWS:
         raise DataError(

@@ -21,7 +21,7 @@ from certcli.cli.log.run import document_of, files_of
 from certcli.cli.shared import groups, inputs, output
 from certcli.cli.verify import command, records
 from certcli.evaluation import image_doubts, threat
-from certcli.evaluation.claim import Claim, statuses
+from certcli.evaluation.evidence import Claim, statuses
 from certcli.images.labelled import Images
 from certcli.models.build import load_double, with_network
 from certcli.report.document import from_json
