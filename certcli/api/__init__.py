@@ -6,9 +6,10 @@ tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches o
 in pixel units, a number or "8/255". Errors are CertvitError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, overload
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from certcli.api import arguments
 from certcli.api.arguments import MethodOptions, Radii, Radius, Words
-from certcli.api.door import speaks_python
+from certcli.api.door import run_command, speaks_python
 from certcli.api.networks import (
     Data,
     Labels,
@@ -58,11 +59,12 @@ from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
+from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
 
 __all__ = (  # noqa: RUF022 (in the order of the page)
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
-    "audit",
+    "audit", "adapt", "constrain", "finetune",
 )  # fmt: skip
 FUNCTIONS = __all__
 """The public functions, all of them documented."""
@@ -316,3 +318,37 @@ def audit(
     )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
+
+
+def function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
+    """Return the command as a function, which writes a network and opens it: effect, its docstring."""
+
+    def change(
+        source: Network,
+        path: str | Path,
+        *,
+        force: bool = False,
+        **options: Annotated[Any, name],
+    ) -> OpenCheckpoint:
+        with TemporaryDirectory() as folder:
+            file = source
+            if not isinstance(source, str | Path):
+                file = Path(folder, "source.safetensors")
+                save(load(source), file)
+            run_command(name, str(file), Path(path), force, options)
+        return load(path)
+
+    change.__name__ = name
+    change.__doc__ = effect
+    return speaks_python(change)
+
+
+adapt = function_of_command(
+    "adapt", "Replace layers by Lipschitz layers, and write the network: as `certvit adapt`."
+)
+constrain = function_of_command(
+    "constrain", "Lower each layer's norm, and write the network: as `certvit constrain`."
+)
+finetune = function_of_command(
+    "finetune", "Train, and write the best epoch: as `certvit finetune`."
+)
