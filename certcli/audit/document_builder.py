@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.audit import gates, headline, summary_text
+from certcli.audit import answer, gates
 from certcli.audit.clock import Clock
 from certcli.audit.plan import AuditPlan, Typed, last_part, reproduce
 from certcli.checkpoint.file import Checkpoint
@@ -67,15 +67,15 @@ def compose(
             reading=checkpoint.reading.to_json(),
             path=path_in_repository(Path(typed.source)),
         ),
-        headline=headline.headline(findings, plan, size),
-        points=headline.points(findings, plan, size),
-        scale=headline.scale(findings, plan, size),
-        reference=headline.published_reference(findings, size),
-        verdict=summary_text.verdict_sentences(findings, plan),
+        headline=answer.headline(findings, plan, size),
+        points=answer.points(findings, plan, size),
+        scale=answer.scale(findings, plan, size),
+        reference=answer.published_reference(findings, size),
+        verdict=answer.verdict_sentences(findings, plan),
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=summary_text.next_steps(findings, plan, typed),
+        next=answer.next_steps(findings, plan, typed),
         gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
             document.LineageStep(
