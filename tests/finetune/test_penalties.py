@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.record import InputSpec
 from certcli.finetune.penalties import EnclosurePenalty, SpectralPenalty
-from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
@@ -165,43 +164,6 @@ def test_the_penalty_goes_on_bit_for_bit() -> None:
 def test_a_network_without_attention_is_refused() -> None:
     with pytest.raises(ArchitectureError, match="no attention"):
         SpectralPenalty(nn.Sequential(nn.Linear(3, 4)), (1.0, 1.0, 1.0))
-
-
-class ConvNet(nn.Module):
-    """Every kind of convolution that has a norm of its own, and a head that stays as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 6, 2, stride=2),
-            nn.Conv2d(6, 8, 3, padding=1),
-            nn.Conv2d(8, 8, 3, padding=1, groups=8),
-            nn.Conv2d(8, 8, 4, stride=2, padding=1, groups=2),
-        )
-        self.hidden = nn.Linear(8 * 9, 16)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(self.features(x).flatten(1)))
-
-
-def attention_norms(net: ConvNet) -> list[float]:
-    """Proven norms of all layers but the head, on 12 x 12 images."""
-    side = 12
-    found = []
-    for conv in net.features:
-        found.append(
-            conv_norm(
-                conv.weight.double(),
-                stride=conv.stride,
-                padding=conv.padding,
-                dilation=1,
-                groups=conv.groups,
-                input_size=side,
-            )
-        )
-        side = (side + 2 * conv.padding[0] - conv.kernel_size[0]) // conv.stride[0] + 1
-    return [*found, float(torch.linalg.matrix_norm(net.hidden.weight.detach().double(), 2))]
 
 
 SIZE = (1, 2, 3)

@@ -18,8 +18,6 @@ from certcli.checkpoint import schema
 from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
 from certcli.system.errors import CheckpointError
 
-Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
-
 
 def training() -> TrainingState:
     weights = {"w": torch.arange(6.0)}

@@ -40,7 +40,6 @@ SETTINGS: dict[str, Any] = {
     "megatron_core": "megatron.core",
 }
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.fc1", "patch_embed.proj")
-Layer = Callable[[nn.Module, str, Tensor, Tensor], Tensor]
 
 
 def written_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
