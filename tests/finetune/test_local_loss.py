@@ -189,11 +189,6 @@ def test_a_block_that_computes_something_else_is_refused_by_name() -> None:
         LocalEnclosure(model)
 
 
-def test_options_that_change_what_an_image_is_are_refused() -> None:
-    with pytest.raises(UsageError, match="--loss local bounds"):
-        FinetuneSettings(loss="local", augment=("bands:1",))
-
-
 def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
     settings = FinetuneSettings(**{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
     return Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
@@ -202,28 +197,6 @@ def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
 def digit_sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
     train = datasets.load_dataset("digits", checkpoint.record.input, "train").limit(count)
     return train, datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40)
-
-
-def test_steps_down_the_loss_open_the_margins() -> None:
-    run = trainer_of(initialised_plain(depth=1), loss="local", epsilon=0.1)
-    train, _ = digit_sets(initialised_plain(depth=1), 8)
-    batch = run.objective.prepare(train, torch.arange(8), 0.0)
-    optimiser = torch.optim.AdamW(run.model.parameters(), lr=5e-3)
-    assert batch.sketch is not None
-
-    def proven() -> int:
-        assert run.enclosure is not None
-        assert batch.sketch is not None
-        lower = run.enclosure.margins(batch.images, batch.labels, 0.1, batch.sketch)
-        return int((lower.scatter(1, batch.labels[:, None], 1.0) > 0).all(1).sum())
-
-    before = proven()
-    for _ in range(60):
-        optimiser.zero_grad()
-        run.objective.value(batch, lambda: None, 0.1).backward()
-        optimiser.step()
-    assert before == 0
-    assert proven() >= 6
 
 
 @pytest.mark.parametrize("enclosed", [8, 3])
