@@ -4,13 +4,11 @@ told about bad input.
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt import run as states
 from certcli.adapt.descend import augment_for_distillation, compact
 from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
 from certcli.adapt.settings import AdaptSettings
@@ -18,9 +16,8 @@ from certcli.adapt.start import deviations
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build as models
-from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.helpers.commands import attempt, certvit
-from tests.helpers.runs import interrupted
+from certcli.system.errors import CheckpointError
+from tests.helpers.commands import attempt
 
 CPU = torch.device("cpu")
 
@@ -79,70 +76,6 @@ def test_the_state_of_another_adaptation_is_refused(
         load_adaptation_state(tmp_path / "state.safetensors", other.identity)
 
 
-def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
-    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was
-    left alone.
-    """
-    words = [
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        20,
-        "--epochs",
-        1,
-        "--distill",
-        2,
-    ]
-    certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
-    out = tmp_path / "stopped.safetensors"
-    state = tmp_path / "stopped.state.safetensors"
-    stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, states, "save_adaptation_state")
-    assert state.exists()
-    assert not out.exists()
-    resumed = attempt("adapt", *words, "-o", out, "--resume")
-    assert resumed.exit_code == 0, resumed.output
-    assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
-    assert not state.exists()
-
-
-def test_a_second_adaptation_is_refused_while_the_first_lives(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        20,
-        "--epochs",
-        1,
-        "--distill",
-        2,
-    ]
-    words += ["-o", tmp_path / "o.safetensors"]
-    living = Adapter.run
-    refused = []
-
-    def run(self: Adapter) -> Any:
-        for record in living(self):
-            yield record
-            if len(refused) < 2:
-                with monkeypatch.context() as patch:
-                    patch.setattr(Adapter, "run", living)
-                    refused.append(
-                        attempt("adapt", *words, *(["--resume"] if refused else [])).exception
-                    )
-
-    monkeypatch.setattr(Adapter, "run", run)
-    certvit("adapt", *words)
-    assert [
-        ("another run" in str(failure), getattr(failure, "code", 0)) for failure in refused
-    ] == [(True, 8)] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"o.safetensors"}
-
-
 def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
     workshop: Path, tmp_path: Path
 ) -> None:
@@ -169,23 +102,6 @@ def _colour_folder(folder: Path) -> Path:
             shade = torch.randint(0, 255, (20, 30, 3), dtype=torch.uint8).numpy()
             Image.fromarray(shade).save(folder / label / f"{number}.png")
     return folder
-
-
-def test_adapt_refuses_a_network_without_attention(tmp_path: Path, plain: Checkpoint) -> None:
-    certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
-    told = attempt("adapt", tmp_path / "cnn.safetensors", "--dataset", tmp_path)
-    assert isinstance(told.exception, ArchitectureError)
-    assert "no LayerNorm" in told.exception.message
-    told = attempt(
-        "adapt",
-        tmp_path / "cnn.safetensors",
-        "--goal",
-        "certify",
-        "--dataset",
-        tmp_path,
-    )
-    assert isinstance(told.exception, ArchitectureError)
-    assert "no attention" in told.exception.message
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:

@@ -94,17 +94,6 @@ def test_no_size_of_a_gradient_ends_the_momentum(scale: float) -> None:
     assert not ascent._unit_mean(0 * signs).any()
 
 
-def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are a paper's."""
-    model = linear_classifier(2)
-    images = random_pictures(4)
-    labels = labelled(model, images)
-    settings = AttackSettings(steps=5, step_size=0.02)
-    before = ascent.pgd(model, images, labels, Region("linf", 0.05), settings)
-    monkeypatch.setattr(ascent, "MOMENTUM", 0.9)
-    assert ascent.pgd(model, images, labels, Region("linf", 0.05), settings).equal(before)
-
-
 def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
     torch.manual_seed(0)
     net = VisionTransformer(

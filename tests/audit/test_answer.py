@@ -232,12 +232,6 @@ def test_the_largest_change_of_a_pixel_is_measured(folder: Path) -> None:
     assert list(attack.largest) == [at for at, count in attack.fooled.items() if count]
 
 
-def test_three_radii_are_listed_with_one_and() -> None:
-    sentence = scale(found(42, 45), AuditPlan(radii=(0.12, 0.25, 0.5)), LARGE)
-    assert sentence.count(" and ") == 1
-    assert sentence.count(", l2 ") == 2
-
-
 def test_published_figures_stand_in_the_docs() -> None:
     def cell(part: Part | None) -> str:
         return "-" if part is None else f"{part.hits} of {part.images} at {part.radius:g}"

@@ -6,14 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from certcli.audit import gates
 from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
 from certcli.report.document import (
-    Audit,
     Share,
     from_json,
 )
@@ -71,6 +69,12 @@ def test_gates(workshop: Path) -> None:
         ("clean<0.9; clean<0.8", ""),
         ("clean<-1", ""),
         ("", ""),
+        ("patched<0.1", ""),
+        ("patched@soup<0.1", ""),
+        ("patched@0.5<0.1", ""),
+        ("patched@32>0.1", ""),
+        ("proven@16x16<0.1", ""),
+        ("patched@0<0.1", ""),
     ],
 )
 def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
@@ -251,15 +255,6 @@ def test_every_report_tells_it(patched: Path, suffix: str) -> None:
     assert "patch changes the answer" in text or "patched@1" in text
 
 
-def test_its_evidence_is_verified(patched: Path) -> None:
-    found = json.loads(commands.certvit("log", patched / "a.safetensors", "--json").stdout)[
-        "evidence"
-    ]
-    (entry,) = [one for one in found if one["command"] == "certify" and not one["stale"]]
-    assert entry["understood"]
-    assert entry["result"]["method"] == "patch"
-
-
 def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
     patched: Path, workshop: Path
 ) -> None:
@@ -269,22 +264,6 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
     done = commands.attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
     assert isinstance(done.exception, GateError), done.output
     assert "patched@" in done.exception.message
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "patched<0.1",
-        "patched@soup<0.1",
-        "patched@0.5<0.1",
-        "patched@32>0.1",
-        "proven@16x16<0.1",
-        "patched@0<0.1",
-    ],
-)
-def test_gates_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        gates.parse_gate(text)
 
 
 def test_gates_know_every_spelling_of_a_patch() -> None:
@@ -341,14 +320,3 @@ def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str,
         "measured in one of the two audits only"
     ]
     assert all(row.alike for row in rows if row.figure.startswith("certified"))
-
-
-def test_a_document_names_date_machine_and_attention(
-    folder: Path, certified_audit: dict[str, Any]
-) -> None:
-    audit: Audit = from_json(json.dumps(certified_audit))
-    assert audit.machine is not None
-    assert audit.machine.threads == torch.get_num_threads()
-    assert audit.attention_weight is not None
-    assert audit.date[:2] == "20"
-    assert commands.certvit("log", folder / "certified.safetensors").exit_code == 0

@@ -29,7 +29,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
 from certcli.images import datasets
 from certcli.models import build, pixels
-from certcli.system.errors import GateError, UsageError
+from certcli.system.errors import UsageError
 from tests.audit.conftest import QUICK
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.diffusion import diffusion_folder as folder_of_diffusers
@@ -347,21 +347,6 @@ def test_a_ring_that_is_lost_is_followed_by_others(monkeypatch: pytest.MonkeyPat
         work()
 
 
-def test_wrong_words_are_refused_before_any_work(workshop: Path, tmp_path: Path) -> None:
-    path = workshop / "plain.safetensors"
-    before = path.read_bytes()
-    for words in (
-        ("--report", tmp_path / "x.doc"),
-        ("-a", "pdg"),
-        ("--method", "smooth"),
-        ("--time-budget", "soon"),
-        ("-o", path, "--force"),
-    ):
-        certvit("audit", path, *words, code=2)
-    assert path.read_bytes() == before
-    assert GateError.code == 7
-
-
 def test_the_parts_of_a_bound_multiply_to_it(folder: Path) -> None:
     for name in ("certified", "plain"):
         bound = json.loads((folder / f"{name}.json").read_text())["bound"]
@@ -459,15 +444,3 @@ def test_time_that_ends_while_an_object_is_deleted_ends_the_stage_soon_after(
     assert 0 < rings[0] < 0.1  # of five seconds between two rings
     assert sys.unraisablehook is before
     assert "ignored" not in capsys.readouterr().err
-
-
-def test_a_stage_ends_where_the_audit_itself_runs_inside_an_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "audits_at_import.py").write_text(
-        "import time\nfrom certcli.audit.clock import EndsAfter\n"
-        "with EndsAfter(0.05):\n    time.sleep(5)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(OutOfTime):
-        __import__("audits_at_import")

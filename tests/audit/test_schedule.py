@@ -5,17 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from certcli.audit import gates, judging, plan, schedule
+from certcli.audit import gates, schedule
 from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
-from certcli.audit.stages import Stages
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
 from certcli.images import datasets
-from certcli.models import build
-from certcli.system.processes import ALONE
 
 
 class Machine:
@@ -107,44 +103,6 @@ def test_every_stage_that_fits_is_begun_before_any_has_a_second_unit(
     run(alone, again, budget, monkeypatch)
     assert alone.log == machine.log
     assert len(firsts) >= {2.0: 1, 10.0: 3, 40.0: 4, 160.0: 4}[budget]
-
-
-def test_a_first_round_may_have_several_units_and_an_easy_image_makes_none_cheap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = Machine()
-    easy = Toy(machine, "attack", 0.1, guess=0.4)
-    easy.first = 1
-    easy.few = 4
-    dear = Toy(machine, "smoothing", 1.0)
-    run(machine, [dear, easy], 12.0, monkeypatch)
-    assert machine.log[:4] == ["attack", "attack", "attack", "smoothing"]
-    single = Machine()
-    again = Toy(single, "attack", 0.1, guess=1.0)
-    again.first = 1
-    again.few = 4
-    run(single, [again], 2.0, monkeypatch)  # 2 images may take 2 s
-    assert again.count == 1
-
-
-def test_one_attacked_image_comes_first_and_then_the_bound(workshop: Path) -> None:
-    """Also where the guess of both is the same: a gate alone comes before them."""
-    checkpoint = Checkpoint.read(workshop / "certified.safetensors")
-    model, cpu = build.load(checkpoint), torch.device("cpu")
-    images = (
-        datasets.load_dataset("digits", checkpoint.record.input, "test")
-        .in_turn(0)
-        .select(range(10))
-    )
-    proving = judging.Proving(model, 10, 1e-3)
-    findings = gates.AuditFindings(parameters=5_000_000)
-    stages = Stages(
-        checkpoint, model, images, plan.AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
-    )
-    everything = [proving, *stages.all()]
-    first = sorted(everything, key=lambda stage: -stage.gain / stage.price)
-    assert [stage.name for stage in first[:2]] == ["attack", "bound"]
-    assert first[0].size == 1
 
 
 def test_a_stage_that_cannot_end_is_not_begun_and_says_what_it_takes(

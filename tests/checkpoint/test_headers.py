@@ -26,7 +26,7 @@ from certcli.api.door import speaks_python
 from certcli.checkpoint import tensor_files, torch_file
 from certcli.checkpoint.config_fields import decode_config, plain_names
 from certcli.checkpoint.file import Checkpoint, read_tensors
-from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import MOST_DIGITS, Json, decode_json
 from certcli.checkpoint.torch_file import load_plain
 from certcli.cli.main import COMMANDS, _interruptible
@@ -266,15 +266,6 @@ def test_a_field_that_is_null_is_not_there() -> None:
 )
 def test_names_of_classes_could_name_folders(names: tuple[str, ...], plain: bool) -> None:
     assert plain_names(names) == (names if plain else None)
-
-
-def test_images_of_another_size_are_resized_to_the_networks() -> None:
-    own = InputSpec((3, 224, 224), (0.5,), (0.5,))
-    small = own.perturbed_at(32)
-    assert (small.size, small.resized) == ((3, 32, 32), (224, 224))
-    smaller = small.perturbed_at(16)
-    assert (smaller.size, smaller.resized) == ((3, 16, 16), (224, 224))
-    assert small.perturbed_at(224) == own
 
 
 @pytest.mark.parametrize("value", [[], "x", 3])

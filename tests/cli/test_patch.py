@@ -12,7 +12,6 @@ from PIL import Image
 import certvit as in_python
 from certcli.certify.methods import prepare_method
 from certcli.certify.options import Patches
-from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
 from certcli.checkpoint import file, schema
 from certcli.evaluation import intervals, threat
 from certcli.evaluation.evidence import decode_evidence, method_of
@@ -24,24 +23,6 @@ from tests.helpers.commands import attempt, certvit, document, record_lines
 from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
-
-
-def test_the_method_by_its_name(plain: file.Checkpoint) -> None:
-    certifier = prepare_method("patch", plain, CPU, Patches(["1", "2"], masks=2, hide="pixels"))
-    assert isinstance(certifier, PatchCertifier)
-    assert certifier.parameters["cell"] == [1, 1]
-    assert certifier.norm == "patch"
-    pixels = torch.rand(3, 1, 8, 8)
-    rows = certifier.batch([0, 1, 2], pixels, certifier.predict(pixels))
-    for row in rows:
-        assert isinstance(row, PatchCertificate)
-        assert PatchCertificate.from_json(json.loads(json.dumps(row.to_json()))) == row
-        assert not row.holds_at(threat.Threat("l2", 0.25))
-        assert row.holds_at(threat.Threat.of(threat.Patch(2, 2))) <= row.holds_at(
-            threat.Threat.of(threat.Patch(1, 1))
-        )
-    again = prepare_method("patch", plain, CPU, Patches.of(certifier.parameters))
-    assert again.parameters == certifier.parameters
 
 
 @pytest.mark.parametrize("procedure", ["double-masking", "voting"])

@@ -118,17 +118,6 @@ def test_words_stand_left_and_numbers_right() -> None:
     assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
 
 
-def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
-    why = "a sentence that is far too long to stand in a table of thirty columns"
-    layout = tables.Layout(
-        ["layer", "why"],
-        [("a", why), ("b", why), ("c", "another sentence that is rather long as well")],
-        30,
-    )
-    assert list(layout.parts()) == []
-    assert list(layout.remarks.values()) == [["a", "b"], ["c"]]
-
-
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
     assert [
         output.percent(-0.0004, 0),

@@ -43,7 +43,7 @@ from certcli.evaluation.radii import (
     require_radii,
 )
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import _same_file_name, read_records, require_share
+from certcli.evaluation.records import read_records, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
@@ -334,16 +334,6 @@ def test_a_training_certifies_no_more_than_is_right(
     entry = record.Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
     assert (understood(entry) is None) is contradicts
     assert understood(replace(entry, command="divination")) is None
-
-
-def test_a_file_that_nobody_named_is_no_other() -> None:
-    for stated, found, alike in (
-        (None, "a", True),
-        ("a", None, True),
-        ("a", "test/a", True),
-        ("a", "b", False),
-    ):
-        assert _same_file_name(stated, found) is alike
 
 
 def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:

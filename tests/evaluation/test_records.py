@@ -23,7 +23,7 @@ from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
 from certcli.images import datasets
 from certcli.images.labelled import Images
 from certcli.report import figures
-from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
+from certcli.system.errors import DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
 
@@ -437,17 +437,6 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     )
     assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert all(len(row[PIXELS]) == 16 for row in rows)
-
-
-def test_a_failed_gate_prints_one_document(proven: Path) -> None:
-    words = ("certify", proven, "-e", 0.1, "--limit", 30, "--json")
-    for gate in ("1.0@0.7", "1", "0.999@1"):
-        done = attempt(*words, "--min-certified", gate)
-        assert isinstance(done.exception, CertvitError)
-        assert done.exception.code == 7
-        (line,) = done.stdout.splitlines()
-        assert json.loads(line)["gate"]["passed"] is False
-    certvit(*words, "--min-certified", "0.01@0.1")
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:

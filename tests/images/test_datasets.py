@@ -226,21 +226,6 @@ def test_columns_that_number_the_classes_otherwise_are_refused(tmp_path: Path, h
     assert datasets.load_dataset(str(tmp_path), DIGITS).labels.tolist() == [2, 0, 1]
 
 
-def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> None:
-    for size in ((24, 20), (12, 10)):
-        folder = make_folder(tmp_path / str(size), {"a": 3, "b": 3})
-        spec = InputSpec((3, *size), (0.5,) * 3, (0.5,) * 3, crop_pct=1.0)
-        images = datasets.load_dataset(str(folder), spec)
-        first = images.fetch([0, 5, 2])
-        images.expect([2, 4])
-        order = [2, 0, 4, 5, 0]
-        assert torch.equal(
-            images.fetch(order), datasets.load_dataset(str(folder), spec).fetch(order)
-        )
-        Image.new("RGB", (20, 24), (255, 255, 255)).save(folder / "a" / "0.png")
-        assert torch.equal(images.fetch([0, 5, 2]), first)
-
-
 @pytest.mark.parametrize(
     "name", ["valid", "Dev", "eval", "validate", "Val", "hold-out", "Testing", "unseen_2"]
 )
@@ -327,15 +312,6 @@ def test_other_names_are_refused_with_both(tmp_path: Path) -> None:
 def test_two_folders_of_one_class_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="two classes of one name"):
         datasets.require_classes(folders(tmp_path, ["a b", "a_b"]), 2, ("a b", "c"))
-
-
-def test_thirty_thousand_classes_are_counted_once(tmp_path: Path) -> None:
-    """A lookup for each row in the list of all classes took a minute."""
-    Image.new("L", (8, 8)).save(tmp_path / "y.png")
-    rows = "".join(f"y.png,c{number:05}\n" for number in range(30_000))
-    (tmp_path / "labels.csv").write_text("file,class\n" + rows)
-    images = datasets.load_dataset(str(tmp_path), DIGITS, "all")
-    assert images.labels.tolist() == list(range(30_000))
 
 
 @pytest.mark.parametrize("classes", [("a", "b"), ()])

@@ -22,7 +22,6 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
-from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
@@ -48,19 +47,6 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
         pixels, torch.tensor([1e-6]).double(), torch.tensor([0])
     )
     assert bool(near.isfinite().all())
-
-
-def test_the_same_network_from_words() -> None:
-    words = {
-        "img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 10,
-        "act_layer": "relu", "norm_layer": "identity", "global_pool": "avg", "pool_include_prefix": True,
-    }  # fmt: skip
-    made = build.initialise("certvit_vit_pgd_2_3_16", {}, RGB, 10, seed=0)
-    spoken = build.create("vit_tiny_patch16_224", words, initialise=False)
-    load_weights(spoken, made.tensors)
-    named = build.load(made)
-    pixels = torch.rand(2, 3, 32, 32)
-    assert torch.equal(named.net(pixels), spoken(pixels))
 
 
 def test_batch_norm_over_tokens_is_torchs() -> None:

@@ -200,20 +200,6 @@ def test_the_lineage_names_the_adapter_and_evidence_is_stale(
     assert typed("lipschitz", out).exit_code == 0
 
 
-def test_a_base_keeps_its_own_names_for_the_adapter(tiny: Checkpoint, tmp_path: Path) -> None:
-    """A file without a record, wrapped: names are those of the network within."""
-    tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
-    adapter = read_adapter(written_adapter(tmp_path / "a", tensors))
-    save_file({f"module.{n}": t for n, t in tiny.tensors.items()}, tmp_path / "bare.safetensors")
-    record = tiny.record
-    hints = Hints(
-        record.arch, record.arch_args, record.input.mean, record.input.std, adapter=adapter
-    )
-    opened = open_checkpoint(str(tmp_path / "bare.safetensors"), hints)
-    expected = adapter.merged(tiny.tensors)
-    assert all(opened.tensors[name].equal(tensor) for name, tensor in expected.items())
-
-
 def test_a_base_of_transformers_has_its_own_names(tmp_path: Path) -> None:
     """Its query, key and value lie apart; in timm's network they are one matrix."""
     row = TRANSFORMERS["vit"]
@@ -295,23 +281,6 @@ def test_a_network_loaded_from_its_module_is_the_same_function() -> None:
     module.normalize.resize.rows.mul_(2)
     doubled = certvit.load(module, input_size=(1, 12, 12), mean=0, std=1)
     assert torch.equal(certvit.network(doubled)(images), module(images))
-
-
-def test_a_module_takes_an_image_size_too() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    images = torch.rand(5, 1, 6, 6)
-    opened = certvit.load(module, mean=0.2, std=0.5, input_size=(1, 4, 4), image_size=6)
-    small = interpolate(images, (4, 4), mode="bilinear", antialias=True)
-    assert torch.allclose(certvit.network(opened)(images), module((small - 0.2) / 0.5), atol=1e-5)
-    # one linear map: the bound of its two factors is at most their product
-    whole = module[1].weight @ torch.kron(*_resize_matrices((6, 6), (4, 4))).float() / 0.5
-    exact = float(torch.linalg.matrix_norm(whole.detach(), 2))
-    assert exact <= float(certvit.bound(opened).upper)
-
-
-def _resize_matrices(source: tuple[int, int], target: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    resize = PixelResize(source, target)
-    return resize.rows, resize.columns
 
 
 class Halves(PixelDenoiser):

@@ -16,7 +16,6 @@ from certcli.checkpoint.record import KEY
 from certcli.models import build
 from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, document
-from tests.models.test_converters import TRANSFORMERS, headless_folder
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SWIN = {
@@ -187,21 +186,6 @@ def test_a_config_of_a_parent_with_classes_does_not_add_them(
             "config.json says 1000 classes, and" in found.stderr
             or "config.json says 1000 classes," in found.stderr
         )
-
-
-def test_the_features_of_a_model_of_transformers_are_named(tmp_path: Path) -> None:
-    """The pooler's layer computes `pooler_output` alone: it is left out, and the line says so."""
-    pooler = {"pooler.dense.weight": torch.ones(16, 16), "pooler.dense.bias": torch.ones(16)}
-    folder = headless_folder(TRANSFORMERS["vit"], tmp_path, **pooler)
-    refused = attempt("lipschitz", folder, "--no-estimate").exception
-    assert "has no classifier" in str(refused)
-    assert HINT in getattr(refused, "hint", "")
-    found = document("lipschitz", folder, "--no-estimate", "--features")
-    assert found["bound_of"] == "features"
-    assert found["network"]["features"] == {
-        "value": "last_hidden_state[:, 0], the class token after the last norm; pooler_output comes after it",
-        "from": "transformers' ViTModel, converted",
-    }
 
 
 def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:

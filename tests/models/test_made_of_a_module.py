@@ -141,21 +141,6 @@ def test_a_module_is_loaded_and_left_as_it_was(dtype: torch.dtype) -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_weights_of_two_precisions_are_loaded() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 8).double()
-            self.last = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x.flatten(1).to(self.first.weight.dtype))
-            return self.last(x.to(self.last.weight.dtype))
-
-    torch.manual_seed(0)
-    assert certvit.bound(certvit.load(Two(), **OPTIONS)).upper.finite
-
-
 def test_weights_without_values_are_refused_by_name() -> None:
     with pytest.raises(ArchitectureError, match=r"'1\.weight' of the Sequential has no values yet"):
         certvit.load(nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), **OPTIONS)

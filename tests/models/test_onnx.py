@@ -101,9 +101,8 @@ def exported_onnx(
 
 
 QUICK = (
-    "linear-twice", "conv-groups", "layer-norm-linear", "center-norm-folded", "gelu", "silu", "quick-gelu", "maxmin",
-    "sort-between-linear", "swiglu", "attention", "attention-l2", "attention-l2-untied", "attention-windows", "convex",
-    "mixed-tokens", "token-convolution",
+    "linear-twice", "conv-groups", "layer-norm-linear", "quick-gelu", "maxmin", "swiglu", "attention",
+    "attention-l2-untied", "attention-windows", "mixed-tokens",
 )  # fmt: skip
 """Of the rows of the test table; CERTVIT_SOUNDNESS takes those that differ from none of OTHERWISE."""
 OTHERWISE = {
@@ -181,7 +180,7 @@ def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -
         assert all(ours >= theirs * (1 - 1e-6) for ours, theirs in pairs), way
 
 
-@pytest.mark.parametrize("name", ["digits", "digits-vit", "mnist"])
+@pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_shipped_networks_have_their_bounds_and_radii_however_they_are_read(
     tmp_path: Path, name: str
 ) -> None:
@@ -206,11 +205,9 @@ def relative_distance(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "opset", "dynamo"),
     [
-        ("vit", 14, False),
         ("vit", 17, False),
         ("vit", 20, True),
         ("swin", 16, False),
-        ("swin", 18, True),
         ("resnet", 12, False),
     ],
 )

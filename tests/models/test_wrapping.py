@@ -389,13 +389,6 @@ def test_a_new_head_of_torchvision_is_read(name: str, prefix: str, tmp_path: Pat
     assert "'criterion.weight'" in line
 
 
-def test_two_layers_of_torchvisions_head_are_named(tmp_path: Path) -> None:
-    theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9)
-    theirs.heads = nn.Sequential(nn.Linear(24, 5), nn.Tanh(), nn.Linear(5, 3))
-    with pytest.raises(ArchitectureError, match=r"'heads\.0\.weight' and 'heads\.2\.weight'"):
-        opened_wrapping(theirs.state_dict(), tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
-
-
 @pytest.mark.parametrize("prefix", ["base_model.model.", "module.", "model."])
 def test_wrapped_names_of_transformers_are_read(prefix: str, tmp_path: Path) -> None:
     row = TRANSFORMERS["vit"]
