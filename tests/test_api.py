@@ -167,8 +167,7 @@ def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> No
     """
     module = perceptron()
     change(module)
-    opened = certvit.load(module, **DIGITS)
-    bound_result = certvit.bound(opened)
+    bound_result = certvit.bound(certvit.load(module, **DIGITS))
     assert bound_result.upper.finite != (change is with_a_hook)
     x, y = torch.rand(2, 50, 1, 8, 8)
     outputs = [module((each - 0.5) / 0.5).detach() for each in (x, y)]

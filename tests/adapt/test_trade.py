@@ -47,8 +47,7 @@ def test_a_part_is_moved_on_at_a_rising_price() -> None:
 
 @pytest.fixture(scope="module")
 def split(plain: Checkpoint) -> Any:
-    images = datasets.load_dataset("digits", plain.record.input, "train").limit(240)
-    return hold_out(images, 3)
+    return hold_out(datasets.load_dataset("digits", plain.record.input, "train").limit(240), 3)
 
 
 @pytest.mark.parametrize("keep", [0.97, 0.85])
@@ -245,8 +244,7 @@ def test_a_goal_that_needs_a_new_head_takes_one(
     path = tmp_path / "a.safetensors"
     few = ("--limit", 40, "--epochs", 0) if options else ("--limit", 40)
     told = attempt("adapt", workshop / "plain.safetensors", *options, *few, "-o", path)
-    step = Checkpoint.read(path).record.lineage[-1]
-    assert step.parameters["head"] == head
+    assert Checkpoint.read(path).record.lineage[-1].parameters["head"] == head
     assert told.exit_code == 0, told.output
     warns = "from that of --head 128,128 it learnt" in " ".join(told.output.split())
     assert warns is ("keep" in options)

@@ -377,8 +377,7 @@ def test_autoattack_with_many_classes_tries_nine_targets() -> None:
     model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
     images = random_pictures(1)
     labels = labelled(model, images)
-    craft = ATTACKS.load("apgd-t")
-    craft(model, images, labels, Region("l2", 1e-4), AttackSettings(steps=5))
+    ATTACKS.load("apgd-t")(model, images, labels, Region("l2", 1e-4), AttackSettings(steps=5))
     assert len(passes) <= 3 + 9 * (5 + 2)
 
 

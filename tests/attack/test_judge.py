@@ -66,8 +66,7 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
     """
     images = torch.cat([random_pictures(20, size=16), random_pictures(20, seed=2, size=16).round()])
     region = Region(norm, radius)
-    generator = torch.Generator().manual_seed(0)
-    away = images + 10 * torch.randn(images.shape, generator=generator)
+    away = images + 10 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
     point = tuck_in(away, images, region)
     assert region.contains(point, images).all()
     if norm == "linf" and 2 / 255 <= radius <= 0.5:

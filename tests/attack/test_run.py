@@ -252,8 +252,7 @@ def test_at_two_radii_all_attacks_are_tried() -> None:
     model = Waves().eval()
     flags = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm", "pgd-20"])
     assert not checks.raised(flags)
-    alone = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"])
-    (rising,) = checks.raised(alone)
+    (rising,) = checks.raised(flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"]))
     assert "of 40 images from radius 0.1 to 0.2" in rising.measured
 
 

@@ -226,7 +226,6 @@ def test_levels_of_a_pixel_stand_beside_the_norm_and_are_called_an_average(
 
 def test_the_largest_change_of_a_pixel_is_measured(folder: Path) -> None:
     attack = from_json((folder / "certified.json").read_text()).attack
-    assert attack is not None
     for at, largest in attack.largest.items():
         assert float(at) / 8 < largest <= float(at)  # of 64 pixels
     assert list(attack.largest) == [at for at, count in attack.fooled.items() if count]

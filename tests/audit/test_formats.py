@@ -102,9 +102,7 @@ def test_a_page_stands_alone_and_hostile_names_stay_text(
 
 
 def test_machine_formats_keep_hostile_names_as_text(hostile: document.Audit) -> None:
-    suites = ElementTree.fromstring(audit_page.text_of(hostile, ".xml"))
-    suite = suites.find("testsuite")
-    assert suite is not None
+    suite = ElementTree.fromstring(audit_page.text_of(hostile, ".xml")).find("testsuite")
     assert suite.get("name", "").startswith("</title><script>")
     assert {case.tag for case in suite} == {"properties", "testcase", "system-out", "system-err"}
     counted = {

@@ -85,8 +85,7 @@ def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
 
 def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None:
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
-    bare = Checkpoint.read(workshop / "init.safetensors")
-    assert bare.record.dataset is None
+    assert Checkpoint.read(workshop / "init.safetensors").record.dataset is None
     found = commands.document(
         "audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7
     )
@@ -146,8 +145,7 @@ SEQUENCES = {
 def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> None:
     outcomes, available, verdict = SEQUENCES[name]
     share = Share.of(sum(outcomes), len(outcomes))
-    sample = Sample(outcomes, available)
-    findings = AuditFindings(clean=share, samples={("clean", ""): sample})
+    findings = AuditFindings(clean=share, samples={("clean", ""): Sample(outcomes, available)})
     report = gates.judge_gates([gates.parse_gate("clean<0.4")], findings, (8, 8))
     assert report.verdict == verdict
     assert report.passed is (verdict == "passed")
@@ -222,7 +220,6 @@ def patched(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> None:
     audit = from_json((patched / "a.json").read_text())
-    assert audit.patched is not None
     kept = audit.patched.certified["1x1"]
     assert 0 < kept.hits < kept.images == 9
     assert any(
@@ -230,7 +227,6 @@ def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> Non
         for line in audit.verdict
     )
     assert audit.certificates == []  # shares at radii stand apart
-    assert audit.patch_attack is not None  # of the network without masks
     fell = audit.patch_attack.clean.hits - audit.patch_attack.robust.hits
     assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
     assert ("at this place it changes the class" in (patched / "a.html").read_text()) is (fell > 0)
@@ -309,7 +305,6 @@ def test_two_audits_are_compared_where_they_are_alike(
 
 def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
     before = from_json(json.dumps(certified_audit))
-    assert before.attack is not None
     attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
     rows = compare_audits(before, msgspec.structs.replace(before, attack=attack, clean=None))
     assert {row.figure for row in rows if row.why == "attacks with other settings"} == {

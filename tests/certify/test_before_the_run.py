@@ -4,7 +4,6 @@ certificate is tried; and which bits of noise are drawn.
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
-from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
@@ -49,8 +47,7 @@ class Machine:
 @pytest.mark.parametrize("once", [0.0, 0.3, 20.0])
 def test_the_estimate_is_the_cost_of_a_draw(each: float, once: float) -> None:
     machine = Machine(each, once)
-    estimate = seconds_a_draw(machine.run, 128, machine.clock)
-    assert estimate == pytest.approx(each)
+    assert seconds_a_draw(machine.run, 128, machine.clock) == pytest.approx(each)
     assert machine.now <= once + 2 * SHORT + 3 * each
     assert max(machine.batches) <= 128
 
@@ -111,20 +108,6 @@ def test_telling_the_cost_changes_neither_draws_nor_checks(
     assert runs[0] == runs[1]
     assert runs[0][1]
     assert purposes.count(noise.TIMED) >= 2
-
-
-def test_the_bar_moves_by_draws() -> None:
-    shown: list[float] = []
-    progress: Any = SimpleNamespace(
-        add_task=lambda *_, **__: 0, update=lambda _, completed, **__: shown.append(completed)
-    )
-    sink = Sink(as_json=False, quiet=True)
-    bar = Bar(sink, progress, "certify", 0, 0, lines=False)
-    for part in (0.25, 1.5):
-        bar.within(part)
-    bar.advance(2)
-    bar.within(0.5)
-    assert shown == [0.25, 1.5, 2, 2.5]
 
 
 def test_the_command_says_it_before_the_run(workshop: Path) -> None:
@@ -203,8 +186,7 @@ def test_the_published_answer_of_philox() -> None:
 
 def test_noise_is_normal_and_belongs_to_image_and_sample() -> None:
     drawn = noise.normals(1, [4] * 40, range(40), (3, 41, 41), CPU)
-    alone = noise.normals(1, [4], [17], (3, 41, 41), CPU)
-    assert torch.equal(drawn[17], alone[0])
+    assert torch.equal(drawn[17], noise.normals(1, [4], [17], (3, 41, 41), CPU)[0])
     flat = drawn.flatten().double().numpy()
     assert stats.kstest(flat, "norm").pvalue > 1e-4
     assert abs((flat**4).mean() - 3) < 5 * math.sqrt(96 / len(flat))

@@ -168,8 +168,7 @@ def equals_guided(faulty: ModuleType) -> None:
     for end in ("weight", "bias"):  # small maps, in whose norms the epsilon takes part
         tensors[f"input_blocks.0.0.{end}"] *= 0.01
     stated = {"num_head_channels": 16, "use_new_attention_order": False}
-    flags_here = faulty.Flags("cosine", 4000, rescale_timesteps=True, **stated)
-    faulty.PUBLISHED["here.pt"] = flags_here
+    faulty.PUBLISHED["here.pt"] = faulty.Flags("cosine", 4000, rescale_timesteps=True, **stated)
     net, schedule, _ = faulty.read_guided(tensors, Path("here.pt"), 1)
     noisy = torch.randn(2, 1, 8, 8)
     steps = torch.tensor([3, 700])

@@ -8,7 +8,6 @@ import runpy
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +67,6 @@ def test_the_digest_covers_the_fields_of_the_network(
     same = read_denoiser(diffusion_folder(tmp_path / "same", network={"dropout": 0.3}), 1)
     assert plain.at(0.25).digest == same.at(0.25).digest
     assert plain.at(0.25).digest != plain.at(0.5).digest
-
-
-@torch.no_grad()
-def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
-    shot = read_denoiser(diffusion_folder(tmp_path), 1).at(0.25)
-    pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([shot(image[None]) for image in pixels])
-    assert torch.allclose(shot(pixels), alone, atol=1e-4)
 
 
 def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -> None:
@@ -205,28 +196,3 @@ def test_the_example_trains_goes_on_and_is_read(
     assert more_spent >= spent + 0.3
     assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize(
-    ("side", "reason"), [("4", None), ("3", "a multiple of 2"), ("16", "at most 8")]
-)
-def test_the_example_trains_on_squares_of_the_images(
-    side: str,
-    reason: str | None,
-    workshop: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Without attention, so that a square and a whole image are seen alike."""
-    net = str(workshop / "plain.safetensors")
-    words = [net, "digits", "--widths", "8", "16", "--batch", "4", "--steps", "2"]
-    monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--crop", side, "-o", str(tmp_path)])
-    with nullcontext() if reason is None else pytest.raises(SystemExit):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    if reason is not None:
-        assert reason in capsys.readouterr().err
-        return
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["add_attention"] is False
-    assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")

@@ -260,7 +260,6 @@ BOUND = 3
 def described() -> dict[str, list[str]]:
     """Return the cells of each network's row in the README beside the files."""
     path = shipped_path(shipped_names()[0])
-    assert path is not None
     table = (path.parent / "README.md").read_text().splitlines()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -278,7 +277,6 @@ def test_the_readme_describes_every_shipped_network_and_no_other():
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_shipped_network_is_small_and_holds_the_bound_of_its_row(name):
     path = shipped_path(name)
-    assert path is not None
     assert path.stat().st_size < LARGEST
     assert prove_checkpoint(open_checkpoint(name)).upper <= float(described()[name][BOUND])
 

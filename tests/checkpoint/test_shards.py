@@ -362,8 +362,7 @@ def test_an_index_that_names_a_key_twice_is_refused(
     tiny: Checkpoint, tmp_path: Path, old: str, new: str, key: str
 ) -> None:
     in_shards(tiny, tmp_path)
-    text = (tmp_path / INDEX).read_text()
-    (tmp_path / INDEX).write_text(text.replace(old, new, 1))
+    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text().replace(old, new, 1))
     with pytest.raises(CertvitError, match=f"the key '{key}' occurs twice") as refused:
         open_checkpoint(str(tmp_path))
     assert refused.value.code == 3

@@ -204,8 +204,7 @@ def numbered(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits in folders c1 to c10, which torchvision and timm number differently."""
     folder = tmp_path_factory.mktemp("numbered")
     spec = Checkpoint.read(workshop / "plain.safetensors").record.input
-    digits = datasets.load_dataset("digits", spec, "test")
-    pixels, labels = digits.tensors()
+    pixels, labels = datasets.load_dataset("digits", spec, "test").tensors()
     for label in range(10):
         (inside := folder / f"c{label + 1}").mkdir()
         for place, image in enumerate(pixels[labels == label][:PER_CLASS]):

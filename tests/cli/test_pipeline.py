@@ -112,8 +112,7 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(
     forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
         tmp_path / "forged.safetensors"
     )
-    outcome = attempt("verify", tmp_path / "forged.safetensors")
-    assert isinstance(outcome.exception, GateError)
+    assert isinstance(attempt("verify", tmp_path / "forged.safetensors").exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
     evidence = document("log", changed)["evidence"]

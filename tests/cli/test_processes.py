@@ -264,8 +264,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> None:
     one, two, said = both
     for rank in (0, 1):
-        codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 13 + [6], said
+        assert json.loads((two / f"codes.{rank}.json").read_text()) == [0] * 13 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name in ("smoothing", "patch"):  # what an image took is not what was found

@@ -237,8 +237,7 @@ OTHERS: dict[str, Any] = {
     ),
 )
 def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
-    default = settings.FinetuneSettings.__dataclass_fields__[name].default
-    assert OTHERS[name] != default
+    assert OTHERS[name] != settings.FinetuneSettings.__dataclass_fields__[name].default
     with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')}"):
         settings.FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
 

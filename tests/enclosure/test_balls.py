@@ -86,7 +86,6 @@ def enclosed(part: nn.Module, x: Near) -> Near:
     value: object = x
     for layer in part if isinstance(part, nn.Sequential) else [part]:
         rule = rules.find(layer)
-        assert rule is not None
         value = rule.apply(context(), layer, value)
     return settled(value)
 
@@ -316,12 +315,10 @@ def test_rounding_of_a_linear_layer_is_covered() -> None:
 
 def test_fibres_keep_their_radius_only_where_they_stay_together() -> None:
     x = Near.of(draw(2, 1, 3, 4), torch.rand(2, 1, 3).double(), torch.full((2,), 9.0).double())
-    kept = arranged(torch.flip, x, [1])
-    assert torch.equal(kept.fibre, x.fibre.flip(2))
+    assert torch.equal(arranged(torch.flip, x, [1]).fibre, x.fibre.flip(2))
     turned = arranged(torch.transpose, x, 1, 2)
     assert torch.allclose(turned.fibre, x.whole.view(2, 1, 1).expand(2, 1, 4))
-    twice = arranged(Tensor.repeat, x, 1, 2, 1)
-    assert torch.allclose(twice.whole, x.whole * 2**0.5)
+    assert torch.allclose(arranged(Tensor.repeat, x, 1, 2, 1).whole, x.whole * 2**0.5)
 
 
 def test_norm_of_a_nonnegative_matrix() -> None:

@@ -218,8 +218,7 @@ def test_trees_have_a_text() -> None:
 
 def certified(norm: str = "linf", at: float = 0.4) -> tuple[LocalCertifier, Certificate, Tensor]:
     """A record that needs splits."""
-    seed = 1
-    model, pixels = small(seed)
+    model, pixels = small(1)
     model = moved(model, 0.02 - least_margin(model, pixels, 0.4))
     pixels = pixels + 0.0
     options = Local("branch", norm, at=[at], seconds=LONG, arithmetic="real")

@@ -35,8 +35,7 @@ def margins_of_three(kind: str, seed: int) -> Form:
     count = 3 if coordinates is None else 2
     space = Space(count, kind != "plain", 9, coordinates=coordinates)
     gens = torch.cat([draw(count, 1, 2), 0.15 * draw(space.square, 1, 2), 0.1 * draw(2, 1, 2)])
-    block = Block(-3, 2, 1)
-    return Form(space, 1.2 + 0.3 * draw(1, 2), gens, 0.1 * draw(1, 2).abs(), (block,))
+    return Form(space, 1.2 + 0.3 * draw(1, 2), gens, 0.1 * draw(1, 2).abs(), (Block(-3, 2, 1),))
 
 
 def least_of_form(form: Form, e: Tensor) -> Tensor:

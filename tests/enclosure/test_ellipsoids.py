@@ -158,12 +158,10 @@ def test_a_sum_of_squares_is_attained() -> None:
     """|a e + p n|^2 = a.a e^2 + 2 a.p e n + p.p n^2 at e = n = 1, a and p at an angle."""
     gens = torch.stack([U, 0 * U, 0.2 * V])[:, None]
     slack = 0 * gens[0]
-    x = Form(Space(1, True, 99), slack, gens, slack, (Block.fresh(1),))
-    found = squares(x)
+    found = squares(Form(Space(1, True, 99), slack, gens, slack, (Block.fresh(1),)))
     assert torch.allclose(found.square.flatten(), U @ U)
     truth = float(2 * (0.2 * U @ V).abs() + 0.04 * V @ V)
-    high = float(found.centre + found.box_radius)
-    assert truth <= high * (1 + 1e-14) <= truth * (1 + 1e-6)
+    assert truth <= float(found.centre + found.box_radius) * (1 + 1e-14) <= truth * (1 + 1e-6)
 
 
 def test_going_back_over_a_group_is_attained() -> None:
@@ -173,7 +171,6 @@ def test_going_back_over_a_group_is_attained() -> None:
     x = affine(e, U[:, None], None)
     y = affine(e, torch.full((1, 1), 0.6).double(), torch.full((1,), 0.1).double())
     out = scaled(x, y)
-    assert out.node is not None
     for w in (V, -V, U):
         along = float((w @ U).abs())
         bound = float(lower(out.node, w.view(1, *out.shape)))

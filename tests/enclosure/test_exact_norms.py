@@ -113,8 +113,7 @@ def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> Non
 
 
 def test_one_row_without_a_direction_refuses_all() -> None:
-    x = along_a_line(ROWS["a few"], 0.0)
-    both = x.linear(lambda t: torch.cat([t, 0 * t], -2))
+    both = along_a_line(ROWS["a few"], 0.0).linear(lambda t: torch.cat([t, 0 * t], -2))
     with pytest.raises(Unbounded):
         _deviation(both, 0.0)
 

@@ -155,8 +155,7 @@ def of_one_number(scale: Tensor, centre: Tensor, column: int, boxed: bool = Fals
     else:
         gens[1 + column, 0, :, 0] = scale
     block = Block(-3, 3, 1, of_fibres=True)
-    slack = torch.zeros(1, count, 1).double()
-    return Form(space, centre.view(1, -1, 1), gens, slack, (block,))
+    return Form(space, centre.view(1, -1, 1), gens, torch.zeros(1, count, 1).double(), (block,))
 
 
 def at_corners(seed: int, boxed: bool) -> tuple[float, float]:
@@ -321,8 +320,7 @@ def test_where_tokens_are_mixed_no_symbol_is_a_tokens_own(name: str) -> None:
             values.append((str(node.meta.get("path")), value))
 
     local = LocalNetwork(model, SIZE)
-    start = l2_ball(image(), 1e-3, squares_up_to=0, limit=1, by_fibres=True)
-    local.margins(start, 0, watch)
+    local.margins(l2_ball(image(), 1e-3, squares_up_to=0, limit=1, by_fibres=True), 0, watch)
     by_path = dict(values)  # the last of each
     assert by_path["first.1"].has_fibres_own
     assert by_path["last.1"].has_fibres_own

@@ -192,7 +192,6 @@ def excess(form: Form, x: Form, y: Form, rows: Tensor) -> tuple[Tensor, Tensor]:
 def test_an_ellipsoid_of_products_holds_them_and_is_nearly_reached(seed: int) -> None:
     x, y = factors(10 * seed)
     form = matrix_product(x, y, AVERAGES, keyed=False)
-    assert form is not None
     assert form.consistent
     assert form.blocks[2].width == BATCH * ROWS * COLUMNS
     rows = draw(60, BATCH * ROWS * COLUMNS, seed=7)
@@ -241,7 +240,6 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
     rows = draw(30, BATCH * ROWS * COLUMNS, seed=8)
     reaches = []
     for form in pair:
-        assert form is not None
         further, _ = excess(form, x, y, rows)
         assert (further <= 0).all()
         reaches.append((form.gens.flatten(1) @ rows.T)[form.fixed + 2 :].norm(dim=0))
@@ -256,8 +254,7 @@ def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
         form = replace(x, space=space, gens=x.gens / 9)
         assert joint_activation(EXP, form).blocks == x.blocks
-    plain = replace(x.space, squares=False)
-    bare = replace(x, space=plain, gens=torch.cat([x.ball, x.box]))
+    bare = replace(x, space=replace(x.space, squares=False), gens=torch.cat([x.ball, x.box]))
     assert matrix_product(bare, y, AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[..., :1]), AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[:, :1]), AVERAGES, keyed=False) is None

@@ -128,7 +128,6 @@ def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
     weights = torch.randn(count, generator=torch.Generator().manual_seed(1)).double()
     form = near.gradient(weights)
     reaching = near.tape.start.space.reach
-    assert reaching is not None
     for place in ball_places(model, pixels, "linf" if kind == "linf" else "l2", 2):
         e = torch.maximum(torch.minimum(place, reaching[1]), -reaching[0])
         truth = near.measured(weights, near.tape.start.at(e))

@@ -163,8 +163,7 @@ def test_no_attack_succeeds_within_the_certified_radius(kind: str) -> None:
     model = network(kind)
     pixels = image()
     label = int(model(pixels).argmax())
-    certifier = LocalCertifier(model, SIZE, Local())
-    radius = certifier.radius(pixels, label)
+    radius = LocalCertifier(model, SIZE, Local()).radius(pixels, label)
     assert radius > 1e-3
     others = [j for j in range(4) if j != label]
     delta = directions(model, pixels, label, 30).view(-1, *SIZE) * radius

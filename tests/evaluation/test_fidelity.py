@@ -70,8 +70,7 @@ def linear() -> nn.Sequential:
 
 @pytest.fixture
 def reference() -> ReferenceLogits:
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.rand(40, 3, 4, 4, generator=generator)
+    pixels = torch.rand(40, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     net = linear()
     with torch.no_grad():
         labels = net(pixels).argmax(1)
@@ -83,10 +82,8 @@ def test_a_trial_judges_as_all_images_do_and_runs_those_that_change_first(
     classes: tuple[str, ...],
 ) -> None:
     """A third of the judges of a dataset runs; all photographs do, whose logits count."""
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.rand(600, 3, 4, 4, generator=generator)
-    net = linear()
-    judges = ReferenceLogits(net, images_of(pixels, classes=classes), batch_size=32)
+    pixels = torch.rand(600, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    judges = ReferenceLogits(linear(), images_of(pixels, classes=classes), batch_size=32)
     numbers = []
     for size in (1e-3, 3e-3, 1e-2):
         with torch.no_grad():
@@ -203,8 +200,7 @@ def test_images_that_say_little_are_doubted(
         wrong = (net(pixels).argmax(1) + 1) % 3
     found = ReferenceLogits(net, make(pixels), wrong if labels else None).doubts(record)
     assert any(said in doubt for doubt in found), found
-    fine = ReferenceLogits(net, images_of(pixels), None).doubts(record)
-    assert fine == []
+    assert ReferenceLogits(net, images_of(pixels), None).doubts(record) == []
 
 
 def test_labels_count_only_where_they_mean_the_network_s_classes(

@@ -115,8 +115,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
-    count = 4000
-    images = torch.full((count, 1, 1, 2), 0.5).double()
+    images = torch.full((4000, 1, 1, 2), 0.5).double()
     region = Region(norm, 0.4)
     generators = [torch.Generator().manual_seed(3) for _ in range(3)]
     points, again = (region.random_point(images, generator) for generator in generators[:2])

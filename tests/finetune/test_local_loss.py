@@ -126,8 +126,7 @@ def test_with_all_terms_counted_no_neighbour_is_below_the_margins(
     enclosure = LocalEnclosure(model)
     generator = torch.Generator().manual_seed(2)
     everything = enclosure.directions(generator, images[0].numel()).double()
-    exact = leads(model, images, labels)
-    length = stretched_leads(model, images, labels) / exact
+    length = stretched_leads(model, images, labels) / leads(model, images, labels)
     length = length.nan_to_num(1.0)  # 0 / 0 at the label
     for radius in (0.003, 0.01, 0.03):
         lower = enclosure.margins(images, labels, radius, everything) * length
@@ -161,7 +160,6 @@ def test_the_loss_falls_with_the_margins_and_has_a_gradient_where_they_explode()
     margins = torch.tensor([[0.0, 5.0, 5.0], [-2000.0, 0.0, 1.0]], requires_grad=True)
     value = local(logits, labels, margins, 0.5)
     value.backward()
-    assert margins.grad is not None
     assert float(margins.grad[1, 0]) < 0
     assert float(local(logits, labels, margins.detach() + 1, 0.5)) < float(value.detach())
 

@@ -131,10 +131,8 @@ def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: f
     value = loaded(name)(logits, labels, pairs, 1.5)
     assert torch.isfinite(value)
     value.backward()
-    assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     if name in CERTIFIED:
-        assert pairs.grad is not None
         assert torch.isfinite(pairs.grad).all()
 
 
@@ -196,7 +194,6 @@ def test_huge_gains_keep_their_order_and_their_slope() -> None:
     assert bool((shift_error.diff() > 0).all())
     assert torch.equal(shift_error[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
     shift_error.sum().backward()
-    assert gain.grad is not None
     assert bool((gain.grad > 0).all())
 
 

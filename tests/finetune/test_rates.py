@@ -89,8 +89,7 @@ def test_a_schedule_without_meaning_is_refused(text: str) -> None:
 
 def test_one_cycle_is_that_of_torch() -> None:
     steps = 40
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimiser = torch.optim.SGD([parameter], lr=1.0)
+    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimiser, max_lr=1.0, total_steps=steps, pct_start=RISE, cycle_momentum=False
     )

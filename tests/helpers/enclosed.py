@@ -92,7 +92,6 @@ class Walked:
             generator = torch.Generator().manual_seed(part.centre.numel())
             entries = part.centre.numel()
             rows = torch.randn(ROWS, entries, generator=generator, dtype=torch.float64)
-            assert part.node is not None
             self.backwards[id(part)] = rows, lower(part.node, rows.view(ROWS, *part.shape))
         return self.backwards[id(part)]
 

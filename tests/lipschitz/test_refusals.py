@@ -367,8 +367,7 @@ def test_overridden_forwards_are_followed(name: str) -> None:
     net = FOLLOWED[name]().double().eval()
     result = bound_network(net, IMAGE, 3)
     assert result.upper.finite, result.bound.why
-    image = torch.rand(IMAGE, dtype=torch.float64)
-    assert slope_at(net, image)[0] <= float(result.upper)
+    assert slope_at(net, torch.rand(IMAGE, dtype=torch.float64))[0] <= float(result.upper)
 
 
 def test_a_parametrised_layer_is_read_through_its_parametrisation() -> None:

@@ -100,8 +100,7 @@ def saved_adapter_folder(
 def test_the_merged_network_computes_base_and_adapter(
     tiny: Checkpoint, tmp_path: Path, settings: dict[str, Any], scales: tuple[float, ...]
 ) -> None:
-    net = build.load_double(tiny).net
-    tensors = adapter_of(net)
+    tensors = adapter_of(build.load_double(tiny).net)
     adapter = read_adapter(written_adapter(tmp_path / "a", tensors, **settings))
     images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     merged = adapter.merged(tiny.tensors)

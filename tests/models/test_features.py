@@ -89,8 +89,7 @@ def test_a_report_that_calls_features_logits_is_refuted(
     ):
         report.write_text(json.dumps(edited))
         certvit("verify", report, code=7)
-    cut = {**found, "bound_of": "logits", "proof": found["proof"][:-1]}
-    report.write_text(json.dumps(cut))
+    report.write_text(json.dumps({**found, "bound_of": "logits", "proof": found["proof"][:-1]}))
     certvit("verify", report)  # its laws hold: the weights refute it
     certvit("verify", report, path, *words, code=4)  # the network ends in features
 

@@ -137,8 +137,7 @@ def test_any_new_field_is_a_doubt(name: str, inside: bool, tmp_path: Path) -> No
     """The law of the closed world: a field that nobody has heard of is never read over."""
     config = copy.deepcopy(TIMM[name])
     (config.get("pretrained_cfg", config) if inside else config)["zzz_new"] = {"a": 1}
-    clean = copy.deepcopy(TIMM[name])
-    hub_folder(clean, tmp_path)
+    hub_folder(copy.deepcopy(TIMM[name]), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "zzz_new" in " ".join(open_checkpoint(str(tmp_path)).reading.doubts)
 

@@ -206,8 +206,7 @@ def test_a_tensor_of_another_type_has_no_bound(build: Callable[[], nn.Module]) -
     from certcli.lipschitz.network import bound_network
 
     torch.manual_seed(0)
-    net = build().eval()
-    result = bound_network(net, SIZE, 2)
+    result = bound_network(build().eval(), SIZE, 2)
     assert not result.upper.finite
     assert "no tensor of torch's own" in result.bound.why
     assert "Times50" in result.bound.why

@@ -32,8 +32,7 @@ LINEAR: list[Any] = [*FLAT, ("MatMul", ["f", "w"], ["y"])]
 
 
 def changed_model(change: Callable[[Any], None], nodes: list[Any] = LINEAR) -> bytes:
-    data = graph_of(nodes, w=WEIGHT)
-    model = pytest.importorskip("onnx").ModelProto.FromString(data)
+    model = pytest.importorskip("onnx").ModelProto.FromString(graph_of(nodes, w=WEIGHT))
     change(model)
     return model.SerializeToString()
 

@@ -109,8 +109,7 @@ def test_a_truncated_normal_of_unset_memory_ends() -> None:
     ended.
     """
     with Building():
-        weight = torch.full((1000,), 1e9)
-        torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)
+        torch.nn.init.trunc_normal_(torch.full((1000,), 1e9).normal_(), std=0.02)
 
 
 def test_one_mean_is_that_of_every_channel(tmp_path: Path) -> None:

@@ -162,15 +162,13 @@ def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -
 def test_the_lengths_of_channels_have_a_gradient_everywhere() -> None:
     tokens = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
     pool = L2Pool(4, 2)
-    windows = tokens.view(2, 2, 2, 2, 2, 3)
-    expected = torch.linalg.vector_norm(windows, dim=(2, 4)).view(2, 4, 3)
+    expected = torch.linalg.vector_norm(tokens.view(2, 2, 2, 2, 2, 3), dim=(2, 4)).view(2, 4, 3)
     torch.testing.assert_close(pool(tokens), expected)
     with torch.no_grad():
         torch.testing.assert_close(pool(tokens), expected)
     torch.autograd.gradcheck(pool, (tokens,))
     silent = torch.zeros(1, 16, 3, requires_grad=True)
     pool(silent).sum().backward()
-    assert silent.grad is not None
     assert not silent.grad.any()
 
 

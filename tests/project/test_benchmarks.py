@@ -58,16 +58,14 @@ def printed_lines(
 
 def test_the_benchmark_of_attacks_runs(printed_lines: Callable[..., list[str]]) -> None:
     first = "PGD-20, one run"
-    attack = importlib.import_module("benchmarks.attack")
-    few = {first: attack.WORKLOADS[first]}
+    few = {first: importlib.import_module("benchmarks.attack").WORKLOADS[first]}
     assert first in "".join(printed_lines("attack", "--images", "8", ENOUGH=0.2, WORKLOADS=few))
 
 
 def test_the_benchmark_of_strength_runs(
     workshop: Path, printed_lines: Callable[..., list[str]]
 ) -> None:
-    source = str(workshop / "plain.safetensors")
-    words = (source, "--limit", "2", "-e", "0.05", "--steps", "2")
+    words = (str(workshop / "plain.safetensors"), "--limit", "2", "-e", "0.05", "--steps", "2")
     lines = printed_lines("strength", *words, REFERENCE="fgsm")[1:]
     rows = importlib.import_module("benchmarks.strength").rows(2, "l2")
     assert [row.label for row in rows] == [line[32:66].strip() for line in lines]
@@ -116,49 +114,3 @@ def test_the_class_of_four_digits_is_the_largest(
 
 def quantised(pixels: torch.Tensor) -> bytes:
     return bytes((255 * pixels).round().to(torch.uint8).flatten().tolist())
-
-
-def test_growth_extrapolates_a_power_law_exactly() -> None:
-    growth = importlib.import_module("benchmarks.growth")
-    networks = {"a": (1, 64, 4, 3), "b": (2, 128, 9, 3), "c": (3, 256, 16, 3)}
-
-    def law(work: str, size: tuple[int, ...]) -> tuple[float, float]:
-        depth, width, tokens, _ = size
-        seconds = 2e-6 * growth.units(work, depth, tokens) * width**3
-        return seconds, 3.0 * growth.memory_units(work, depth, tokens) * width
-
-    large = (5, 1024, 25, 3)
-    for work in growth.WORK:
-        rows = {name: {work: law(work, size)} for name, size in networks.items()}
-        fit = growth.fitted(networks, rows, work)
-        assert growth.extrapolated(large, work, fit) == pytest.approx(law(work, large))
-        cubic = growth.by_third_power(large, work, networks, rows)
-        assert cubic == pytest.approx(law(work, large)[0])
-
-
-def test_the_benchmark_beside_the_proven_network_runs(
-    workshop: Path, printed_lines: Callable[..., list[str]]
-) -> None:
-    source = str(workshop / "plain.safetensors")
-    lines = printed_lines(
-        "proven_vit", source, *["--limit", "10", "--split", "val", "--epochs", "3"]
-    )
-    assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
-    assert "of 140" in lines[0]
-    assert all(line.count("of 10 ") == 2 for line in lines[1:])
-
-
-def test_the_benchmark_of_products_runs(
-    monkeypatch: pytest.MonkeyPatch, printed_lines: Callable[..., list[str]]
-) -> None:
-    benchmark = importlib.import_module("benchmarks.products")
-    monkeypatch.setattr(benchmark.products, "is_faster", lambda: True)
-    name = "orthogonal step of examples/mnist.sh, 256 images"
-    rows = {
-        "a product": lambda: benchmark.product(64, 64, 64),
-        name: lambda: benchmark.training_step(
-            "certvit_lip_mnist", {"patch": 14, "width": 32, "depth": 1}, 4, loss="margin"
-        ),
-    }
-    lines = printed_lines("products", "--rounds", "1", ROWS=rows)
-    assert [line[:50].strip() for line in lines[2:]] == list(rows)

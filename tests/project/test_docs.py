@@ -168,8 +168,7 @@ def test_the_tutorial_shows_an_output_below_every_command() -> None:
 
 
 def test_the_readme_is_short_and_shows_an_answer() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 900
     picture = html.unescape((ROOT / "docs" / "img" / "answer.svg").read_text()).replace("\xa0", " ")
     assert "http" not in picture.replace("http://www.w3.org", "")
     assert "certvit audit certvit/digits" in picture
@@ -279,8 +278,7 @@ NAMED_ON = {
 
 @pytest.mark.parametrize("page", NAMED_ON)
 def test_a_page_has_each_name_of_its_registry(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    code = " ".join(re.findall(r"`([^`]+)`", text))
+    code = " ".join(re.findall(r"`([^`]+)`", (ROOT / "docs" / page).read_text()))
     names = NAMED_ON[page].names()
     assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", code)] == []
 

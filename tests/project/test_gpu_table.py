@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from benchmarks import gpu
-from certcli.cli.main import COMMANDS
 from tests.helpers.runs import exit_of_fork, fork
 
 
@@ -58,19 +57,6 @@ def test_a_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(list((tmp_path / "images" / "test").glob("*/*.png"))) == 10
 
 
-def test_a_row_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = {"cpu": 1.0, "elsewhere": 1.0 + 1e-3}
-    monkeypatch.setattr(
-        gpu,
-        "take",
-        lambda row, folder, device: gpu.Taken(
-            1.0, 2**30, 2**30, {"upper": found[device], "log10_upper": 0}
-        ),
-    )
-    assert gpu.table(table_arguments(True), tmp_path, "cpu")[-1].endswith("the same |")
-    assert ".upper: 1.001 and 1.0" in gpu.table(table_arguments(True), tmp_path, "elsewhere")[-1]
-
-
 def gpu_record(index: int, radius: float, prediction: int = 1) -> dict:
     return {
         "index": index,
@@ -101,14 +87,6 @@ def test_each_record_is_compared(other: dict, said: str) -> None:
         1.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS * (1 + 1e-9)), gpu_record(1, 0.5))
     )
     assert ".record[0].holds: True and False" in gpu.beside(edge, there)
-
-
-def test_rows_are_of_commands_and_find_what_earlier_ones_wrote() -> None:
-    written = {"plain.safetensors"}
-    for row in gpu.rows(4, 2):
-        assert row.words[0] in COMMANDS
-        assert row.words[1] in written
-        written |= {row.words[place + 1] for place, word in enumerate(row.words) if word == "-o"}
 
 
 DIFFER = [

@@ -175,7 +175,6 @@ def followed(
         rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
     else:
         module_rule = rules.find(module)
-        assert module_rule is not None
         rounding = module_rule.apply(op, module, *places)
     return lambda bounds: rounding(lambda x: bounds[x.place])
 

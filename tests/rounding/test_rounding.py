@@ -196,8 +196,7 @@ def test_a_slope_at_an_image_holds_for_all_rows_within_the_error(name: str, shif
     image = torch.rand(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     (place,) = [i for i, step in enumerate(analysis._steps) if isinstance(step.rounding, Steep)]
     step = analysis._steps[place]
-    measured = analysis._measured(analysis._sizes(image[None])[1][0].tolist())
-    before = measured[step.sources[0]]
+    before = analysis._measured(analysis._sizes(image[None])[1][0].tolist())[step.sources[0]]
     rows = image + shift
     centre = rows.mean(1, keepdim=True) if name == "layer_norm" else torch.zeros_like(rows)
     away = (rows - centre).norm(dim=1, keepdim=True).amin()

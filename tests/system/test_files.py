@@ -205,8 +205,7 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
-    raw = foreign.read_bytes().replace(b"certvit.part-of", b"certvit.part_of")
-    foreign.write_bytes(raw)
+    foreign.write_bytes(foreign.read_bytes().replace(b"certvit.part-of", b"certvit.part_of"))
     assert read_tensors(index)[0]["t2"][0] == 2
     write_shards(index, tensors, {}, True, 32)
     assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in shards_of_index(index))}

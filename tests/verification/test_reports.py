@@ -269,8 +269,7 @@ def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None
         path.write_text(json.dumps(report))
         done = attempt("verify", path, workshop / "certified.safetensors")
         assert getattr(done.exception, "code", 0) == 3, (report, done.exception)
-    attack = {"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}
-    assert kind_of(attack) == "attack"
+    assert kind_of({"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}) == "attack"
 
 
 @pytest.mark.parametrize("name", ["promise", "arithmetic", "domain"])
