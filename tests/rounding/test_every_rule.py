@@ -150,11 +150,11 @@ def test_no_operation_alone_loses_more_and_of_each_theorem_some_lose_nearly_as_m
             assert alone.error <= alone.bound, (name, alone)
             if 0 < alone.bound < math.inf:
                 largest[alone.rule] = max(largest[alone.rule], alone.error / alone.bound)
-        # a forward that asks for float64 is another network in float32, and is refused there
-        widened = f(lambda m, x: (m.w @ x.double().flatten(1).T).T, w=torch.randn(3, 32))
-        spec = InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2)
-        wide = PixelModel(spec, widened).double().eval()
-        with recorded(rules) as reached:
+    # a forward that asks for float64 is another network in float32, and is refused there
+    widened = f(lambda m, x: (m.w @ x.double().flatten(1).T).T, w=torch.randn(3, 32))
+    spec = InputSpec(size=IMAGE, mean=(0.4,) * 2, std=(0.3,) * 2)
+    wide = PixelModel(spec, widened).double().eval()
+    with recorded(rules) as reached:
         NeighbourErrors(wide, IMAGE, PRECISIONS["float64"])
     if arithmetic in LEAST:
         assert [rule for rule, share in largest.items() if share < LEAST[arithmetic]] == []
