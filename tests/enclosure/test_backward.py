@@ -13,7 +13,6 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import coupled, hinges, proven
 from certcli.enclosure.zonotopes.backward import (
-    Ball,
     Hinge,
     HingeChoice,
     Node,
@@ -311,13 +310,6 @@ def test_each_part_goes_back_to_its_own_place() -> None:
     for place, part in enumerate(arranged(torch.chunk, x, 3, -1)):
         (row,) = part.node.pull(torch.ones(1, *part.shape).double())
         assert row.flatten().nonzero().flatten().tolist() == [2 * place, 2 * place + 1]
-
-
-def test_the_first_node_is_the_image() -> None:
-    form, *_ = hinged(0.01)
-    assert isinstance(
-        descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), {}).ball, Ball
-    )
 
 
 def test_backward_proves_more_than_forward_for_relu() -> None:

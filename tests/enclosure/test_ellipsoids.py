@@ -1,17 +1,13 @@
 """Groups of symbols, ellipsoids of fibres and of linear images: they hold what they stand for, whatever a factor is."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 
-from certcli.enclosure.zonotopes import columns, ellipsoids
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.columns import (
     Block,
     gamma,
-    lengths,
     reach_of,
     reach_of_differences,
 )
@@ -32,9 +28,6 @@ from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
 from certcli.enclosure.zonotopes.rules.layers import affine
-from tests.enclosure.test_zonotopes import outside
-from tests.enclosure.test_zonotopes import symbols as symbols_of
-from tests.helpers.enclosure_cases import CASES, forms
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -228,54 +221,6 @@ def test_groups_reach_as_far_as_their_symbols() -> None:
         assert (found <= attained * (1 + 1e-9) + 1e-100).all()
 
 
-def smaller_groups(columns: Tensor, width: int) -> Tensor:
-    return lengths(columns, width) / width**0.5
-
-
-def without_the_sum(parts: object, slack: Tensor) -> Tensor:
-    """As if all groups shared one ball."""
-    return root(parts, slack) / 3  # type: ignore[arg-type]
-
-
-def without_symbols(x: Form, _: Tensor) -> Form:
-    return x
-
-
-PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
-    "a group of another norm": (columns, "lengths", smaller_groups, "linear"),
-    "groups of one ball": (ellipsoids, "root", without_the_sum, "reduction, mixed"),
-    "dropped symbols": (ellipsoids, "grouped", without_symbols, "reduction, mixed"),
-}
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_wrong_rule_for_groups_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the law that nothing leaves an enclosure, at given symbols."""
-    module, attribute, planted, row = PLANTED[name]
-    case = next(case for case in CASES if case.name == row)
-    inputs = forms(case, 0.5, True, 2, mixed=True)
-    points = symbols_of(400, 2)
-    far, free = outside(case, inputs, *points)
-    assert (far <= free).all()
-    monkeypatch.setattr(module, attribute, planted)
-    if row == "linear":
-        (x,) = inputs
-        columns = x.box
-        values = torch.tensordot(points[1], columns, dims=1)
-        assert (values.abs() > reach_of(columns, x.blocks)).any()
-        return
-    far, free = outside(case, inputs, *points)
-    assert (far > free).any()
-
-
-def test_a_form_lists_the_columns_that_its_blocks_say() -> None:
-    (x,) = forms(CASES[0], 0.5, True, 0)
-    assert x.consistent
-    more = Form(x.space, x.centre, x.gens, x.slack, (*x.blocks, Block.fresh(2, 2)))
-    assert not more.consistent
-    assert ellipsoids.grouped(x, torch.eye(4).double().expand(3, 4, 4)).consistent
-
-
 def test_a_row_whose_entries_may_be_equal_has_no_deviation() -> None:
     for pixels in (torch.full((1, 1, 2, 2), 0.5), torch.tensor([[[[0.4, 0.6]]]])):
         assert (
@@ -384,15 +329,6 @@ def test_a_matrix_of_a_linear_image_holds_its_rest(size: float, bias: Tensor | N
             row = torch.zeros_like(u)
             row[fibre * 7 : (fibre + 1) * 7] = u[:7]
             assert reach_of_rest(y, row) <= float((part.mT @ u[:7]).norm()) * (1 + 1e-13)
-
-
-def test_what_no_wider_layer_made_has_a_matrix_of_its_own() -> None:
-    """Behind another operation, or a layer that makes as many numbers or fewer."""
-    x = with_a_rest(1, 3, 4, seed=5)
-    assert affine(x, draw(4, 4, seed=8), None).image_of is None
-    y = affine(x, draw(7, 4, seed=8), None)
-    for z in (y.scale(draw(7, seed=9)), y.shift(draw(7, seed=9)), y + y, y.solid(), y.doubted(0.1)):
-        assert z.image_of is None
 
 
 def test_a_linear_image_counts_the_rounding_of_what_cancels() -> None:

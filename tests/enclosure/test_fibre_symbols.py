@@ -242,18 +242,6 @@ def test_scores_that_move_too_far_have_no_bound() -> None:
         attend_by_fibres(q, k, v, HEADS, 1.0, None)
 
 
-def test_side_by_side_the_symbols_say_the_same() -> None:
-    (x,) = fibre_forms(((2, 3, 4),), 0.3, 0, positive=False, boxed=False)
-    e, n, _ = symbols(50, 6, False, 0)
-    beside = x.with_common_symbols()
-    assert not beside.has_fibres_own
-    assert beside.consistent
-    apart, together = evaluate_fibres(x, e, n)[0], evaluate_fibres(beside, e, n)[0]
-    assert torch.allclose(apart, together, rtol=0, atol=1e-12)
-    assert torch.equal(beside.with_common_symbols().gens, beside.gens)
-    assert torch.allclose(beside.radius, x.radius)
-
-
 def test_tokens_do_not_share_their_symbols() -> None:
     """x_0 - x_1 reaches as far as both, and x_0 - x_0 is 0."""
     (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)

@@ -206,20 +206,6 @@ def test_an_ellipsoid_of_products_holds_them_and_is_nearly_reached(seed: int) ->
 exact_gram = products.of_matrix_products
 
 
-def a_quarter(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
-    gram = exact_gram(first, second, shape)
-    return gram._replace(matrix=gram.matrix / 4)
-
-
-def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "of_matrix_products", a_quarter)
-    x, y = factors(0)
-    form = matrix_product(x, y, AVERAGES, keyed=False)
-    assert form is not None
-    further, _ = excess(form, x, y, draw(200, BATCH * ROWS * COLUMNS, seed=7))
-    assert (further > 0).any()
-
-
 def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch) -> None:
     grams: list[Gram] = []
 

@@ -267,25 +267,6 @@ def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
     assert proven * (1 - CLOSE) <= estimate <= proven * (1 + SLACK)
 
 
-def test_batches_of_heads_equal_single_matrices() -> None:
-    torch.manual_seed(0)
-    heads = [Matrix(torch.randn(4, 12, dtype=torch.float64)) for _ in range(3)]
-    others = [Matrix(torch.randn(4, 9, dtype=torch.float64)) for _ in range(3)]
-    trainable = TrainableArithmetic(CPU)
-    rigorous = Arithmetic()
-    pairs = list(zip(heads, others, strict=True))
-    for ours, proven in zip(
-        [*trainable.sigmas(heads, "h"), *trainable.sigma_products(pairs, "p")],
-        [*rigorous.sigmas(heads, "h"), *rigorous.sigma_products(pairs, "p")],
-        strict=True,
-    ):
-        assert float(proven) * (1 - CLOSE) <= float(ours) <= float(proven) * (1 + SLACK)
-    assert rigorous.largest([rigorous.const(value) for value in (1.0, 3.0, 2.0)]) == 3
-    ragged = [heads[0], Matrix(torch.randn(2, 12, dtype=torch.float64))]
-    assert len(trainable.sigmas(ragged, "r")) == 2
-    assert len(trainable.sigma_products([(part, part) for part in ragged], "s")) == 2
-
-
 def test_resumed_estimates_are_the_same_bits() -> None:
     def run(arithmetic: TrainableArithmetic, steps: int, net: nn.Module) -> list[Tensor]:
         traced = trace_network(net, (2, 8, 8))

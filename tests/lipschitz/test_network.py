@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.lipschitz.bound import LAWS, check_proof_laws
-from certcli.lipschitz.estimate import jacobian_norms, measure
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models import build as models  # first: it makes torchvision importable
 from certcli.models.build import replace_module
@@ -227,14 +227,6 @@ def test_deep_networks_keep_their_logarithm() -> None:
     assert result.upper.log10() > 308
     assert math.isinf(float(result.upper))
     assert result.pairs.diagonal().abs().max() == 0
-
-
-def test_linear_network_is_measured_at_its_bound() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 5)).eval()
-    estimate = list(measure(net, iter([torch.rand(1, 3, 16, 16)]), iterations=100))[-1]
-    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times
-    # that
-    assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)
 
 
 Case = tuple[Callable[[], nn.Module], str | None]
