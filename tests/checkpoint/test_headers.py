@@ -239,17 +239,6 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     assert tensors["c"].shape == (0, 3)
 
 
-def test_a_field_that_is_null_is_not_there() -> None:
-    """timm writes null where a network has no such number."""
-    about = {"input_size": [3, 64, 64], "mean": [0.5, 0.5, 0.5]}
-    empty = {"std": None, "crop_pct": None, "interpolation": None, "test_crop_pct": None}
-    config, same = (
-        decode_config(json.dumps({"architecture": "vit_tiny_patch16_224", "pretrained_cfg": cfg}))
-        for cfg in (about, {**about, **empty})
-    )
-    assert same == config
-
-
 @pytest.mark.parametrize(
     ("names", "plain"),
     [

@@ -433,22 +433,6 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
     assert "another network" in console("log", "m.safetensors", folder=room).out
 
 
-def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
-    """A training does not resume on other images or labels."""
-    from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import training_identity
-
-    images = datasets.load_dataset("digits", tiny.record.input, "val")
-    inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
-    relabelled = replace(images, labels=images.labels.flip(0))
-    found = [
-        training_identity(tiny.digest, FinetuneSettings(), images, other)
-        for other in (images, inverted, relabelled)
-    ]
-    assert len(set(found)) == 3
-    assert found[0] == training_identity(tiny.digest, FinetuneSettings(), images, images)
-
-
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
 )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import network, prox, statistics
+from certcli.constrain import network, prox
 from certcli.constrain.network import LayerCalibration
 from certcli.constrain.prox import Eigenbasis, Penalty, eigenbasis, shrinkage
 from certcli.constrain.settings import PENALTIES, PRESETS
@@ -93,24 +93,6 @@ def test_statistics_of_a_network(net: Net) -> None:
     assert result.held_out_error == pytest.approx(float(expected), rel=1e-9)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
     assert not any(module._forward_pre_hooks for module in (net.embed, net.fc1, net.fc2))
-
-
-@pytest.mark.parametrize("rows", [1, 70, 10**6])
-def test_rows_that_wait_for_one_product_all_count(
-    net: Net, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sums of float32 products are those of float64 ones, whenever they are taken."""
-    net = net.float()
-    batches = [images.float() for images in gaussian(*IMAGES.shape).split(3)]
-    monkeypatch.setattr(statistics, "ROWS", rows)
-    sampled = collect(net, batches, PATHS, sample=10**6)
-    exact = [images.double() for images in batches]
-    whole = collect(net.double(), exact, PATHS)
-    for path, layer in whole.items():
-        gram = sampled[path].gram
-        assert sampled[path].tokens == layer.tokens
-        scale = float(layer.gram.diagonal().max())
-        assert float((gram - layer.gram).abs().max()) < 1e-5 * scale
 
 
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:

@@ -68,12 +68,6 @@ def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
     }
 
 
-def test_batches_cover_everything_once_in_order() -> None:
-    images = datasets.load_dataset("digits", DIGITS, "val")
-    indices = torch.cat([index for index, _, _ in images.batches(33)])
-    assert torch.equal(indices, torch.arange(140))
-
-
 def test_images_of_another_size_are_resized_with_a_note() -> None:
     images = datasets.load_dataset("digits", COLOUR, "val")
     pixels, _ = images.tensors()
@@ -132,16 +126,6 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     assert len(datasets.load_dataset(root, COLOUR, "train")) == 18
     with pytest.raises(DataError, match="no split"):
         datasets.load_dataset(root, COLOUR, "holdout")
-
-
-def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
-    """Not the split's: two datasets would share the name "val" in records."""
-    root = tmp_path / "flowers"
-    for split in ("train", "val"):
-        make_folder(root / split, {"a": 2, "b": 2})
-    for split in ("train", "val"):
-        images = datasets.load_dataset(str(root), COLOUR, split)
-        assert (images.name, images.split) == ("flowers", split)
 
 
 def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
@@ -328,11 +312,6 @@ def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) ->
     assert [path.name for path in files] == ["1.png"] * count
     assert note in images.note
     assert note
-
-
-def test_a_folder_of_images_alone_says_nothing(tmp_path: Path) -> None:
-    Image.new("L", (8, 8), 100).save(tmp_path / "1.png")
-    assert load_folder(tmp_path, DIGITS, None).note == ""
 
 
 @pytest.mark.parametrize("name", ["metadata.csv", "train.json", "list.TXT", "x.parquet"])

@@ -117,19 +117,6 @@ def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
     )  # seven proven norms, each rounded up by 5e-10; the last layer is pending
 
 
-def test_pyramids_come_in_sizes() -> None:
-    sizes = [
-        sum(
-            p.numel()
-            for p in build.create(
-                f"certvit_lip_pyramid_cifar10{size}", {}, initialise=True
-            ).parameters()
-        )
-        for size in ("_small", "", "_base", "_large")
-    ]
-    assert sizes == sorted(set(sizes))
-
-
 def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -> None:
     shape = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 1, "head": [8]}
     net = build.create("certvit_lip_pyramid_cifar10", shape, initialise=True).double()
