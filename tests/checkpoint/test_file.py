@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from certcli.checkpoint import file as checkpoint_module
@@ -38,9 +38,6 @@ def record(**changes: object) -> Record:
     return replace(Record("certvit_vit_digits", {"embed_dim": 16}, spec, 10), **changes)  # type: ignore[arg-type]
 
 
-@settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
 @given(
     st.dictionaries(
         st.text(

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from certcli.lipschitz.numerics import convolution, eigenvalues
@@ -193,7 +193,6 @@ def test_torus_is_as_tight_as_its_fourier_blocks(
     assert reference * (1.0 - ORACLE) <= conv_norm(weight, **options) <= reference * (1.0 + 1e-5)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_any_geometry_lies_above_its_dense_matrix(data: st.DataObject) -> None:
     rank = data.draw(st.integers(1, 2))
