@@ -29,9 +29,10 @@ def test_floor_norm_is_layer_norm_above_its_floor() -> None:
     assert torch.allclose(
         normalised[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
     )  # float32 rounding
-    below = normalised[deviation < 0.5]
     assert torch.allclose(
-        below, (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5, atol=1e-5
+        normalised[deviation < 0.5],
+        (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5,
+        atol=1e-5,
     )
 
 
@@ -54,8 +55,9 @@ def test_folding_a_centre_norm_keeps_the_function() -> None:
 
 
 def in_two_shards(x: Tensor, y: Tensor) -> tuple[Shards, Pairs]:
-    shards = Shards(2, number=2)
-    return shards, lambda shard: zip(x[shard::2].split(7), y[shard::2].split(7), strict=True)
+    return Shards(2, number=2), lambda shard: zip(
+        x[shard::2].split(7), y[shard::2].split(7), strict=True
+    )
 
 
 def test_a_fitted_layer_is_the_minimiser() -> None:

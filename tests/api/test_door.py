@@ -37,8 +37,9 @@ def network() -> OpenCheckpoint:
 
 
 def images() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(COUNT, 3, 2, 2, generator=generator), torch.arange(COUNT) % 3
+    return torch.rand(COUNT, 3, 2, 2, generator=torch.Generator().manual_seed(1)), torch.arange(
+        COUNT
+    ) % 3
 
 
 class Numbered:

@@ -308,8 +308,9 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
     stretches = len(passes) - steps
     assert 1 < stretches <= 1 + 6
     passes.clear()
-    classical = replace(settings, relative_step=2.5)
-    ATTACKS.load(name)(model, images, label, Region("l2", 1.0), classical)
+    ATTACKS.load(name)(
+        model, images, label, Region("l2", 1.0), replace(settings, relative_step=2.5)
+    )
     assert len(passes) == steps + 1
     assert int(model(point).argmax()) == 2
 
@@ -376,8 +377,9 @@ def test_autoattack_with_many_classes_tries_nine_targets() -> None:
     passes: list[int] = []
     model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
     images = random_pictures(1)
-    labels = labelled(model, images)
-    ATTACKS.load("apgd-t")(model, images, labels, Region("l2", 1e-4), AttackSettings(steps=5))
+    ATTACKS.load("apgd-t")(
+        model, images, labelled(model, images), Region("l2", 1e-4), AttackSettings(steps=5)
+    )
     assert len(passes) <= 3 + 9 * (5 + 2)
 
 

@@ -48,8 +48,9 @@ def share_broken(name: str, norm: Norm) -> float:
     for row in range(len(images)):
         part = slice(row, row + 1)
         region = Region(norm, REACH * float(distances[row]))
-        data = batches(images[part], labels[part], 1)
-        (record,) = attack_images(model, data, [name], region, LONG)
+        (record,) = attack_images(
+            model, batches(images[part], labels[part], 1), [name], region, LONG
+        )
         broken += not record.withstood
     return broken / len(images)
 
@@ -169,8 +170,9 @@ class Threshold(nn.Module):
         self.weight = nn.Parameter(torch.tensor([[0.0], [matrix]]))
 
     def forward(self, images: Tensor) -> Tensor:
-        mean = images.flatten(1).mean(1, keepdim=True)
-        return nn.functional.linear(mean, self.weight) + torch.tensor([0.5, 0.0])
+        return nn.functional.linear(
+            images.flatten(1).mean(1, keepdim=True), self.weight
+        ) + torch.tensor([0.5, 0.0])
 
 
 def test_a_flip_in_half_precision_alone_is_no_success() -> None:

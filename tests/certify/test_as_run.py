@@ -67,8 +67,9 @@ class ByMean(Net):
 
     def forward(self, x: Tensor) -> Tensor:
         t = self.fc(x.flatten(1))[:, :1]
-        mean = t.mean(0, keepdim=True).expand_as(t)
-        return torch.cat([t + 5 * (mean - t), 0 * t, 0 * t - 1e6], 1)
+        return torch.cat(
+            [t + 5 * (t.mean(0, keepdim=True).expand_as(t) - t), 0 * t, 0 * t - 1e6], 1
+        )
 
 
 class ByMeanAside(ByMean):

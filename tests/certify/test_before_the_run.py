@@ -73,8 +73,9 @@ def certifier(workshop: Path) -> SmoothingCertifier:
     checkpoint = open_checkpoint(str(workshop / "plain.safetensors"), Hints())
     device = torch.device("cpu")
     classify = Classifier(build.load(checkpoint, device), "float32")
-    settings = Smoothing(0.1, 8, 24, batch_size=16)
-    return SmoothingCertifier(classify, checkpoint.record.classes, settings, device)
+    return SmoothingCertifier(
+        classify, checkpoint.record.classes, Smoothing(0.1, 8, 24, batch_size=16), device
+    )
 
 
 def test_telling_the_cost_changes_neither_draws_nor_checks(

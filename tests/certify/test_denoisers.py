@@ -145,8 +145,9 @@ class Mean(nn.Module):
         self.weight = nn.Parameter(torch.ones(()))
 
     def forward(self, pixels: Tensor) -> Tensor:
-        mean = pixels.mean(dim=(1, 2, 3), keepdim=True)
-        return self.weight * (pixels + self.share * (mean - pixels))
+        return self.weight * (
+            pixels + self.share * (pixels.mean(dim=(1, 2, 3), keepdim=True) - pixels)
+        )
 
 
 class Told(Mean):

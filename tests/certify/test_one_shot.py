@@ -287,8 +287,10 @@ def test_training_behind_a_denoiser_names_it_and_what_certifies_it(
     assert "--dataset digits --method smoothing --sigma 0.25 -e 0.25 --enough 0.25" in advised
     assert f"--denoiser {model}" in advised
     certvit(*shlex.split(advised), "--n0", 8, "--samples", 50, "--limit", 2, "--quiet")
-    step = Checkpoint.read(tuned).record.lineage[-1]
-    assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
+    assert (
+        Checkpoint.read(tuned).record.lineage[-1].parameters["denoiser"]
+        == read_denoiser(model, 1).at(0.25).digest
+    )
     certvit(*noisy, "--force", code=2)
 
 

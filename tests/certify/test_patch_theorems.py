@@ -343,9 +343,14 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
     target = PatchTarget(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
-    chosen = places_of(patch, (8, 8))[::9]
     found = attack_patches(
-        target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen
+        target,
+        range(24),
+        pixels,
+        labels.tolist(),
+        patch,
+        AttackSettings(steps=8),
+        places_of(patch, (8, 8))[::9],
     )
     held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []

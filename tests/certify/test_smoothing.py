@@ -49,8 +49,9 @@ def certificates(
     settings: Smoothing, pixels: Tensor, batch_size: int = 4096, net: nn.Module | None = None
 ) -> list[Certificate]:
     net = net or Plane()
-    classes = net(pixels[:1]).shape[1]
-    certifier = SmoothingCertifier(net, classes, replace(settings, batch_size=batch_size), CPU)
+    certifier = SmoothingCertifier(
+        net, net(pixels[:1]).shape[1], replace(settings, batch_size=batch_size), CPU
+    )
     found: list[Certificate] = []
     for start in range(0, len(pixels), certifier.at_once):
         part = pixels[start : start + certifier.at_once]

@@ -273,8 +273,7 @@ def test_the_readme_describes_every_shipped_network_and_no_other():
 
 @pytest.mark.parametrize("name", shipped_names())
 def test_a_shipped_network_is_small_and_holds_the_bound_of_its_row(name):
-    path = shipped_path(name)
-    assert path.stat().st_size < LARGEST
+    assert shipped_path(name).stat().st_size < LARGEST
     assert prove_checkpoint(open_checkpoint(name)).upper <= float(described()[name][BOUND])
 
 

@@ -185,9 +185,11 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            script = Path(__file__).with_name("several.py")
             running = subprocess.Popen(
-                [*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err
+                [*torchrun, Path(__file__).with_name("several.py"), "plan.json", "."],
+                cwd=folder,
+                stdout=out,
+                stderr=err,
             )
             yield
             running.wait()

@@ -84,8 +84,7 @@ KINDS = (
 def enclosed(part: nn.Module, x: Near) -> Near:
     value: object = x
     for layer in part if isinstance(part, nn.Sequential) else [part]:
-        rule = rules.find(layer)
-        value = rule.apply(context(), layer, value)
+        value = rules.find(layer).apply(context(), layer, value)
     return settled(value)
 
 

@@ -213,8 +213,12 @@ def test_a_record_holds_its_tree_and_is_replayed() -> None:
         row, splits={"1": "0.999999 7.0 - - -"}
     )  # of no unit that is open: splits of its own must do
     assert certifier.confirm([wrong], pixels, RecheckSettings(0, 0.0))[0].status == "verified"
-    far = replace(row, radius=row.radius * 1.2)
-    assert certifier.confirm([far], pixels, RecheckSettings(0, 0.0))[0].status == "refuted"
+    assert (
+        certifier.confirm([replace(row, radius=row.radius * 1.2)], pixels, RecheckSettings(0, 0.0))[
+            0
+        ].status
+        == "refuted"
+    )
     backward = LocalCertifier(certifier.model, SIZE, Local("backward", "linf", arithmetic="real"))
     assert not backward.proven(pixels, 0, 0.4)
 

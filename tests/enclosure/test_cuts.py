@@ -161,8 +161,12 @@ def test_cuts_reach_further_and_no_attack_succeeds(kind: str) -> None:
     assert (row.rung, row.splits, certifier.remark) == ("branch", {}, "")
     require_withstood(model, pixels, label, row.radius, "l2", in_box=True)
     for part, status in ((1.0, "verified"), (4.0, "refuted")):
-        claim = replace(row, radius=row.radius * part)
-        assert certifier.confirm([claim], pixels, RecheckSettings(0, 0.0))[0].status == status
+        assert (
+            certifier.confirm(
+                [replace(row, radius=row.radius * part)], pixels, RecheckSettings(0, 0.0)
+            )[0].status
+            == status
+        )
 
 
 def test_no_walk_begins_when_time_is_over_or_a_ball_is_no_smaller() -> None:

@@ -253,8 +253,7 @@ def test_matrix_products_of_two_ellipsoids_lie_in_one() -> None:
     y = first.view(batch, rows, inner, 5)
     for u in draw(40, batch, rows, columns, seed=3):
         for other, gram in ((second, made), (thin, of_one)):
-            z = other.view(batch, inner, columns, -1)
-            exact = torch.einsum("bij,bikf,bkjg->fg", u, y, z)
+            exact = torch.einsum("bij,bikf,bkjg->fg", u, y, other.view(batch, inner, columns, -1))
             reached = (factor(gram)[0].mT @ u.flatten()).norm()
             truth = torch.linalg.matrix_norm(exact, 2)
             assert truth <= reached * (1 + 1e-14)
@@ -334,8 +333,7 @@ def test_a_matrix_of_a_linear_image_holds_its_rest(size: float, bias: Tensor | N
 def test_a_linear_image_counts_the_rounding_of_what_cancels() -> None:
     """1 * 1 - 1 * 1: its matrix is 0 up to rounding, and off by as much as one of length 2."""
     x = with_a_rest(1, 1, 2, seed=5)
-    gens = x.gens[:, :, :, :1].expand(-1, -1, -1, 2)
-    x = Form(x.space, x.centre, gens, 0 * x.slack, x.blocks)
+    x = Form(x.space, x.centre, x.gens[:, :, :, :1].expand(-1, -1, -1, 2), 0 * x.slack, x.blocks)
     weight = torch.tensor([[1.0, -1.0], [0.0, 0.0], [0.0, 0.0]]).double()
     length = float(rest_gram(x).lengths[0, 0])
     gram = rest_gram(affine(x, weight, None))

@@ -165,8 +165,13 @@ def test_no_point_turns_further_than_the_largest_turn(place: int, eps: float) ->
     columns[1] = 0  # of e^2
     columns[2:] *= sizes[1]
     slack = torch.rand(4, generator=generator).double() * sizes[2]
-    gens = columns[:, None, None]
-    x = Form(Space(1, True, 9), row[None, None], gens, slack[None, None], (Block.fresh(2, 2),))
+    x = Form(
+        Space(1, True, 9),
+        row[None, None],
+        columns[:, None, None],
+        slack[None, None],
+        (Block.fresh(2, 2),),
+    )
     direction = Direction.of(x, eps)
     along = direction.along(x)
     across = x + direction.times(along.scale(number(-1.0, x)))

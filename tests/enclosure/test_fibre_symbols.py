@@ -219,8 +219,9 @@ def test_what_attention_makes_of_errors_is_bounded_and_felt(moved: str) -> None:
         form = attend_by_fibres(*forms, 1, 1.0, None)  # type: ignore[arg-type]
         symbols_of_all = n[:, None].expand(-1, 3, 3)
         block = forms[0].blocks[0]
-        columns = form.box[: block.columns, 0, :, 0]
-        middle = form.centre[0, :, 0] + torch.einsum("bkf,kf->bf", symbols_of_all, columns)
+        middle = form.centre[0, :, 0] + torch.einsum(
+            "bkf,kf->bf", symbols_of_all, form.box[: block.columns, 0, :, 0]
+        )
         free = (form.slack + reach_of(form.box[block.columns :], form.blocks[1:]))[0, :, 0]
         reached.append(float(((truth[..., 0] - middle).abs() / free).max()))
     assert max(reached) <= 1
@@ -248,8 +249,9 @@ def test_tokens_do_not_share_their_symbols() -> None:
     x = Form(x.space, x.centre, 0 * x.gens[:BALL], 0 * x.slack).solid() + x
     x = Form(x.space, 0 * x.centre, torch.cat([0 * x.ball, x.box]), 0 * x.slack, x.blocks)
     first, second = x.choose(0), x.choose(1)
-    both = (first + negative(second)).box_radius
-    assert torch.allclose(both, first.box_radius + second.box_radius)
+    assert torch.allclose(
+        (first + negative(second)).box_radius, first.box_radius + second.box_radius
+    )
     assert float((first + negative(x.choose(0))).box_radius.max()) < 1e-12
     assert first.blocks[-1].name != second.blocks[-1].name
 

@@ -57,8 +57,9 @@ def excess_of_form(x: Form) -> tuple[Tensor, Tensor]:
     reach = group.new_zeros(len(beyond))
     for part in group.split(UNITS):
         reach = reach + (part * beyond).sum(-1).norm(dim=0)
-    room = (beyond.abs() * form.slack[0]).sum(-1)
-    return ((beyond * beyond).sum(-1) - reach - room), (beyond * beyond).sum(-1)
+    return ((beyond * beyond).sum(-1) - reach - (beyond.abs() * form.slack[0]).sum(-1)), (
+        beyond * beyond
+    ).sum(-1)
 
 
 @pytest.mark.parametrize("squares_on", [True, False])
@@ -221,8 +222,7 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
         matrix_product(x, keys, SCORES, keyed=True),
     )
     for gram in grams:
-        square = gram.matrix.diagonal(dim1=1, dim2=2)
-        assert (gram.lengths.square() >= square * (1 - 1e-12)).all()
+        assert (gram.lengths.square() >= gram.matrix.diagonal(dim1=1, dim2=2) * (1 - 1e-12)).all()
     rows = draw(30, BATCH * ROWS * COLUMNS, seed=8)
     reaches = []
     for form in pair:
@@ -238,8 +238,7 @@ def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
-        form = replace(x, space=space, gens=x.gens / 9)
-        assert joint_activation(EXP, form).blocks == x.blocks
+        assert joint_activation(EXP, replace(x, space=space, gens=x.gens / 9)).blocks == x.blocks
     bare = replace(x, space=replace(x.space, squares=False), gens=torch.cat([x.ball, x.box]))
     assert matrix_product(bare, y, AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[..., :1]), AVERAGES, keyed=False) is None

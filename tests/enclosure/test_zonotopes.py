@@ -178,9 +178,8 @@ def test_rounding_of_linear_maps_and_products_is_covered() -> None:
     out = affine(x, weight, bias)
     for row in range(3):
         w = exact(weight[row])
-        offset = Fraction(float(bias[row]))
         terms = [
-            (exact(x.centre), offset, out.centre),
+            (exact(x.centre), Fraction(float(bias[row])), out.centre),
             *((exact(x.gens[k]), Fraction(0), out.gens[k]) for k in range(2)),
         ]
         lost = sum(

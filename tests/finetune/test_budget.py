@@ -268,8 +268,9 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     tensors, metadata = certcli.checkpoint.file.read_tensors(state)
     about = json.loads(metadata[KEY])
     assert about["step"] == 4
-    forged = json.dumps({**about, "changes": changes})
-    certcli.checkpoint.file.write_safetensors(state, dict(tensors), {**metadata, KEY: forged}, True)
+    certcli.checkpoint.file.write_safetensors(
+        state, dict(tensors), {**metadata, KEY: json.dumps({**about, "changes": changes})}, True
+    )
     assert "plans" in str(
         finetune(start, "--epochs", 3, "-o", out, "--resume", fails=CheckpointError)
     )

@@ -234,8 +234,9 @@ def test_a_teacher_with_the_same_answers_adds_nothing(
 def test_a_teacher_sees_no_noise(tiny: Checkpoint, sets: Sets) -> None:
     taught = []
     for noise in (0.0, 1.0):
-        run = trainer(tiny, teacher=True, noise=noise)
-        batch = run.objective.prepare(sets[0], torch.arange(8), 0.0)
+        batch = trainer(tiny, teacher=True, noise=noise).objective.prepare(
+            sets[0], torch.arange(8), 0.0
+        )
         taught.append(batch.taught)
     assert bool((batch.images < 0).any())
     assert torch.equal(*taught)
@@ -349,9 +350,9 @@ def test_options_out_of_range_or_against_each_other(wrong: dict) -> None:
 
 
 def test_the_lineage_names_what_is_on() -> None:
-    off = FinetuneSettings().parameters()
     assert (
-        not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "ema", "teacher"} & off.keys()
+        not {"sam", "adversarial", "attack_epsilon", "steps", "seed", "ema", "teacher"}
+        & FinetuneSettings().parameters().keys()
     )
     on = FinetuneSettings(loss="ce", adversarial="pgd", ema=0.5, steps=7).parameters()
     assert {

@@ -237,8 +237,7 @@ def folders(folder: Path, names: list[str]) -> Images:
     """Return a dataset in which the class called names[k] is the grey level 10 k."""
     for number, name in enumerate(names):
         (folder / "d" / name).mkdir(parents=True)
-        pixels = np.full((8, 8), 10 * number, np.uint8)
-        Image.fromarray(pixels).save(folder / "d" / name / "x.png")
+        Image.fromarray(np.full((8, 8), 10 * number, np.uint8)).save(folder / "d" / name / "x.png")
     return datasets.load_dataset(str(folder / "d"), DIGITS, "all")
 
 
@@ -254,8 +253,7 @@ def test_folders_named_by_numbers_are_those_classes(count: int, tmp_path: Path) 
     images = folders(tmp_path, [str(number) for number in range(count)])
     assert levels(datasets.require_classes(images, count)) == list(range(count))
     assert images.classes == tuple(map(str, range(count)))
-    note = datasets.require_classes(images, count).note
-    assert ("order of the numbers" in note) == (count > 10)
+    assert ("order of the numbers" in datasets.require_classes(images, count).note) == (count > 10)
 
 
 @pytest.mark.parametrize(
@@ -320,8 +318,10 @@ def test_files_that_may_state_labels_are_named(tmp_path: Path, name: str, where:
     (tmp_path / where).mkdir(exist_ok=True)
     Image.new("L", (8, 8), 100).save(tmp_path / where / "1.png")
     (tmp_path / name).write_text("1.png,0")
-    note = load_folder(tmp_path, DIGITS, None).note
-    assert f"{name} is not read: labels come from class folders, or from labels.csv" in note
+    assert (
+        f"{name} is not read: labels come from class folders, or from labels.csv"
+        in load_folder(tmp_path, DIGITS, None).note
+    )
 
 
 def test_a_table_beside_a_folder_of_images_is_read(tmp_path: Path) -> None:

@@ -131,8 +131,10 @@ def test_specformers_theorem_is_false_at_zero() -> None:
     to 0 with delta.
     """
     query, key, value = (orthonormal(D, D) * scale for scale in (1.0, 2.0, 3.0))
-    zero = torch.zeros(4, D, dtype=torch.float64)
-    found = slope(lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T, zero)
+    found = slope(
+        lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T,
+        torch.zeros(4, D, dtype=torch.float64),
+    )
     assert found == pytest.approx(3.0, rel=1e-12)
     for delta in (0.0, 1e-3, 1e-2):
         assert specformer(nn.Identity(), [attended(query, key, value, 4, delta)])[0][1] < found

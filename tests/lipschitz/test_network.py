@@ -152,8 +152,9 @@ def bounded(model: nn.Module) -> NetworkBound:
 
 def searched(model: nn.Module) -> tuple[float, Tensor]:
     """The largest Jacobian norm met on random and nearly constant images, and the images."""
-    generator = torch.Generator().manual_seed(1)
-    images = torch.rand(4, *SPEC.size, generator=generator, dtype=torch.float64)
+    images = torch.rand(
+        4, *SPEC.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     images[2:] = images[2:].mean((2, 3), keepdim=True) + 1e-3 * (images[2:] - 0.5)
     images = images.clamp(0, 1)
     best = 0.0

@@ -74,8 +74,9 @@ def test_a_row_reaches_every_entry_of_the_table() -> None:
 
 def test_a_wrong_rule_that_is_added_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """nn.Threshold as a function of slope 1, which it is at the corner of a ReLU only."""
-    of_relu = rules.modules[nn.ReLU]
-    monkeypatch.setitem(rules.modules, nn.Threshold, replace(of_relu, kind=nn.Threshold))
+    monkeypatch.setitem(
+        rules.modules, nn.Threshold, replace(rules.modules[nn.ReLU], kind=nn.Threshold)
+    )
     pin(nn.Threshold)
     assert entries_without_row(rules, reached_by_rows()) == [title(("modules", nn.Threshold))]
     row = of_tokens(nn.Threshold(0.1, 20.0)).double().eval()

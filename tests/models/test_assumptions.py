@@ -270,9 +270,13 @@ PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
 @pytest.mark.parametrize(("count", "kind"), PHOTOGRAPHS)
 def test_unfit_images_are_reported(count: int, kind: str) -> None:
     pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
-    labels = torch.zeros(count, dtype=torch.long)
     images = Images(
-        "some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)]
+        "some",
+        "test",
+        ("a", "b"),
+        torch.zeros(count, dtype=torch.long),
+        torch.arange(count),
+        lambda chosen: pixels[list(chosen)],
     )
     said = " ".join(image_doubts(images, 3))
     assert ("are grey" in said) == (kind == "grey")

@@ -69,8 +69,7 @@ def require_recorded_logits(name: str, folder: Path) -> tuple[Checkpoint, Tensor
 
 @torch.no_grad()
 def seeded_outputs(checkpoint: Checkpoint) -> Tensor:
-    model = build.load(checkpoint, dtype=torch.float64)
-    return model(seeded_images(checkpoint.record.input.size))
+    return build.load(checkpoint, dtype=torch.float64)(seeded_images(checkpoint.record.input.size))
 
 
 @pytest.mark.parametrize("name", TRANSFORMERS)

@@ -151,9 +151,8 @@ def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.
     stream = io.BytesIO()
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
-    model = read_model(folder / "net.onnx")[0]
     read = {
-        "onnx": network_of_onnx(folder / "net.onnx", model)[0],
+        "onnx": network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0],
         "export": torch.export.export(net, (image,)).module(),
     }
     if EVERY:

@@ -184,8 +184,9 @@ def folder_tensors() -> dict[str, Tensor]:
 def put_weights(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
     if name == INDEX:
         save_file(tensors, folder / "part.safetensors")
-        place = dict.fromkeys(tensors, "part.safetensors")
-        (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": place}))
+        (folder / name).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "part.safetensors")})
+        )
     elif name.endswith(".safetensors"):
         save_file(tensors, folder / name)
     else:

@@ -86,8 +86,9 @@ def test_two_networks_in_one_file_are_a_question(tensors: Tensors, tmp_path: Pat
         opened_wrapping(content, tmp_path)
     assert caught.value.hint == "--weights model"
     chosen = Hints(ARCH, SMALL, (0.5,), (0.5,), weights="model_state_dict")
-    read = opened_wrapping(content, tmp_path, chosen)
-    assert torch.equal(read.tensors["pos_embed"], other["pos_embed"])
+    assert torch.equal(
+        opened_wrapping(content, tmp_path, chosen).tensors["pos_embed"], other["pos_embed"]
+    )
     with pytest.raises(ArchitectureError, match="no weights 'x'"):
         opened_wrapping(content, tmp_path, Hints(ARCH, SMALL, weights="x"))
 

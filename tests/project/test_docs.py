@@ -30,8 +30,7 @@ REGISTRIES = [catalogue.ATTACKS, CERTIFICATES, PENALTIES, LOSSES, REPLACEMENTS]
 
 
 def test_the_reference_page_is_the_commands() -> None:
-    written = (ROOT / "docs" / "commands.md").read_text()
-    assert written == reference(COMMANDS), (
+    assert (ROOT / "docs" / "commands.md").read_text() == reference(COMMANDS), (
         "run: python -m certcli.cli.shared.reference > docs/commands.md"
     )
 
@@ -158,8 +157,9 @@ def test_every_command_that_a_page_types_is_one(page: Path) -> None:
 
 
 def test_the_tutorial_shows_an_output_below_every_command() -> None:
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(
+        r"```console\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL
+    )
     shown = [
         part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part
     ]
@@ -195,8 +195,11 @@ def _sources(*folders: str) -> dict[Path, str]:
 
 def listed_items(label: str) -> list[str]:
     """What the lines "*label:* a, b." of docs/bounds.md name, one item a name."""
-    page = (ROOT / "docs" / "bounds.md").read_text()
-    lists = re.findall(rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)", page, re.DOTALL)
+    lists = re.findall(
+        rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)",
+        (ROOT / "docs" / "bounds.md").read_text(),
+        re.DOTALL,
+    )
     assert lists, f"no theorem has a line '*{label}:*'"
     return [item for text in lists for item in re.split(r"[,;]\s+", " ".join(text.split()))]
 

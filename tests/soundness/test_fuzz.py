@@ -41,8 +41,11 @@ LIES = (
 
 @pytest.fixture(scope="module")
 def lab(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
-    folder = tmp_path_factory.mktemp("evidence")
-    return Laboratory(folder, workshop / "plain.safetensors", workshop / "certified.safetensors")
+    return Laboratory(
+        tmp_path_factory.mktemp("evidence"),
+        workshop / "plain.safetensors",
+        workshop / "certified.safetensors",
+    )
 
 
 def ended(report: Raw, word: str) -> int:
