@@ -22,7 +22,6 @@ from certcli.api import networks
 from certcli.api.arguments import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
-from certcli.models import build
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
@@ -127,19 +126,6 @@ def test_images_that_do_not_fit_are_refused(certified: Checkpoint) -> None:
 
 def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
-
-
-def test_a_module_has_the_results_of_its_file(tiny: Checkpoint) -> None:
-    """A timm model in memory, with the checkpoint of the same weights as the reference."""
-    module = build.load(tiny)
-    for source in (module, module.net):
-        opened = certvit.load(source, **({} if source is module else DIGITS))
-        assert opened.record.input.size == tiny.record.input.size
-        assert str(certvit.bound(opened).upper) == str(certvit.bound(tiny).upper)
-        pixels = torch.rand(3, 1, 8, 8)
-        labels = torch.zeros(3, dtype=torch.long)
-        assert torch.equal(certvit.network(opened)(pixels), module(pixels))
-        assert certvit.certify(opened, pixels, labels) == certvit.certify(tiny, pixels, labels)
 
 
 def with_a_hook(module: nn.Sequential) -> None:

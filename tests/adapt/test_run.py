@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from certcli.adapt.descend import augment_for_distillation, compact
 from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
@@ -74,34 +73,6 @@ def test_the_state_of_another_adaptation_is_refused(
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
         load_adaptation_state(tmp_path / "state.safetensors", other.identity)
-
-
-def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
-    workshop: Path, tmp_path: Path
-) -> None:
-    told = attempt(
-        "adapt", workshop / "plain.safetensors", "--dataset", _colour_folder(tmp_path / "photos"), "--epochs", 0,
-        "-o", tmp_path / "a.safetensors",
-    )  # fmt: skip
-    assert told.exit_code == 0, told.output
-    init = attempt("init", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--arch-arg", "img_size=32",
-                   "--arch-arg", "embed_dim=12", "-o", tmp_path / "rgb.safetensors")  # fmt: skip
-    assert init.exit_code == 0, init.output
-    told = attempt(
-        "adapt", tmp_path / "rgb.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 0,
-        "-o", tmp_path / "b.safetensors",
-    )  # fmt: skip
-    assert told.exit_code == 0, told.output
-    assert "resized to 3x32x32" in told.stderr
-
-
-def _colour_folder(folder: Path) -> Path:
-    for label in ("cat", "dog"):
-        (folder / label).mkdir(parents=True)
-        for number in range(4):
-            shade = torch.randint(0, 255, (20, 30, 3), dtype=torch.uint8).numpy()
-            Image.fromarray(shade).save(folder / label / f"{number}.png")
-    return folder
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:

@@ -15,7 +15,7 @@ from certcli.attack.families.smallest import projection
 from certcli.attack.run import attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import undisturbed
-from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
+from certcli.evaluation.perturbation import Norm, Region, image_norms
 from tests.helpers.attack_nets import (
     CASES,
     GENERAL,
@@ -369,49 +369,6 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
         flag.check.name: flag.raised for flag in checks.inspect_model(model, images, labels, first)
     }
     assert flags == {"probabilities": False, "zero gradients": False, "randomness": True}
-
-
-def test_autoattack_with_many_classes_tries_nine_targets() -> None:
-    """torchattacks would run all k - 1 of them, with a tenth of the published steps."""
-    model = small_perceptron(40)
-    passes: list[int] = []
-    model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
-    images = random_pictures(1)
-    ATTACKS.load("apgd-t")(
-        model, images, labelled(model, images), Region("l2", 1e-4), AttackSettings(steps=5)
-    )
-    assert len(passes) <= 3 + 9 * (5 + 2)
-
-
-def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -> None:
-    """On a linear net of two classes the first direction is the right one, so no second run is
-    needed.
-    """
-    model = linear_classifier(2)
-    images = random_pictures(5)
-    labels = labelled(model, images)
-    distance = float(exact_distances(model, images, labels, "l2").max())
-    passes: list[int] = []
-    model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
-    radii = (0.1 * distance, 3.0 * distance)
-    for independent in (False, True):
-        counts = []
-        for chosen in (radii[:1], radii):
-            passes.clear()
-            rows = list(
-                attack_images(
-                    model,
-                    batches(images, labels, 5),
-                    ["apgd-ce"],
-                    growing("l2", chosen),
-                    SHORT,
-                    independent=independent,
-                )
-            )
-            counts.append(len(passes))
-        assert counts[1] <= counts[0] + 2
-        assert not any(row.withstood for row in rows if row.epsilon == radii[1])
-        assert all(row.norm <= radii[1] for row in rows if row.fell)
 
 
 def test_radius_zero_and_empty_batches() -> None:

@@ -280,27 +280,6 @@ def test_chance_level_comes_first_and_stops_the_rest(workshop: Path) -> None:
     assert not [doubt for doubt in audit["doubts"] if doubt in audit["headline"]]
 
 
-def test_statistics_that_fit_better_are_the_next_step() -> None:
-    """The options that were wrong go, the images stay."""
-    findings = gates.AuditFindings(
-        dataset=DATASET,
-        clean=Share.of(0, 60),
-        failing="wrong",
-        statistics=["--mean", "0.5", "--std", "0.5"],
-    )
-    typed = Typed(
-        "m.pth", ["--arch", "vit", "--mean", "0", "--std", "0.2", "--as-stated"], "my images"
-    )
-    (step,) = summary_text.next_steps(findings, AuditPlan(), typed)
-    assert (
-        step
-        == "certvit audit m.pth --arch vit --as-stated --dataset 'my images' --mean 0.5 --std 0.5"
-    )
-    findings.statistics = []
-    (step,) = summary_text.next_steps(findings, AuditPlan(), typed)
-    assert step == "certvit audit m.pth --arch vit --as-stated --dataset FOLDER --mean M --std S"
-
-
 @pytest.mark.parametrize(
     ("trained_on", "options"),
     [

@@ -23,7 +23,7 @@ from certcli.audit import judging, plan
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
 from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.certify import certificate, methods, options
+from certcli.certify import certificate, methods
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
@@ -284,35 +284,6 @@ def test_large_networks_are_judged_in_bf16_where_that_is_fast(
     assert ("--precision bf16" in found["reproduce"]) is runs
     certvit("audit", workshop / "plain.safetensors", "--precision", "half", code=2)
     certvit("audit", workshop / "plain.safetensors", "--limit", 0, "--dataset", "digits", code=6)
-
-
-def test_local_certificates_of_an_audit_answer_its_radii_alone(workshop: Path) -> None:
-    """One enclosure for each radius that is asked about, in place of a search for the largest."""
-    checkpoint = Checkpoint.read(workshop / "plain.safetensors")
-    images = datasets.load_dataset("digits", checkpoint.record.input, "test").select(range(1))
-    given = (images.indices.tolist(), images.fetch([0]), images.labels.tolist())
-    certifier = methods.prepare_method(
-        "local",
-        checkpoint,
-        torch.device("cpu"),
-        options.Local(effort="zonotope", at=[1e-4, 1e-3, 0.4]),
-    )
-    tried: list[float] = []
-    proven = certifier.proven
-    certifier.proven = lambda image, label, radius, *further: (
-        tried.append(radius) or proven(image, label, radius, *further)
-    )
-    (found,) = certifier.batch(*given)
-    assert [found.holds_at(threat.Threat("l2", radius)) for radius in (1e-4, 1e-3, 0.4)] == [
-        True,
-        True,
-        False,
-    ]
-    assert len(tried) == 3
-    (confirmed,) = certifier.confirm([found], given[1], certificate.RecheckSettings(0, 1e-6))
-    assert confirmed.status == "verified"
-    with pytest.raises(UsageError):
-        options.Local(at=[0.2, 0.1])
 
 
 def turn_for_ever() -> None:

@@ -1,17 +1,13 @@
 """The order of an audit's work, on a clock that only work moves: what tells most for its time comes first."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from certcli.audit import gates, schedule
-from certcli.audit import run as audit_run
 from certcli.audit.clock import Clock
-from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
-from certcli.images import datasets
 
 
 class Machine:
@@ -140,26 +136,6 @@ def test_a_stage_that_was_taken_for_a_short_one_leaves_the_others_their_first_un
     assert "not finished in" in findings.skipped[0].why
 
 
-def test_what_was_broken_off_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image much slower than those before: they stand, and the list says that it is missing."""
-    machine = Machine()
-    stage = Toy(machine, "slow", 1.0)
-    judge = stage.judge
-
-    def hard(positions: list[int]) -> list[int]:
-        machine.work(1e3 * (12 in positions))
-        return judge(positions)
-
-    monkeypatch.setattr(stage, "judge", hard)
-    clock = run(machine, [stage], 100.0, monkeypatch)
-    assert stage.rows == list(range(12))
-    assert clock.spent <= clock.budget
-    findings = gates.AuditFindings()
-    stage.write_down(findings)
-    assert findings.skipped[0].why.startswith("12 of 200 images")
-    assert "broken off" in findings.skipped[0].why
-
-
 def test_time_that_is_left_goes_to_gates_then_to_what_still_shrinks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -228,23 +204,3 @@ def test_where_the_start_takes_the_time_an_answer_gets_its_first_unit_and_no_mor
     schedule.run_stages([other, attack], clock, lambda stage: False)
     assert machine.log == begun
     assert clock.spent <= 75.0
-
-
-def test_images_that_are_read_slowly_are_the_first_ones(workshop: Path) -> None:
-    """Decoding two hundred photographs may take a busy machine's whole budget."""
-    record = Checkpoint.read(workshop / "certified.safetensors").record
-    images = datasets.load_dataset("digits", record.input, "test").in_turn(0)
-    machine = Machine(30.0)
-    clock = machine.clock(60.0)
-    digests_at = images.digests_at
-
-    def slow(positions: Sequence[int]) -> list[tuple[int, str, str]]:
-        machine.work(0.01 * len(positions))
-        return digests_at(positions)
-
-    images.__dict__["digests_at"] = slow
-    few = audit_run._read_in_time(images, clock)
-    assert few.indices.tolist() == images.indices.tolist()[: len(few)]
-    assert 32 <= len(few) < len(images)
-    assert few.digest == images.select(range(len(few))).digest
-    assert clock.spent < 60.0

@@ -417,15 +417,3 @@ def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixtur
     assert not capsys.readouterr().err
     say_wider(half, tiny, Sink(False, False))
     assert "written as float32; the numbers that were read are bfloat16" in capsys.readouterr().err
-
-
-def test_a_network_in_float64_is_the_same_numbers_mapped(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spool, "IN_MEMORY", 0)
-    monkeypatch.setattr(spool, "_SMALL", 0)
-    pixels = torch.rand(2, *tiny.record.input.size, dtype=torch.float64)
-    mapped = build.load(tiny, dtype=torch.float64)
-    plain = build.load(tiny).double()
-    assert torch.equal(mapped(pixels), plain(pixels))
-    assert all(value.dtype == torch.float64 for value in mapped.parameters())

@@ -81,24 +81,6 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
     ) is not independent
 
 
-def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
-    words = ("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
-    outcome = commands.certvit(*words)
-    found = commands.document(*words)
-    for name, share in {
-        **found["attacks"],
-        "worst case": found["robust"],
-        "clean": found["clean"],
-    }.items():
-        (row,) = [
-            line
-            for line in outcome.stdout.splitlines()
-            if f"{name} " in line.replace("(", "").replace(")", " ")
-        ]
-        assert f"{100 * share:.1f} %" in row
-        assert " to " in row
-
-
 @pytest.mark.parametrize("name", settings.PRESETS)
 def test_presets(net: Path, name: str) -> None:
     found = commands.document("attack", net, "--preset", name, "--limit", 6, "--no-checks")

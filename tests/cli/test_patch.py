@@ -20,7 +20,6 @@ from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import DataError, Refused, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
-from tests.helpers.workshop import shape
 
 CPU = torch.device("cpu")
 
@@ -155,25 +154,6 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
     (one,) = in_python.predict(network, stored[:1], top=20)
     assert len(one.top) == 10  # all classes
     assert sum(choice.probability for choice in one.top) == pytest.approx(1)
-
-
-def test_synset_folders_of_some_of_the_classes_lend_no_names(tmp_path: Path) -> None:
-    """Two folders beside 1,000 classes: class 1 of the network is not the second folder."""
-    start = tmp_path / "start.safetensors"
-    tuned = tmp_path / "tuned.safetensors"
-    for number, synset in enumerate(("n01440764", "n03445777")):
-        (tmp_path / "images" / synset).mkdir(parents=True)
-        for index in range(6):
-            Image.new("L", (8, 8), 40 * (number + index)).save(
-                tmp_path / "images" / synset / f"{index}.png"
-            )
-    certvit("init", "certvit_vit_digits", *shape(), "--arch-arg", "num_classes=1000", "-o", start)
-    words = ("--dataset", tmp_path / "images", "--loss", "ce", "--augment", "bands:1", "--steps", 1)
-    done = certvit("finetune", start, *words, "-o", tuned, "--json")
-    assert 0 <= json.loads(done.stdout.splitlines()[0])["masked"] <= 1
-    assert file.Checkpoint.read(tuned).record.class_names is None
-    found = document("predict", tuned, tmp_path / "images")["predictions"]
-    assert all("name" not in row for row in found)
 
 
 @pytest.fixture(scope="module")

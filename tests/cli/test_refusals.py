@@ -8,16 +8,13 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from certcli.certify.options import Local, Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.demands import first_given
 from certcli.cli.main import COMMANDS
 from certcli.finetune import settings
 from certcli.finetune.losses import LOSSES
@@ -258,12 +255,6 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
     assert loss in settings.OF_A_CHOICE["ramp"][1]
-
-
-def test_defaults_are_not_given() -> None:
-    for kind in (Smoothing, Local):
-        assert first_given(kind()) is None
-        assert fields(kind)
 
 
 JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")

@@ -24,7 +24,7 @@ from certcli.cli.shared import output
 from certcli.images import datasets
 from certcli.report import figures, page
 from certcli.system import errors, processes
-from tests.helpers import commands, runs
+from tests.helpers import commands
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -166,22 +166,6 @@ def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
             axes.set_xlabel(name)
             axes.legend()
     ElementTree.parse(path)
-
-
-def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> None:
-    """matplotlib warns of characters that its font lacks, and names its own file."""
-    (tmp_path / "日本.safetensors").symlink_to(workshop / "init.safetensors")
-    words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
-
-    def act() -> None:
-        warnings.resetwarnings()  # those of pytest
-        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
-        os.chdir(tmp_path)
-        sys.argv = ["certvit", *words]
-        run()
-
-    code = runs.exit_of_fork(runs.fork(act, tmp_path / "out", tmp_path / "err"))
-    assert (code, (tmp_path / "err").read_text()) == (0, "")
 
 
 def only_document(text: str) -> dict:

@@ -275,15 +275,6 @@ def test_no_output_is_forged_by_the_names_that_it_shows(
     require_text(done)
 
 
-def test_the_images_of_predict_have_a_row_each(hostile_folder: Path) -> None:
-    done = console("predict", f"{HOSTILE}.safetensors", "d", "--json", folder=hostile_folder)
-    found = json.loads(done.out)["predictions"]
-    assert {Path(row["image"]).name for row in found} == set(NAMES)
-    done = console("predict", f"{HOSTILE}.safetensors", "d", folder=hostile_folder)
-    assert "[red]x[bold] :smile:.png" in done.out
-    assert sum("d/" in line for line in done.out.split("\n")) == len(found)
-
-
 def test_configs_and_keys_are_text(tmp_path: Path) -> None:
     """Texts of a config.json, names of tensors and of keys in a file of torch.save."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")

@@ -136,24 +136,6 @@ def test_with_all_terms_counted_no_neighbour_is_below_the_margins(
             assert (lower <= stretched_leads(model, neighbours, labels) + 1e-9).all()
 
 
-def test_random_directions_stand_for_the_pixels() -> None:
-    model = curved_network()
-    images, labels = judged_images(model)
-    enclosure = LocalEnclosure(model)
-    generator = torch.Generator().manual_seed(0)
-    everything = enclosure.directions(generator, images[0].numel()).double()
-    exact = enclosure.margins(images, labels, 1e-3, everything)
-    drawn = torch.stack(
-        [
-            enclosure.margins(images, labels, 1e-3, enclosure.directions(generator, 32).double())
-            for _ in range(20)
-        ]
-    )
-    fallen = leads(model, images, labels) - exact
-    assert drawn.shape[1:] == exact.shape
-    assert float(((drawn.mean(0) - exact).abs() / fallen.clamp_min(1e-6)).median()) < 0.1
-
-
 def test_the_loss_falls_with_the_margins_and_has_a_gradient_where_they_explode() -> None:
     logits = torch.zeros(4, 3)
     labels = torch.tensor([0, 1, 2, 0])
@@ -195,27 +177,6 @@ def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
 def digit_sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
     train = datasets.load_dataset("digits", checkpoint.record.input, "train").limit(count)
     return train, datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40)
-
-
-@pytest.mark.parametrize("enclosed", [8, 3])
-def test_only_the_first_images_of_a_batch_are_enclosed(
-    enclosed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counts = []
-    margins = LocalEnclosure.margins
-
-    def counted(self: LocalEnclosure, images: Tensor, *rest: Any) -> Tensor:
-        counts.append(len(images))
-        return margins(self, images, *rest)
-
-    monkeypatch.setattr(LocalEnclosure, "margins", counted)
-    checkpoint = initialised_plain(depth=1)
-    run = trainer_of(checkpoint, loss="local", steps=1, enclosed=enclosed)
-    train, _ = digit_sets(checkpoint, 64)
-    batch = run.objective.prepare(train, torch.arange(64), 0.0)
-    counts.clear()  # an image was enclosed to know the network
-    run.objective.value(batch, lambda: None, 0.05).backward()
-    assert counts == [enclosed]
 
 
 def test_the_worst_logits_weigh_what_is_asked() -> None:

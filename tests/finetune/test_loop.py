@@ -95,30 +95,6 @@ def test_matrices_of_one_shape_move_as_each_would_alone() -> None:
         )  # float32 sums in two orders, through sixteen steps
 
 
-def test_an_optimiser_goes_on_between_two_retractions_to_the_bit() -> None:
-    first = polar_weights(SHAPES)
-    optimiser = StiefelMuon(first, lr=0.05)
-    descend(optimiser, first, RETRACT_EVERY - 3, 0)
-    second = [torch.nn.Parameter(weight.detach().clone()) for weight in first]
-    resumed = StiefelMuon(second, lr=0.05)
-    stored = optimiser.state_dict()
-    stored["state"] = {  # as a file gives them back: contiguous, each in memory of its own
-        key: {
-            name: value.clone().contiguous() if isinstance(value, torch.Tensor) else value
-            for name, value in state.items()
-        }
-        for key, state in stored["state"].items()
-    }
-    resumed.load_state_dict(stored)
-    for each, weights in ((optimiser, first), (resumed, second)):
-        descend(each, weights, 6, 7)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    with pytest.raises(ValueError, match="earlier version"):
-        resumed.load_state_dict(
-            {"state": {0: {"momentum_buffer": torch.zeros(8, 8)}}, "param_groups": []}
-        )
-
-
 @pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 12, 5), (1, 160, 40), (1, 128, 128)], ids=str)
 def test_directions_have_singular_values_near_one(

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
 from certcli.checkpoint.file import Checkpoint
-from certcli.finetune import objective
 from certcli.finetune.loop import Trainer
 from certcli.finetune.objective import Teacher
 from certcli.finetune.settings import FinetuneSettings
@@ -215,31 +214,6 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
         )  # float32 Newton-Schulz
     assert torch.equal(net.weight, second)
     assert torch.equal(average.weights["weight"], stored)
-
-
-def test_a_teacher_with_the_same_answers_adds_nothing(
-    tiny: Checkpoint, sets: Sets, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = trainer(tiny, lr=1e-12, epochs=1)
-    run.objective.teacher = taught_by(tiny, tiny)
-    batch = run.objective.prepare(sets[0], torch.arange(32), 0.0)
-    alone = float(run.objective.value(batch, lambda: None, 0.5).detach())
-    monkeypatch.setattr(objective, "TAUGHT", 1.0)
-    assert (
-        abs(float(run.objective.value(batch, lambda: None, 0.5).detach())) < 1e-5
-    )  # KL of equal answers, float32
-    assert alone > 1
-
-
-def test_a_teacher_sees_no_noise(tiny: Checkpoint, sets: Sets) -> None:
-    taught = []
-    for noise in (0.0, 1.0):
-        batch = trainer(tiny, teacher=True, noise=noise).objective.prepare(
-            sets[0], torch.arange(8), 0.0
-        )
-        taught.append(batch.taught)
-    assert bool((batch.images < 0).any())
-    assert torch.equal(*taught)
 
 
 def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets: Sets) -> None:

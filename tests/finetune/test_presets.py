@@ -234,15 +234,3 @@ def test_the_checkpoint_is_there_before_the_proof(
     done = attempt("finetune", workshop / "plain.safetensors", *DIGITS, "--epochs", 1, "-o", out)
     assert isinstance(done.exception, OSError)
     assert out.exists()
-
-
-@pytest.mark.parametrize("left", [None, -5.0, 0.0, 2.0, 30.0, 1e4])
-def test_the_proof_takes_as_many_images_as_the_time_allows(left: float | None) -> None:
-    costs = (1.0, 0.01)
-    count = ending.affordable_images(6000, left, costs)
-    assert ending.FEWEST <= count <= 6000
-    if left is None:
-        assert count == 6000
-    elif count > ending.FEWEST:
-        assert costs[0] + count * costs[1] <= left
-    assert ending.affordable_images(40, left, costs) == 40

@@ -198,23 +198,6 @@ def test_an_agreeing_file_raises_no_doubt(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
 
 
-def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
-    own = {
-        "img_size": 8,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depth": 1,
-        "in_chans": 1,
-        "num_classes": 10,
-    }
-    net = build.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
-    save_file(net.state_dict(), tmp_path / "m.safetensors")
-    hints = Hints(
-        "vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,)
-    )
-    assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
-
-
 def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
     hints = Hints(None, {"norm_eps": 1e-5}, (0.25,))
     told = open_checkpoint(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)

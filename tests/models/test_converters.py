@@ -280,25 +280,3 @@ def test_an_original_index_is_the_one_that_timm_computes(tmp_path: Path) -> None
 def save_in(folder: Path, tensors: dict[str, Any]) -> str:
     torch.save(tensors, folder / "weights.pth")
     return str(folder / "weights.pth")
-
-
-def test_the_heads_rows_are_the_classes(tmp_path: Path) -> None:
-    """A head that was trained anew beside the config of the 1,000 classes it came from."""
-    save_file(vit_net(), tmp_path / "model.safetensors")
-    statistics = {
-        "input_size": [3, 16, 16],
-        "mean": [0.5] * 3,
-        "std": [0.5] * 3,
-        "num_classes": 1000,
-    }
-    config = {
-        "architecture": "vit_tiny_patch16_224",
-        "num_classes": 1000,
-        "model_args": SMALL,
-        "pretrained_cfg": statistics,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for hints in (Hints(), Hints(arch_args={"num_classes": 3})):
-        checkpoint = open_checkpoint(str(tmp_path), hints)
-        assert checkpoint.record.classes == 3
-        assert build.load(checkpoint)(torch.rand(1, 3, 16, 16)).shape == (1, 3)

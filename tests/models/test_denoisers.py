@@ -10,13 +10,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.checkpoint.schema import convert_json
-from certcli.models.diffusion import EPSILON, SAMPLE, Schedule, read_diffusers
+from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.models.guided import PUBLISHED
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
@@ -250,21 +249,6 @@ def test_the_flags_of_published_files_are_told_by_their_names(tmp_path: Path) ->
         read_denoiser(tmp_path / "renamed.pt", 3)
     assert "renamed.json" in (refused.value.hint or "")
     assert len(PUBLISHED) == 11
-
-
-def test_safetensors_and_another_prediction(tmp_path: Path) -> None:
-    flags = NETWORKS_GUIDED["one level"]
-    path = file(tmp_path, flags, predict_xstart=True)
-    stored = torch.load(path, weights_only=True)
-    save_file(
-        {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
-    )
-    by_torch = read_denoiser(path, 1).at(0.25)
-    assert by_torch.digest == read_denoiser(tmp_path / "model.safetensors", 1).at(0.25).digest
-    assert by_torch.about["denoiser_prediction"] == SAMPLE
-    plain = read_denoiser(file(tmp_path / "plain", flags), 1).at(0.25)
-    assert plain.about["denoiser_prediction"] == EPSILON
-    assert plain.digest != by_torch.digest
 
 
 def without_tensors(*beginnings: str) -> Callable[[dict[str, Tensor]], Any]:

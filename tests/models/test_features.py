@@ -163,44 +163,6 @@ def test_a_classifier_has_no_bound_of_features(workshop: Path, tmp_path: Path) -
     certvit("verify", report, workshop / "plain.safetensors", code=7)
 
 
-def test_a_config_of_a_parent_with_classes_does_not_add_them(
-    files: dict[str, Path], tmp_path: Path
-) -> None:
-    arch, arguments = FILES["class token"]
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(files["class token"].read_bytes())
-    size = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3}
-    about = {
-        "architecture": arch,
-        "num_classes": 1000,
-        "model_args": arguments,
-        "pretrained_cfg": size,
-    }
-    for pretrained in (size, {}):
-        (tmp_path / "config.json").write_text(json.dumps({**about, "pretrained_cfg": pretrained}))
-        assert "has no classifier" in str(attempt("lipschitz", path, "--no-estimate").exception)
-        found = certvit("lipschitz", path, "--no-estimate", "--features", "--json")
-        assert json.loads(found.stdout)["bound_of"] == "features"
-        assert (
-            "config.json says 1000 classes, and" in found.stderr
-            or "config.json says 1000 classes," in found.stderr
-        )
-
-
-def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
-    arch, arguments = FILES["class token"]
-    checkpoint = build.initialise(arch, {**arguments, "num_classes": 0, "global_pool": ""})
-    save_file(dict(checkpoint.tensors), tmp_path / "tokens.safetensors")
-    words = ["--as-stated", "--features", "--no-estimate", "--arch-arg", "global_pool="]
-    refused = attempt(
-        "lipschitz", tmp_path / "tokens.safetensors", *feature_options("class token"), *words
-    ).exception
-    assert "maps an image to a tensor (1, 5, 16)" in str(refused)
-    assert "global_pool=token" in getattr(refused, "hint", "")
-    with pytest.raises(CertvitError, match=r"tensor \(1, 5, 16\)"):
-        api.load(checkpoint.net, features=True)
-
-
 def test_python_has_the_same_guard(files: dict[str, Path], workshop: Path) -> None:
     arch, arguments = FILES["class token"]
     opened = api.load(files["class token"], arch=arch, arch_args=arguments, features=True)

@@ -7,8 +7,7 @@ import operator
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -218,34 +217,6 @@ def test_a_module_with_a_tensor_of_another_type_is_not_loaded(
 ) -> None:
     with pytest.raises(ArchitectureError, match=r"weight' \(Times50\) of the"):
         certvit.load(build(), **OPTIONS)
-
-
-@contextmanager
-def with_part_replaced(**methods: Any) -> Iterator[None]:
-    saved = {name: getattr(nn.Module, name) for name in methods}
-    try:
-        for name, method in methods.items():
-            setattr(nn.Module, name, method)
-        yield
-    finally:
-        for name, method in saved.items():
-            setattr(nn.Module, name, method)
-
-
-def test_networks_are_proven_where_torch_has_compiled_another_one() -> None:
-    """torch.compile replaces how modules are made and copied, for good."""
-    made = nn.Module.__init__
-    restored = nn.Module.__setstate__
-
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-
-    def noted_again(self: nn.Module, state: Any) -> None:
-        restored(self, state)
-
-    with with_part_replaced(__init__=noted, __setstate__=noted_again):
-        module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-        assert certvit.bound(certvit.load(module, **OPTIONS)).upper.finite
 
 
 class Between(nn.Module):

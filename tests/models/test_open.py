@@ -27,7 +27,7 @@ from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.helpers.commands import UNREADABLE, certvit
 from tests.helpers.workshop import shape
-from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
+from tests.models.test_wrapping import HINTS, wrapped_network
 
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
@@ -211,15 +211,6 @@ def test_two_sets_of_weights_are_a_question(
     assert torch.equal(
         open_checkpoint(str(tmp_path), HINTS).tensors["pos_embed"], tensors["pos_embed"]
     )
-
-
-def test_a_pointer_beside_weights_is_no_second_set(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
-    put_weights(tmp_path, "model.safetensors", tensors)
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 110367416\n"
-    (tmp_path / "pytorch_model.bin").write_text(pointer)
-    assert open_checkpoint(str(tmp_path), HINTS).record.arch == ARCH
 
 
 @pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "a terabyte"])

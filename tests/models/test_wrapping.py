@@ -21,7 +21,6 @@ from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.models.test_converters import STATISTICS, TRANSFORMERS, transformers_folder
-from tests.models.transformers_logits import weights
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
@@ -388,21 +387,6 @@ def test_a_new_head_of_torchvision_is_read(name: str, prefix: str, tmp_path: Pat
     line = " ".join((read.reading.line(), *read.reading.doubts))
     assert said in line
     assert "'criterion.weight'" in line
-
-
-@pytest.mark.parametrize("prefix", ["base_model.model.", "module.", "model."])
-def test_wrapped_names_of_transformers_are_read(prefix: str, tmp_path: Path) -> None:
-    row = TRANSFORMERS["vit"]
-    plain = weights(row["shapes"])
-    for name in ("bare", "wrapped"):
-        (tmp_path / name).mkdir()
-    bare = open_checkpoint(transformers_folder(row, tmp_path / "bare"), Hints())
-    wrapped = {**under(prefix)(plain), "loss_fct.weight": ONE}
-    path = transformers_folder(row, tmp_path / "wrapped", tensors=wrapped)
-    read = open_checkpoint(path, Hints())
-    assert read.tensors.keys() == bare.tensors.keys()
-    assert all(torch.equal(value, bare.tensors[key]) for key, value in read.tensors.items())
-    assert "'loss_fct.weight'" in read.reading.line()
 
 
 @pytest.mark.parametrize("kind", ["Siglip", "CLIP", "MobileViT", "Pvt", "ResNet", "MyOwn"])
