@@ -13,7 +13,7 @@ from scipy import stats
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.forecast import SHORT, duration, seconds_a_draw
+from certcli.certify.forecast import SHORT, seconds_a_draw
 from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
@@ -50,23 +50,6 @@ def test_the_estimate_is_the_cost_of_a_draw(each: float, once: float) -> None:
     assert seconds_a_draw(machine.run, 128, machine.clock) == pytest.approx(each)
     assert machine.now <= once + 2 * SHORT + 3 * each
     assert max(machine.batches) <= 128
-
-
-def test_a_batch_of_the_runs_size_is_timed_where_it_is_short() -> None:
-    machine = Machine(1e-3)
-    seconds_a_draw(machine.run, 128, machine.clock)
-    assert machine.batches == [1, 128]
-
-
-def test_durations_are_said_in_units_of_their_size() -> None:
-    assert [duration(seconds) for seconds in (0.0032, 0.9, 3.52, 45.2, 600.0, 90_000.0)] == [
-        "3.2 ms",
-        "900 ms",
-        "3.5 s",
-        "45 s",
-        "10 min",
-        "25 h",
-    ]
 
 
 def certifier(workshop: Path) -> SmoothingCertifier:

@@ -109,18 +109,6 @@ def test_every_pair_is_needed() -> None:
         assert beaten > 0
 
 
-def test_a_refuted_image_stops_at_its_first_pair() -> None:
-    defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
-    told = Told(
-        defence.views, lambda image, view: int(image == 1 and view >= defence.count), rows=1
-    )
-    refuted = defence.certify(told, ONE_IMAGE.repeat(2, 1, 1, 1), [0, 0])
-    assert [one.proven for one in refuted] == [(Patch(2, 2),), ()]
-    pairs = [image for image, view in told.asked if view >= defence.count]
-    assert pairs.count(0) == 6
-    assert pairs.count(1) == 1
-
-
 def test_voting_is_exact() -> None:
     """A class stays exactly where no votes of any one set of bands, all tried, change the winner:
     for all votes of five bands, so with every tie, won by the smaller class and lost by the larger.

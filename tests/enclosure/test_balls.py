@@ -311,18 +311,6 @@ def test_norm_of_a_nonnegative_matrix() -> None:
     assert (found <= 1.05 * truth).all()
 
 
-def test_efforts_are_named_and_records_say_which_rung_it_was() -> None:
-    model = network("plain")
-    pixels = image()
-    label = int(model(pixels).argmax())
-    (by_norms,) = LocalCertifier(model, SIZE, Local(effort="norms")).batch([0], pixels, [label])
-    (auto,) = LocalCertifier(model, SIZE, Local(), symbols=100, steps=0).batch([0], pixels, [label])
-    assert (by_norms.rung, auto.rung) == ("norms", "zonotope")
-    assert 0 < by_norms.radius < auto.radius
-    with pytest.raises(UsageError, match="unknown effort 'most'"):
-        LocalCertifier(model, SIZE, Local(effort="most"))
-
-
 def test_auto_takes_norms_where_zonotopes_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     model = network("plain")
     pixels = image()

@@ -9,8 +9,6 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.models.vision_transformer import VisionTransformer
 
-from certcli.certify.local import LocalCertifier
-from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
@@ -149,24 +147,3 @@ def test_pixels_that_are_read_again_and_boxes_keep_their_own_symbols() -> None:
     assert len(local.narrow.all_input_nodes) == 2  # where the two ways have met
     local = LocalNetwork(network(), SIZE)
     assert local.last_form(linf_ball(image(), 1e-4, limit=400)).space.ball == 64
-
-
-def test_more_pixels_than_columns_are_enough_for_second_order() -> None:
-    """`auto` takes columns for e e^T where the first map leaves few numbers, and the way back for
-    ReLU.
-    """
-    torch.manual_seed(0)
-    layers = [nn.Flatten(), nn.Linear(256, 16), nn.GELU(), nn.Linear(16, 3)]
-    model = nn.Sequential(*layers).double().eval().requires_grad_(False)
-    certifier = LocalCertifier(model, (1, 16, 16), Local())
-    assert certifier.rung == "zonotope"
-    assert "16 numbers" in certifier.title
-    pixels = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
-    label = int(model(pixels).argmax())
-    radius = certifier.radius(pixels, label)
-    assert certifier.network.coordinates is not None
-    plain = LocalCertifier(model, (1, 16, 16), Local(effort="backward"))
-    plain.network.narrow = None
-    assert radius > plain.radius(pixels, label)
-    model[2] = nn.ReLU().eval()
-    assert LocalCertifier(model, (1, 16, 16), Local()).rung == "backward"

@@ -338,26 +338,6 @@ def test_every_node_of_a_network_stays_in_its_form(kind: str, radius: float) -> 
     assert largest_share(local, pixels, label, radius, 0, 4000, partial=True, by_fibres=True) <= 1
 
 
-def test_it_proves_nearly_what_many_symbols_prove_and_says_how() -> None:
-    model = network("plain")
-    pixels = image()
-    label = int(model(pixels).argmax())
-    rows = {}
-    for effort in ("tokens", "norms"):
-        certifier = LocalCertifier(model, SIZE, Local(effort=effort))
-        (rows[effort],) = certifier.batch([0], pixels, [label])
-        claims = certifier.confirm([rows[effort]], pixels, None)  # type: ignore[arg-type]
-        assert [claim.status for claim in claims] == ["verified"]
-    assert rows["tokens"].rung == "tokens"
-    assert rows["tokens"].radius > 10 * rows["norms"].radius > 0
-    local = LocalNetwork(model, SIZE)
-    margins = [
-        local.margins(l2_ball(pixels, 1e-3, squares_up_to=0, limit=limit, by_fibres=own), label)
-        for limit, own in ((1, True), (4000, False))
-    ]
-    assert float((margins[0] / margins[1]).min()) > 0.99
-
-
 def test_auto_refutes_no_certificate_of_another_enclosure() -> None:
     """What `auto` takes depends on memory: a record of another way is left unverified, no more."""
     model = network("plain")
@@ -376,10 +356,3 @@ def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatc
     local = LocalNetwork(network("plain"), SIZE)
     assert fits_by_fibres(local, 1e9)
     assert not fits_by_fibres(local, 1e3)
-
-
-def test_own_blocks_are_named_by_block_and_place() -> None:
-    for block in OWN:
-        assert block.at(2).name == (block.name, 2)
-        assert not block.at(2).of_fibres
-        assert block.of_all(3)[:2] == ((block.name, None), 3 * block.columns)

@@ -219,14 +219,6 @@ def test_a_network_that_is_not_its_trace_has_no_certificate() -> None:
         LocalCertifier(model, SIZE, Local())
 
 
-def test_attention_with_options_is_followed_through_its_parts() -> None:
-    model = network("qk norm")
-    pixels = image()
-    local = LocalNetwork(model, SIZE)
-    label = int(model(pixels).argmax())
-    assert largest_share(local, pixels, label, 1e-3, 128, 4000) <= 1
-
-
 def test_memory_decides_how_many_symbols_there_are() -> None:
     local = LocalNetwork(network("plain"), SIZE)
     assert affordable(local, 128, 4000, 1e12) == 4000

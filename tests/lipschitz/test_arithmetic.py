@@ -162,18 +162,6 @@ def test_convolutions_follow_their_proven_norm_while_they_learn(name: str) -> No
         weight = weight.detach()
 
 
-def test_large_operators_iterate_on_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("certcli.lipschitz.numerics.trainable._FOURIER_ENTRIES", 0)
-    for name in ("same", "strided", "grouped", "line"):
-        shape, geometry = GEOMETRIES[name]
-        torch.manual_seed(0)
-        weight = torch.randn(shape, dtype=torch.float64)
-        fourier = conv_norm(weight, **vars(geometry))
-        estimate = float(convolution_estimate(weight, geometry, {}, "c", iterations=100))
-        # below the torus by what the borders cost: a few per cent on 20 pixels
-        assert 0.95 * fourier <= estimate <= fourier * (1 + SLACK), name
-
-
 def test_a_group_that_becomes_the_largest_is_found() -> None:
     for side in (4, 20):
         geometry = Geometry((1, 1), ((1, 1), (1, 1)), (1, 1), 2, (side, side))
@@ -265,24 +253,6 @@ def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
         estimate = float(outcome.context.settle(outcome.logits).base)
     proven = float(bound_network(net, (1, 4, 4), 64).upper)
     assert proven * (1 - CLOSE) <= estimate <= proven * (1 + SLACK)
-
-
-def test_resumed_estimates_are_the_same_bits() -> None:
-    def run(arithmetic: TrainableArithmetic, steps: int, net: nn.Module) -> list[Tensor]:
-        traced = trace_network(net, (2, 8, 8))
-        return [pair_constants(propagate(traced, arithmetic), 3).detach() for _ in range(steps)]
-
-    torch.manual_seed(0)
-    net = Convolutions().eval()
-    first = TrainableArithmetic(CPU)
-    run(first, 2, net)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    second = TrainableArithmetic(CPU)
-    second.vectors = {name: value.clone() for name, value in first.vectors.items()}
-    for ours, theirs in zip(run(first, 3, net), run(second, 3, net), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:
