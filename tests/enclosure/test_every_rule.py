@@ -111,8 +111,7 @@ def hardswish_of_one_piece(ctx: object, module: nn.Module, x: Form) -> Form:
     middle = product(x, x.shift(torch.tensor(3.0).double()), TIMES, 1).scale(
         torch.tensor(1 / 6).double()
     )
-    inside = (x.centre.abs() < 3).double()
-    return middle.scale(inside) + x.scale((x.centre >= 3).double())
+    return middle.scale((x.centre.abs() < 3).double()) + x.scale((x.centre >= 3).double())
 
 
 def threshold_of_slope_one(ctx: object, module: nn.Module, x: object) -> Near:

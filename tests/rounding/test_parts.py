@@ -81,8 +81,9 @@ def applied(
 
 
 def called(function: Any, *operands: Any) -> object:
-    name = getattr(function, "__name__", "")
-    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", name, (1, 2, 7)))
+    op = Operation(
+        FP16, Moved([FIXED.tensor]), Call("part", getattr(function, "__name__", ""), (1, 2, 7))
+    )
     return rules.functions[function](op, *operands)
 
 

@@ -122,8 +122,9 @@ def walked_program(
                 label,
                 watch,
             )
-        at = torch.tensor([radius], dtype=torch.float64)
-        return values, network.margins(pixels, at, torch.tensor([label]), watch=watch)[0]
+        return values, network.margins(
+            pixels, torch.tensor([radius], dtype=torch.float64), torch.tensor([label]), watch=watch
+        )[0]
     except Unbounded:
         return values, None
 
