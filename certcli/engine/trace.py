@@ -104,7 +104,6 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
     tracer.parameter_names = {
         id(p): name for name, p in [*root.named_parameters(), *root.named_buffers()]
     }
-    random_state = torch.get_rng_state()
     operations_mode = Moved([*root.parameters(), *root.buffers()])
     try:
         with RestoredModes(), torch.no_grad(), _nothing_wrapped(), operations_mode:
@@ -117,9 +116,6 @@ def trace(root: nn.Module, example: Tensor, is_leaf: Callable[[nn.Module], bool]
         raise Untraceable(f"the network cannot be traced ({failure_reason(failure)})") from failure
     if tracer.state.refused is not None:  # the network caught it and went another way
         raise tracer.state.refused
-    if not torch.equal(random_state, torch.get_rng_state()):
-        torch.set_rng_state(random_state)
-        raise Untraceable("the network draws random numbers")
     for name, constant in tracer.state.constants.items():
         if constant._version != tracer.state.versions[name]:
             path = own_name(root, name)
