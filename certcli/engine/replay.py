@@ -134,8 +134,10 @@ def _run_one_image(
     except Exception as failure:
         reason = failure_reason(failure)
         raise Untraceable(f"the network does not run on one image ({reason})") from failure
-    if not isinstance(result, Tensor) or not result.dim():
-        raise Untraceable("the network returns something other than one tensor of logits an image")
+    if not isinstance(result, Tensor):
+        raise Untraceable("the network returns something other than one tensor of logits")
+    if not result.dim():
+        raise Untraceable("the network returns a single number for all images of a batch")
     return result, operations
 
 

@@ -129,14 +129,22 @@ class RuleTable:
         self.settlers: dict[type, Rule] = {}
 
     def module(
-        self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True
+        self,
+        *kinds: type[nn.Module],
+        when: Callable[[Any], bool] = lambda module: True,
+        attributes: tuple[str, ...] = (),
     ) -> Register:
-        """Register a rule for modules of these types where `when` holds; trace others."""
+        """Register a rule for modules of these types where `when` holds; trace others.
+
+        Args:
+            attributes: The rule is a function's, and is called with these of the module.
+        """
 
         def register(rule: Rule) -> Rule:
+            of_module = with_attributes(rule, *attributes) if attributes else rule
             for kind in kinds:
                 unchanged(kind)  # from here on
-                self.modules[kind] = ModuleRule(kind, rule, when)
+                self.modules[kind] = ModuleRule(kind, of_module, when)
             return rule
 
         return register

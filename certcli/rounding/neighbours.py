@@ -91,7 +91,9 @@ class NeighbourErrors:
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = Stepwise(Operation(precision, self._traced.made, as_traced=as_traced))
+                domain = Stepwise(
+                    Operation(precision=precision, made=self._traced.made, as_traced=as_traced)
+                )
                 self._last: Followed = walk(self._traced, domain)
                 self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)
