@@ -153,7 +153,7 @@ def test_what_is_beside_a_refusal_has_a_rounding(module: nn.Module) -> None:
 
 
 def test_an_operation_of_constants_is_refused() -> None:
-    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None, kind="add"))
+    context: Any = SimpleNamespace(dtype=None, kind="add")
     with pytest.raises(NoRule, match="without a tensor that depends on the image"):
         Stepwise(Operation(precision=FP16, made=Moved([]))).followed(
             rules.functions[torch.add], rules.functions[torch.add]
