@@ -10,7 +10,7 @@ from certcli.api.arguments import READERS, in_python, read_choice, require_optio
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError
 from certcli.system.options import choices
-from certcli.system.watched import require_unchanged
+from certcli.system.reading import require_unchanged
 
 P = ParamSpec("P")
 R = TypeVar("R")

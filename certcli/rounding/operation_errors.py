@@ -13,8 +13,8 @@ import torch
 from timm.layers import LayerScale
 from torch import Tensor
 
-from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import Moved, place_of
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real

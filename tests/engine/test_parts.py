@@ -15,7 +15,6 @@ from torch.fx import _symbolic_trace
 from torch.nn import functional
 
 from certcli.engine import curves, replay, table
-from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.replay import (
     _agrees_in_float64,
     close,
@@ -23,6 +22,7 @@ from certcli.engine.replay import (
     movement,
 )
 from certcli.engine.table import ModuleRule
+from certcli.engine.trace import Moved, place_of
 from certcli.engine.walk import Constant, Domain, _shaped
 from certcli.lipschitz.context import rules
 from certcli.lipschitz.network import bound_network

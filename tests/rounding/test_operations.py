@@ -19,7 +19,7 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.derived_constants import Moved
+from certcli.engine.trace import Moved
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize

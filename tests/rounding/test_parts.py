@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
-from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
+from certcli.engine.trace import Moved
 from certcli.engine.walk import Constant
 from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic

@@ -17,7 +17,7 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.engine.derived_constants import Computed, Moved
+from certcli.engine.trace import Computed, Moved
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
