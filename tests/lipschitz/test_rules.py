@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine import curves
-from certcli.engine.table import pin
+from certcli.engine.table import unchanged
 from certcli.lipschitz.bound import check_proof_laws
 from certcli.lipschitz.context import rules
 from certcli.lipschitz.network import bound_network
@@ -74,10 +74,9 @@ def test_a_row_reaches_every_entry_of_the_table() -> None:
 
 def test_a_wrong_rule_that_is_added_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """nn.Threshold as a function of slope 1, which it is at the corner of a ReLU only."""
-    monkeypatch.setitem(
-        rules.modules, nn.Threshold, replace(rules.modules[nn.ReLU], kind=nn.Threshold)
-    )
-    pin(nn.Threshold)
+    of_relu = rules.modules[nn.ReLU]
+    monkeypatch.setitem(rules.modules, nn.Threshold, replace(of_relu, kind=nn.Threshold))
+    unchanged(nn.Threshold)
     assert entries_without_row(rules, reached_by_rows()) == [title(("modules", nn.Threshold))]
     row = of_tokens(nn.Threshold(0.1, 20.0)).double().eval()
     planted = Claims(row)

@@ -19,8 +19,8 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.derived_constants import Moved
-from certcli.engine.walk import Call, Constant
+from certcli.engine.trace import Moved
+from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape
@@ -173,7 +173,7 @@ def followed(
     out = module(*inputs)
     places = [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
     kind = module.function.__name__ if isinstance(module, Apply) else type(module).__name__
-    op = Operation(precision, own, Call("part", kind, tuple(out.shape)))
+    op = Operation(precision=precision, made=own, path="part", kind=kind, shape=tuple(out.shape))
     if isinstance(module, Apply):
         rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
     else:
