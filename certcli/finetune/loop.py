@@ -8,11 +8,11 @@ proves the bound at the end.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.checkpoint.schema import TrainingFields
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
@@ -21,7 +21,7 @@ from certcli.finetune.objective import Objective, Teacher
 from certcli.finetune.penalties import RAMP
 from certcli.finetune.rates import share_done
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import TrainingState
+from certcli.finetune.state import TrainingState, optimiser_parts
 from certcli.finetune.step import Average, Descent, Diverged, Rates, make_optimisers, of_shape
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.validation import Quality, Validation, enclosure_of
@@ -299,10 +299,20 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
-        parts: dict[str, dict[str, Any]] = {**self.descent.state()}
+        parts = self.descent.state()
         if self.average is not None:
             parts["average"] = self.average.state()
-        return TrainingState(
+        structure, tensors = optimiser_parts(self.optimisers)
+        tensors["generator"] = self.generator.get_state()
+        groups = {
+            "net": self._net_state(),
+            "best": self.best_net,
+            "vector": {key: value.detach().cpu() for key, value in self.arithmetic.vectors.items()},
+            **{f"part.{name}": values for name, values in parts.items()},
+        }
+        for prefix, values in groups.items():
+            tensors |= {f"{prefix}.{name}": value for name, value in values.items()}
+        about = TrainingFields(
             identity=self.identity,
             epoch=self.epoch,
             step=self.step,
@@ -311,36 +321,36 @@ class Trainer:
             steps=self.settings.steps,
             validation_limit=self.settings.validation_limit,
             changes=list(self.changes),
-            net=self._net_state(),
-            best_net=self.best_net,
-            optimisers=[each.state_dict() for each in self.optimisers],
-            vectors={name: value.detach().cpu() for name, value in self.arithmetic.vectors.items()},
-            generator=self.generator.get_state(),
-            parts=parts,
+            optimisers=structure,
+            parts=sorted(parts),
+            digest="",
         )
+        return TrainingState(about, tensors)
 
     def restore(self, state: TrainingState) -> None:
         """Continue after `state`, bit for bit on a CPU. CheckpointError: another network's."""
-        current = self.model.net.state_dict()
+        about = state.about
         try:
             self.settings = replace(
-                self.settings, steps=state.steps, validation_limit=state.validation_limit
+                self.settings, steps=about.steps, validation_limit=about.validation_limit
             )
-            self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
-            best = {name: of_shape(value, state.best_net[name]) for name, value in current.items()}
-            self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
-            for name, value in current.items():
-                value.copy_(of_shape(value, state.net[name]))
-            for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-                optimiser.load_state_dict(stored)
+            self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
+            self.best, self.best_epoch = about.best, about.best_epoch
+            net, best = state.under("net."), state.under("best.")
+            for name, value in self.model.net.state_dict().items():
+                self.best_net[name] = of_shape(value, best[name])
+                value.copy_(of_shape(value, net[name]))
+            for number, optimiser in enumerate(self.optimisers):
+                optimiser.load_state_dict(state.optimiser(number))
             self.arithmetic.vectors = {
-                name: value.to(self.device) for name, value in state.vectors.items()
+                name: value.to(self.device) for name, value in state.under("vector.").items()
             }
-            self.generator.set_state(state.generator)
-            self.descent.load(state.parts)
+            self.generator.set_state(state.tensors["generator"].to(torch.uint8))
+            if self.descent.penalty is not None:
+                self.descent.penalty.vectors = state.under("part.penalty.")
             if self.average is not None:
-                self.average.load(state.parts["average"])
-        except (KeyError, RuntimeError, TypeError, ValueError) as failure:
+                self.average.load(state.under("part.average."))
+        except (LookupError, RuntimeError, TypeError, ValueError) as failure:
             raise CheckpointError(
                 f"the state does not fit this run ({one_line(failure)})", "drop --resume"
             ) from failure

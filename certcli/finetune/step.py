@@ -267,10 +267,6 @@ class Descent:
         """Return the penalty's vectors."""
         return {} if self.penalty is None else {"penalty": dict(self.penalty.vectors)}
 
-    def load(self, parts: dict[str, dict[str, Tensor]]) -> None:
-        if self.penalty is not None:
-            self.penalty.vectors = {path: value.clone() for path, value in parts["penalty"].items()}
-
 
 def _require_finite_loss(loss: float, where: str) -> None:
     if not math.isfinite(loss):

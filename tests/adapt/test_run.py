@@ -10,9 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from certcli.adapt import run as states
 from certcli.adapt.descend import augment_for_distillation, compact
-from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
+from certcli.adapt.fit import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import deviations
 from certcli.checkpoint.file import Checkpoint
@@ -41,7 +40,7 @@ def whole(
     adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
     folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
-        save_adaptation_state(folder / f"{number}.safetensors", adapter.state())
+        adapter.save(folder / f"{number}.safetensors")
     return adapter, folder
 
 
@@ -52,7 +51,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """Resumed after each record in turn: the block, the end, and every epoch of the distillation."""
     adapter, folder = whole
     second = Adapter(plain, INTERRUPTIBLE, images, CPU)
-    second.restore(load_adaptation_state(folder / f"{stop}.safetensors", second.identity))
+    second.restore(folder / f"{stop}.safetensors")
     list(second.run())
     assert second.result().digest == adapter.result().digest
     assert second.records == adapter.records
@@ -66,7 +65,7 @@ def test_the_state_of_another_adaptation_is_refused(
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
     adapter = Adapter(plain, settings, images, CPU)
     next(adapter.run())
-    save_adaptation_state(tmp_path / "state.safetensors", adapter.state())
+    adapter.save(tmp_path / "state.safetensors")
     tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
     other = {
         "settings": lambda: Adapter(
@@ -76,7 +75,7 @@ def test_the_state_of_another_adaptation_is_refused(
         "parent": lambda: Adapter(Checkpoint(tensors, plain.record), settings, images, CPU),
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
-        load_adaptation_state(tmp_path / "state.safetensors", other.identity)
+        other.restore(tmp_path / "state.safetensors")
 
 
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
@@ -98,7 +97,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, states, "save_adaptation_state")
+    interrupted(tmp_path, stopped, Adapter, "save")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

@@ -375,7 +375,7 @@ class Fields:
 
 
 def written(path: Path) -> Path:
-    write_state(path, KEY, {"identity": "run", "step": 3}, TENSORS, TENSORS.values())
+    write_state(path, KEY, {"identity": "run", "step": 3}, TENSORS)
     return path
 
 
