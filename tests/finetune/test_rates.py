@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from certcli.finetune.rates import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
+from certcli.finetune.option_texts import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
 from certcli.system.errors import UsageError
 
 LR = 1e-3

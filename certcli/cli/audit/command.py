@@ -93,7 +93,7 @@ class AuditOptions:
         from certcli.audit.plan import AuditPlan
         from certcli.evaluation.radii import require_radii
         from certcli.evaluation.threat import Threat
-        from certcli.finetune.rates import parse_duration
+        from certcli.finetune.option_texts import parse_duration
 
         for method in self.methods:
             if method not in METHODS:

@@ -1,9 +1,10 @@
-"""What nobody types: the papers' trainings by name, and that a trained network is not trained like a
-fresh one, where a training that ruins it says so.
+"""A trained network is not trained like a fresh one; a training that ruins it says so; and the
+papers' trainings on the page are options that exist.
 """
 
 import contextlib
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,22 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending
 from certcli.cli.main import program
-from certcli.finetune.presets import PRESETS
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import (
     default_batch_size,
     defaults_of_start,
     start_of,
 )
-from certcli.models import build
-from certcli.system.errors import UsageError
-from tests.helpers.commands import attempt, certvit, document
+from tests.helpers.commands import attempt, document
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
-RADII = {"mnist": 1.58, "cifar10": 36 / 255, "cifar100": 36 / 255, "tinyimagenet": 36 / 255}
+ROW = re.compile(
+    r"^\| ([^|`]+) \| `(--[^`]+)` \| (?:CertViT|Cauchy|SpecFormer)[^|]*\|$", re.MULTILINE
+)
+TRAININGS = {match[1]: match[2] for match in ROW.finditer(PAGE.read_text())}
+"""The papers' trainings on the page: name -> options as they are typed."""
+DATA = ("MNIST", "CIFAR-10", "CIFAR-100", "TinyImageNet")
+RADII = dict(zip(DATA, (1.58, 36 / 255, 36 / 255, 36 / 255), strict=True))
 """At which the paper certifies each data set."""
 
 
@@ -37,40 +41,33 @@ def parsed(*words: str) -> dict[str, Any]:
     return dict(command.make_context("finetune", ["m.safetensors", *words]).params)
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_is_what_its_options_are_when_typed(name: str) -> None:
-    words = PRESETS[name].typed.split()
-    assert parsed("--preset", name) == parsed(*words) | {"preset": name}
-    assert parsed("--preset", name) != parsed() | {"preset": name}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_its_values_are_settings_and_train_at_no_smaller_radius_than_they_certify(
-    name: str,
-) -> None:
-    taken = parsed("--preset", name)
+def test_the_options_on_the_page_are_settings_that_train_at_no_smaller_radius_than_they_certify() -> (
+    None
+):
     names = FinetuneSettings.__dataclass_fields__
-    settings = FinetuneSettings(
-        **{key: value for key, value in taken.items() if key in names and key != "batch_size"}
-    )
-    assert settings.optimiser == ("sgd" if name.startswith(("cauchy", "specformer")) else "adamw")
-    if settings.loss != "ce":
-        assert settings.epsilon >= RADII[name.rpartition("-")[2]]
+    assert len(TRAININGS) == 16
+    for name, words in TRAININGS.items():
+        taken = {key: value for key, value in parsed(*words.split()).items() if key in names}
+        settings = FinetuneSettings(**{**taken, "batch_size": taken["batch_size"] or 128})
+        assert settings.optimiser == (
+            "sgd" if name.startswith(("Cauchy", "SpecFormer")) else "adamw"
+        )
+        if settings.loss != "ce":
+            assert settings.epsilon >= RADII[name.rpartition(", ")[2]], name
 
 
 ROWS = {
-    "gloro": {"epochs": "Epochs", "batch_size": "Batch Size", "epsilon": "εtrain", "lr": "Init LR"},
-    "local-lip": {
+    "GloRo": {"epochs": "Epochs", "batch_size": "Batch Size", "epsilon": "εtrain", "lr": "Init LR"},
+    "Local-Lip": {
         "epochs": "Epochs",
         "batch_size": "Batch Size",
         "epsilon": "εtrain",
         "lr": "Init LR",
     },
-    "certvit": {"epochs": "Epochs", "batch_size": "Batch Size", "lr": "Init LR"},
+    "CertViT": {"epochs": "Epochs", "batch_size": "Batch Size", "lr": "Init LR"},
 }
 """Kind -> option -> row of the paper's table."""
-ENDS = {"gloro": "Table 7:", "local-lip": "Table 8:", "certvit": "Table 9:"}
-DATA = ("mnist", "cifar10", "cifar100", "tinyimagenet")
+ENDS = {"GloRo": "Table 7:", "Local-Lip": "Table 8:", "CertViT": "Table 9:"}
 
 
 def columns(kind: str) -> dict[str, list[float]]:
@@ -93,64 +90,9 @@ def test_the_values_are_those_of_the_papers_tables(kind: str) -> None:
     for option, row in ROWS[kind].items():
         printed = dict(zip(DATA, table[row], strict=True))
         for data, value in printed.items():
-            assert float(PRESETS[f"{kind}-{data}"].options[option]) == value, (data, option)
-
-
-@pytest.mark.parametrize(("option", "value"), [("epsilon", "0.5"), ("epochs", "7"), ("lr", "2e-3")])
-def test_what_is_typed_comes_before_the_preset_also_where_it_is_the_default(
-    option: str, value: str
-) -> None:
-    """0.5 is what --epsilon is without any word: only the place of the word tells the two apart."""
-    words = ["--preset", "gloro-mnist"]
-    typed = [f"--{option}", value]
-    assert parsed(*words, *typed)[option] == float(value)
-    assert parsed(*typed, *words)[option] == float(value)
-
-
-@pytest.mark.parametrize(
-    ("preset", "arch"),
-    [
-        ("gloro-mnist", "certvit_4c3f"),
-        ("local-lip-mnist", "certvit_4c3f"),
-        ("local-lip-tinyimagenet", "certvit_4c3f"),
-        ("certvit-mnist", "certvit_vit_digits"),
-        ("cauchy", "certvit_vit_digits"),
-        ("specformer-adversarial", "certvit_vit_digits"),
-    ],
-)
-def test_each_kind_runs_and_its_lineage_holds_the_values(
-    preset: str, arch: str, tmp_path: Path
-) -> None:
-    source = tmp_path / "net.safetensors"
-    shape = {"img_size": 8} if "4c3f" in arch else {"depth": 1, "embed_dim": 8, "num_heads": 1}
-    build.initialise(arch, shape).write(source, False)
-    output = tmp_path / "out.safetensors"
-    words = ("--dataset", "digits", "--limit", 16, "--steps", 1, "--batch-size", 8, "-o", output)
-    attempt("finetune", source, "--preset", preset, *words, "--validation-limit", 10)
-    (*_, step) = document("log", output)["lineage"]
-    assert step["parameters"]["batch_size"] == 8
-    for name in ("schedule", "loss"):
-        assert step["parameters"][name] == PRESETS[preset].options[name]
-
-
-def test_an_unknown_preset_is_refused_by_name() -> None:
-    done = attempt("finetune", "m.safetensors", "--preset", "local-lip-imagenet")
-    assert isinstance(done.exception, UsageError)
-    assert "local-lip-imagenet" in done.exception.message
-
-
-def test_the_page_has_every_preset_with_its_options_and_how_it_is_read() -> None:
-    text = PAGE.read_text()
-    flat = " ".join(text.split())
-    for name, preset in PRESETS.items():
-        assert f"| `{name}` | `{preset.typed}` | {preset.table.source} |" in text, name
-        assert preset.table.read_as in flat, name
-
-
-def test_help_names_presets_that_exist() -> None:
-    words = certvit("finetune", "--help-all").output
-    assert all(name in PRESETS for name in ("gloro-mnist", "local-lip-cifar10", "cauchy"))
-    assert "gloro-mnist" in words
+            words = TRAININGS[f"{kind}, {data}"].split()
+            typed = words[words.index(f"--{option.replace('_', '-')}") + 1]
+            assert float(typed) == value, (data, option)
 
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
