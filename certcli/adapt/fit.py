@@ -76,7 +76,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class Adapter(Adaptation):
-    """Fit the sections of both networks side by side, then the end; `save` and `restore` its state.
+    """Fit the sections of both networks side by side, then the end; `store` and `restore` its state.
 
     Several processes share the images by shards and end with the same networks. `done` counts the
     adapted sections (the end is one) and the epochs of distillation.
@@ -145,7 +145,7 @@ class Adapter(Adaptation):
         """Copy the leader's weights to all processes: different processors drift apart."""
         self.team.copy_from_leader(list(self.student.net.state_dict().values()))
 
-    def save(self, path: Path) -> None:
+    def store(self, path: Path) -> None:
         """Write the state between two records: everything that the next step depends on."""
         about = {
             "identity": self.identity,

@@ -40,7 +40,7 @@ def whole(
     adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
     folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
-        adapter.save(folder / f"{number}.safetensors")
+        adapter.store(folder / f"{number}.safetensors")
     return adapter, folder
 
 
@@ -65,7 +65,7 @@ def test_the_state_of_another_adaptation_is_refused(
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
     adapter = Adapter(plain, settings, images, CPU)
     next(adapter.run())
-    adapter.save(tmp_path / "state.safetensors")
+    adapter.store(tmp_path / "state.safetensors")
     tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
     other = {
         "settings": lambda: Adapter(
@@ -97,7 +97,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, Adapter, "save")
+    interrupted(tmp_path, stopped, Adapter, "store")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

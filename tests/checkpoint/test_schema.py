@@ -15,10 +15,9 @@ import pytest
 import safetensors.torch
 import torch
 
-from certcli.checkpoint.arch_args import MOST_ENTRIES, arch_arguments
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import read_state
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import MOST_ENTRIES, Record, arch_arguments
 from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY, AdaptFields, TrainingFields
 from certcli.images import datasets
 from certcli.models import build

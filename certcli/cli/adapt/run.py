@@ -133,7 +133,7 @@ def run_adapter(
         bar.advance(adapter.done)
         for record in adapter.run():
             if processes.team().leads:
-                adapter.save(state_path)
+                adapter.store(state_path)
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 

@@ -6,11 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs, options
 from certcli.cli.shared.command import group, marked
 from certcli.cli.shared.output import Sink
-from certcli.system import errors, files, processes
+from certcli.system import errors, files, processes, reading
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class Reading:
         "Perturb images of N x N pixels: the network's first layer resizes them. Radii are in "
         "these pixels.",
         min=1,
-        max=LARGEST_SIDE,
+        max=reading.LARGEST_SIDE,
         metavar="N",
     )
 
