@@ -167,7 +167,8 @@ class Adapter(Adaptation):
             raise CheckpointError(
                 f"the state does not fit this network ({one_line(failure)})", "drop --resume"
             ) from failure
-        self.done, self.rate = about.done, about.rate
+        self.done = about.done
+        self.rate = about.rate
 
     def result(self) -> Checkpoint:
         """Return the adapted checkpoint; --norm fold folds centre norms into the next maps."""
@@ -200,7 +201,8 @@ class Adapter(Adaptation):
         scale = 1.0
         if new.kind == "merge":
             parts = [new.module.norm]
-            runs, reduction = (old.run, new.run), new.module.reduction
+            runs = (old.run, new.run)
+            reduction = new.module.reduction
             norm_pairs = self._pairs(old.module.norm, new.module.norm, runs, x, y)
             self._start_norm(old.module.norm, new.module.norm, norm_pairs)
             pairs = self._pairs(None, reduction, runs, x, y)
@@ -324,9 +326,8 @@ class Adapter(Adaptation):
                 run = partial(runs[0], before)
                 target = run() if old is None else capture_input(old, run)
                 rows = capture_input(new, partial(runs[1], after))
-                if old is not None and rows.dim() == 3:
-                    rows, target = rows[:, :tokens], target[:, :tokens]
-                yield rows.flatten(0, -2), target.flatten(0, -2)
+                count = tokens if rows.dim() == 3 and old is not None else None
+                yield rows[:, :count].flatten(0, -2), target[:, :count].flatten(0, -2)
 
         return pairs
 

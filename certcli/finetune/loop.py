@@ -325,7 +325,8 @@ class Trainer:
             )
             self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
             self.best, self.best_epoch = about.best, about.best_epoch
-            net, best = state.under("net."), state.under("best.")
+            best = state.under("best.")
+            net = state.under("net.")
             for name, value in self.model.net.state_dict().items():
                 self.best_net[name] = of_shape(value, best[name])
                 value.copy_(of_shape(value, net[name]))

@@ -46,7 +46,8 @@ class Teacher:
         self.model = model
         self.outputs = None
         self.fit, resized = resizer(tuple(student.input.size), record.input)
-        taken, there = record.input.size[0], student.input.size[0]
+        taken = record.input.size[0]
+        there = student.input.size[0]
         raise_if(
             taken != 1 and there not in (1, taken),
             ArchitectureError,
