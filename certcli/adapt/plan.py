@@ -348,7 +348,10 @@ class Adaptation:
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         # the student has no digits beyond float32
         self.teacher = build.load(checkpoint, device, torch.float32)
-        self.identity = adaptation_identity(checkpoint.digest, settings, images)
+        content = tensors_digest({"images": images})
+        about = [checkpoint.digest, settings.parameters(), settings.seed, content]
+        # of the starting checkpoint, settings and images, which resumed runs share
+        self.identity = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         self.records: list[AdaptedPart] = []
         self._begin()
 
@@ -367,14 +370,3 @@ class Adaptation:
         return self.checkpoint.derive(
             tensors, "adapt", parameters, self.settings.seed, surgery=surgery
         )
-
-
-def adaptation_identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
-    """Return a digest of the starting checkpoint, settings and images, which resumed runs share."""
-    about = [
-        parent_digest,
-        settings.parameters(),
-        settings.seed,
-        tensors_digest({"images": images}),
-    ]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -212,9 +212,9 @@ def test_steps_down_the_loss_open_the_margins() -> None:
     assert batch.sketch is not None
 
     def proven() -> int:
-        assert run.enclosure is not None
+        assert run.objective.enclosure is not None
         assert batch.sketch is not None
-        lower = run.enclosure.margins(batch.images, batch.labels, 0.1, batch.sketch)
+        lower = run.objective.enclosure.margins(batch.images, batch.labels, 0.1, batch.sketch)
         return int((lower.scatter(1, batch.labels[:, None], 1.0) > 0).all(1).sum())
 
     before = proven()
