@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from certcli.adapt.fit import Adapter
 from certcli.adapt.keep import Keeper
 from certcli.adapt.plan import AdaptedPart, plan
-from certcli.adapt.run import Adapter
 from certcli.adapt.settings import ATTENTIONS, AdaptSettings
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets

@@ -17,7 +17,7 @@ import torch.distributed as distributed
 from torch import Tensor, nn
 
 from certcli.adapt.descend import Pairs, Shards, augment_for_distillation, compact
-from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
+from certcli.adapt.fit import Adapter
 from certcli.adapt.settings import AdaptSettings
 from certcli.adapt.start import compose_inputs, deviations, fit_layer, fold_center_norm
 from certcli.checkpoint.file import Checkpoint
@@ -26,7 +26,8 @@ from certcli.models import build as models
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.processes import Team
-from tests.helpers.commands import attempt
+from tests.helpers.commands import attempt, certvit
+from tests.helpers.runs import interrupted
 
 CPU = torch.device("cpu")
 
@@ -47,7 +48,7 @@ def whole(
     adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
     folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
-        save_adaptation_state(folder / f"{number}.safetensors", adapter.state())
+        adapter.store(folder / f"{number}.safetensors")
     return adapter, folder
 
 
@@ -58,7 +59,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """Resumed after each record in turn: the block, the end, and every epoch of the distillation."""
     adapter, folder = whole
     second = Adapter(plain, INTERRUPTIBLE, images, CPU)
-    second.restore(load_adaptation_state(folder / f"{stop}.safetensors", second.identity))
+    second.restore(folder / f"{stop}.safetensors")
     list(second.run())
     assert second.result().digest == adapter.result().digest
     assert second.records == adapter.records
@@ -72,7 +73,7 @@ def test_the_state_of_another_adaptation_is_refused(
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
     adapter = Adapter(plain, settings, images, CPU)
     next(adapter.run())
-    save_adaptation_state(tmp_path / "state.safetensors", adapter.state())
+    adapter.store(tmp_path / "state.safetensors")
     tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
     other = {
         "settings": lambda: Adapter(
@@ -82,7 +83,26 @@ def test_the_state_of_another_adaptation_is_refused(
         "parent": lambda: Adapter(Checkpoint(tensors, plain.record), settings, images, CPU),
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
-        load_adaptation_state(tmp_path / "state.safetensors", other.identity)
+        other.restore(tmp_path / "state.safetensors")
+
+
+def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
+    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was
+    left alone.
+    """
+    options = ("--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2)
+    words = [workshop / "plain.safetensors", *options]
+    certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
+    out = tmp_path / "stopped.safetensors"
+    state = tmp_path / "stopped.state.safetensors"
+    stopped = ["adapt", *map(str, words), "-o", str(out)]
+    interrupted(tmp_path, stopped, states, "save_adaptation_state")
+    assert state.exists()
+    assert not out.exists()
+    resumed = attempt("adapt", *words, "-o", out, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
+    assert not state.exists()
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:

@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from certcli.checkpoint.arch_args import MOST_ENTRIES, arch_arguments
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY
+from certcli.checkpoint.outputs import read_state
+from certcli.checkpoint.record import MOST_ENTRIES, Record, arch_arguments
+from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY, AdaptFields, TrainingFields
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -437,18 +437,11 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
     "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
 )
 def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) -> None:
-    from certcli.adapt import run as adapt_state
-    from certcli.finetune import state as finetune_state
-
-    loads = {
-        adapt_state: adapt_state.load_adaptation_state,
-        finetune_state: finetune_state.load_training_state,
-    }
-    for module, load in loads.items():
-        metadata = None if text is None else {module.KEY: text}
+    for fields in (TrainingFields, AdaptFields):
+        metadata = None if text is None else {"key": text}
         safetensors.torch.save_file(dict(tiny.tensors), "s.safetensors", metadata)
         with pytest.raises(CheckpointError, match="is not the state of"):
-            load(Path("s.safetensors"), "0" * 64)
+            read_state(Path("s.safetensors"), "key", fields, "a run", "0" * 64)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from certcli.finetune.budget import (
     shortened_total,
 )
 from certcli.finetune.loop import Trainer
-from certcli.finetune.rates import parse_duration, share_done
+from certcli.finetune.option_texts import parse_duration, share_done
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import KEY
 from certcli.finetune.step import Diverged

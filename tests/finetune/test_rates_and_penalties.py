@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from certcli.checkpoint.record import InputSpec
+from certcli.finetune.option_texts import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
 from certcli.finetune.penalties import EnclosurePenalty, SpectralPenalty
-from certcli.finetune.rates import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
