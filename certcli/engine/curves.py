@@ -3,6 +3,7 @@
 Proofs: docs/bounds.md, section 3. `tests/engine/test_curves.py` sweeps every number here.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +41,10 @@ class Curve:
     """f, f', f'' on float64 tensors, and bounds that are rounded up; inf where nothing is known.
 
     Attributes:
-        third: sup |f'''|; 0.0: f'' is monotone, its ends bound it on a cell.
+        third: sup |f'''|; 0.0: f' and all later derivatives are monotone, so that their ends bound them.
+        fourth: sup |f''''|.
+        breaks: (place, jump) where f'' jumps, and f' by so much at most; all of the above holds
+            between them, and values of f' and f'' there are those of one side.
         relative: f is a power of x > 0, so an interval counts as short relative to x.
         slope: sup |f'|.
         bend: sup |f''|.
@@ -57,6 +61,8 @@ class Curve:
     first: Scalar = unknown_derivative
     second: Scalar = unknown_derivative
     third: float = math.inf
+    fourth: float = math.inf
+    breaks: tuple[tuple[float, float], ...] = ()
     relative: bool = False
     slope: float = math.inf
     bend: float = math.inf
@@ -83,6 +89,15 @@ def smooth(name: str, value: Scalar, **facts: Any) -> Curve:
     """Return a curve whose derivatives are found by differentiation."""
     first = _autograd_derivative(value)
     return Curve(name, value, first, _autograd_derivative(first), **facts)
+
+
+def derivative(f: Curve) -> Curve:
+    """Return f' as a curve, for an f without breaks."""
+    third = 0.0 if f.third == 0 else f.fourth
+    facts = {"third": third, "bend": f.third, "relative": f.relative}
+    return Curve(
+        f"the slope of {f.name}", f.first, f.second, _autograd_derivative(f.second), **facts
+    )
 
 
 def _density(x: Tensor) -> Tensor:
@@ -131,6 +146,7 @@ GELU = Curve(
     lambda x: _cumulative(x) + x * _density(x),
     lambda x: _density(x) * (2 - x * x),
     0.78,
+    1.5957692,  # GELU'''' = phi(x) (x^2 (7 - x^2) - 4): twice as much as GELU'' at 0
     slope=1.12890415,
     bend=0.7978846,
     why="largest slope of GELU, at x = sqrt 2",
@@ -142,6 +158,7 @@ GELU_TANH = Curve(
     _tanh_first,
     _tanh_second,
     0.9,
+    1.604,
     slope=1.12901,
     bend=0.7978846,
     why="largest slope of tanh-GELU, at x = 1.4185",
@@ -156,6 +173,7 @@ SILU = Curve(
     lambda x: torch.sigmoid(x) + x * _logistic_first(x),
     lambda x: 2 * _logistic_first(x) + x * _logistic_second(x),
     0.309,
+    0.5001,
     slope=1.0998394,
     bend=0.5,
     why="largest slope of x sigmoid(a x)",
@@ -168,6 +186,7 @@ SIGMOID = Curve(
     _logistic_first,
     _logistic_second,
     0.125,
+    0.128,
     slope=0.25,
     bend=0.0962251,
     why="slope of sigmoid at most 1/4",
@@ -181,6 +200,7 @@ TANH = Curve(
     lambda x: 1 - torch.tanh(x) ** 2,
     lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x) ** 2),
     2.0,
+    4.086,
     slope=1.0,
     bend=0.7698004,
     limit=1.0,
@@ -211,24 +231,56 @@ SQUARE = Curve(
     "square",
     torch.square,
     lambda x: 2 * x,
-    lambda x: torch.full_like(x, 2.0),
+    lambda x: 2 + 0 * x,
     0.0,
     bend=2.0,
     growth=math.inf,
 )
+
+# all derivatives are monotone where x > 0
+_steep = functools.partial(Curve, third=0.0, growth=math.inf)
+EXP = _steep("exp", torch.exp, torch.exp, torch.exp)
+LOG = _steep("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), relative=True)
+RECIPROCAL = _steep(
+    "1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, relative=True
+)
+RSQRT = _steep(
+    "1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, relative=True
+)
+SQRT = _steep(
+    "sqrt(x)",
+    torch.sqrt,
+    lambda x: 0.5 * x**-0.5,
+    lambda x: -0.25 * x**-1.5,
+    relative=True,
+    rounded=(1, 1),
+)
+
+
+def bent_below(alpha: float, width: float = 1.0, scale: float = 1.0) -> Scalar:
+    """scale x above 0, scale alpha (e^(x / width) - 1) below."""
+    return lambda x: scale * torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / width))
+
+
 # exp may be taken less 1: an error of 1; 1.06 alpha < 2
-SELU = Curve(
+SELU = smooth(
     "SELU",
-    torch.selu,
+    bent_below(1.6732632423543772848170429916717, 1.0, 1.0507009873554804934193349852946),
+    third=1.7580994,
+    breaks=((0.0, 0.7073984),),
+    bend=1.7580994,
     slope=1.7580994,
     growth=1.7580994,
     why="SELU: scale times alpha",
     rounded=(8, 8),
 )
 # x + 3 is off by 3 units where g is neither 0 nor 1
-HARD_SWISH = Curve(
+HARD_SWISH = smooth(
     "hard swish",
-    functional.hardswish,
+    lambda x: x * (x + 3).clamp(0, 6) / 6,
+    third=0.0,
+    breaks=((-3.0, 0.5), (3.0, 0.5)),
+    bend=math.nextafter(1 / 3, 1),
     slope=1.5,
     why="largest slope of x relu6(x + 3) / 6, at x = 3",
     rounded=(8, 0),
@@ -256,28 +308,26 @@ class Named:
     modules: tuple[type[nn.Module], ...]
     functions: tuple[Any, ...]
     methods: tuple[str, ...]
-    relaxed: bool
 
 
 NAMED: list[Named] = []
+STEEP: list[Named] = []
+"""Curves of no bounded slope, which only domains that know where their arguments are have."""
 
 
 def enter_curve(
     *modules: type[nn.Module],
     functions: tuple[Any, ...] = (),
     methods: tuple[str, ...] = (),
-    relaxed: bool = True,
+    among: list[Named] = NAMED,
 ) -> Callable[[Describe], Describe]:
     """Enter names. Modules have the options as attributes, functions as arguments.
-
-    Args:
-        relaxed: False where f'' jumps: zonotopes, which bound it between grid points, do without.
 
     The option `dtype` is neither: it is the precision in which the network runs.
     """
 
     def register(describe: Describe) -> Describe:
-        NAMED.append(Named(describe, modules, functions, methods, relaxed))
+        among.append(Named(describe, modules, functions, methods))
         return describe
 
     return register

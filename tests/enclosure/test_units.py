@@ -44,13 +44,13 @@ from certcli.enclosure.zonotopes.margins import (
 )
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply, relu
+from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine, joined
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
-from certcli.engine.curves import GELU, GELU_TANH, Curve
+from certcli.engine.curves import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.nn.norms import FloorNorm, Spread

@@ -21,6 +21,7 @@ from certcli.enclosure.balls.ball import (
 )
 from certcli.enclosure.choices import (
     CONVOLUTIONS,
+    mixed_values,
     register_choices,
     register_convolutions,
     register_fixed_choices,
@@ -38,7 +39,7 @@ from certcli.enclosure.operations import (
 )
 from certcli.enclosure.zonotopes.columns import FUNCTION, gamma, norm2, up
 from certcli.engine.averages import Separable, register_averages, register_interpolation
-from certcli.engine.curves import Curve, register_curves
+from certcli.engine.curves import NAMED, STEEP, Curve, register_curves
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
@@ -161,7 +162,9 @@ def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
 
 
 def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
-    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r, sup |f'|) |z - c|."""
+    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r + jumps of f', sup |f'|) |z - c|; of a monotone f'
+    the largest of its ends.
+    """
     x = settled(x)
     centre = curve.value(x.centre)
     if curve.name == "ReLU":
@@ -174,13 +177,27 @@ def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
         steepest = ctx.at_centre(
             "slope", lambda: first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
         )
-        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre))
+        reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
+        for place, jump in curve.breaks:
+            steepest = steepest + jump * ((x.centre - place).abs() <= reach).any(-1)
+        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre, 4))
+    elif curve.third == 0.0:
+        slope = _steepest_end(x, curve)
     # x Phi(x) and x sigmoid(x) cancel for x far below 0
     noise = FUNCTION * (2 * x.size + fibres(centre))
     return x.moved(centre, slope, noise if curve.line is None else gamma(8) * noise / FUNCTION)
 
 
-register_curves(rules, VALUES, curved)
+def _steepest_end(x: Near, curve: Curve) -> Tensor:
+    """Return the largest |f'| at an end of an entry's interval; inf outside of the curve's axis."""
+    reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
+    ends = torch.stack([x.centre - reach, x.centre + reach])
+    slopes = curve.first(ends).abs() * (1 + FUNCTION)
+    inside = ends > 0 if curve.relative else torch.ones_like(ends, dtype=torch.bool)
+    return torch.where(inside, slopes, math.inf).nan_to_num(math.inf, math.inf).amax((0, -1))
+
+
+register_curves(rules, VALUES, curved, NAMED + STEEP)
 
 
 @rules.module(ClippedReLU)
@@ -243,7 +260,7 @@ def averaged(ctx: BallContext, x: Any, averaging: Separable) -> Near:
     return through(x, averaging(x.centre), ctx.of_weights("slope", slope), noise)
 
 
-def larger(x: Any, y: Any, sign: float) -> Near:
+def larger(ctx: BallContext, x: Any, y: Any, sign: float) -> Near:
     """An entry moves with one of the two: squares add; beside a constant as x does."""
     x = settled(x)
     choose = torch.maximum if sign > 0 else torch.minimum
@@ -254,7 +271,7 @@ def larger(x: Any, y: Any, sign: float) -> Near:
     return Near.of(choose(x.centre, y.centre), fibre, whole)
 
 
-def largest_of_balls(x: Near, places: Tensor, sign: float) -> Near:
+def largest_of_balls(ctx: BallContext, x: Near, places: Tensor, sign: float) -> Near:
     """The largest of a window moves no further than the window is long."""
     windows = rearranged(x, places.to(x.centre.device))
     centre = windows.centre.amax(-1) if sign > 0 else windows.centre.amin(-1)
@@ -322,4 +339,4 @@ register_averages(rules, VALUES, averaged)
 register_interpolation(rules, VALUES, averaged)
 register_maxima(rules, VALUES, larger)
 register_largest(rules, settled, largest_of_balls)
-register_fixed_choices(rules, VALUES, settled, operator.add, arranged)
+register_fixed_choices(rules, VALUES, mixed_values(VALUES, settled, operator.add, arranged))

@@ -13,18 +13,30 @@ from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import CONVOLUTIONS, register_convolutions
-from certcli.enclosure.operations import constant_operand, of_statistics, stored, unit_length
-from certcli.enclosure.slopes.functions import derivative
+from certcli.enclosure.choices import (
+    CONVOLUTIONS,
+    register_convolutions,
+    register_fixed_choices,
+    register_largest,
+    register_maxima,
+)
+from certcli.enclosure.operations import (
+    constant_operand,
+    of_statistics,
+    repeated,
+    stored,
+    unit_length,
+)
+from certcli.enclosure.slopes.moves import put_back
 from certcli.enclosure.slopes.products import by_row, inner, times
 from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
-from certcli.enclosure.zonotopes.columns import gamma, up
+from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
-from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, activation, apply
-from certcli.enclosure.zonotopes.rules.layers import negative
+from certcli.enclosure.zonotopes.pointwise import activation, apply
+from certcli.enclosure.zonotopes.rules.layers import arranged, negative, number
 from certcli.engine.averages import Separable, register_averages, register_interpolation
-from certcli.engine.curves import NAMED, Curve, Line, register_curves
+from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
 from certcli.engine.table import NoRule
 from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
@@ -168,15 +180,28 @@ def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return lowest, largest
 
 
+def _slopes_across(f: Curve, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds of f' on [low, high] from that in the middle, sup |f''| and what jumps between."""
+    first = f.first((low + high) / 2)
+    near = FUNCTION * torch.maximum(low.abs(), high.abs()) + TINY
+    reach = f.bend * ((high - low) / 2 + near) + FUNCTION * (1 + first.abs())
+    for place, jump in f.breaks:
+        reach = reach + jump * ((low - near <= place) & (place <= high + near))
+    reach = up(reach, 8)
+    return (first - reach).clamp_min(-f.slope), (first + reach).clamp_max(f.slope)
+
+
 def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
     """f'(x) g entry by entry."""
     if f.line is not None:
         return [(x, between(ctx.gradient, *_slopes(f.line, *x.interval())))]
+    if f.breaks:
+        return [(x, between(ctx.gradient, *_slopes_across(f, *x.interval())))]
     slope = ctx.once("slope", lambda: activation(derivative(f), x).with_common_symbols().worked())
     return [(x, times(ctx.gradient.worked(), slope))]
 
 
-register_curves(pulls, Form, _curve, [named for named in NAMED if named.relaxed])
+register_curves(pulls, Form, _curve, NAMED + STEEP)
 
 
 @pulls.module(ClippedReLU)
@@ -208,6 +233,41 @@ def maxmin(ctx: PullContext, module: MaxMin, x: Form) -> Pulled:
     return [(x, first + second)]
 
 
+def larger_back(ctx: PullContext, x: Form, y: Form | Tensor, sign: float) -> Pulled:
+    """k g of x and (1 - k) g of y, k = 1 where x > y, and all between where both may be the larger."""
+    difference = x + negative(y) if isinstance(y, Form) else x.shift(-y)
+    low, high = difference.scale(number(sign, x)).interval()
+    of_x = between(ctx.gradient, (low > 0).double(), (high >= 0).double())
+    if not isinstance(y, Form):
+        return [(x, of_x)]
+    of_x = of_x.worked()
+    return [(x, of_x), (y, ctx.gradient + negative(of_x))]
+
+
+def largest_back(ctx: PullContext, x: Form, places: Tensor, sign: float) -> Pulled:
+    """k_j g of the entries of each window, k_j >= 0 with sum 1, and 0 of what is never the largest."""
+    places = places.to(x.centre.device)
+    low, high = (part.flatten()[places] for part in x.scale(number(sign, x)).interval())
+    # an entry that stands in a window twice is there once
+    again = (places[..., :, None] == places[..., None, :]).tril(-1).any(-1)
+    largest = low.amax(-1, keepdim=True)
+    candidate = (high >= largest) & ~again
+    alone = candidate & (candidate.sum(-1, keepdim=True) == 1)
+    spread = ctx.gradient.linear(lambda t: t[..., None].expand(len(t), *places.shape))
+    shares = between(spread, alone.double(), candidate.double())
+    return [(x, put_back(shares, places, x))]
+
+
+def mixed_back(ctx: PullContext, *parts: Any) -> Pulled:
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [(part, ctx.gradient.scale(share)) for part, share in pairs if isinstance(part, Form)]
+
+
+register_maxima(pulls, Form, larger_back)
+register_largest(pulls, lambda x: x, largest_back)
+register_fixed_choices(pulls, Form, mixed_back)
+
+
 @pulls.function(operator.add, operator.iadd, torch.add)
 @pulls.method("add", "add_")
 def plus(ctx: PullContext, x: Any, y: Any) -> Pulled:
@@ -232,7 +292,8 @@ def opposite(ctx: PullContext, x: Form) -> Pulled:
 def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
     gradient = ctx.gradient.worked()
     if isinstance(x, Form) and isinstance(y, Form):
-        return [(x, times(gradient, y)), (y, times(gradient, x))]
+        of_x, of_y = (times(gradient, repeated(part, gradient.shape, arranged)) for part in (y, x))
+        return [(x, of_x), (y, of_y)]
     x, y = (x, y) if isinstance(x, Form) else (y, x)
     return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]
 

@@ -87,19 +87,24 @@ def moved(ctx: PullContext, x: Form, *args: Any, **named: Any) -> Pulled:
     results = function(numbers.view(x.shape), *others[0], **others[1])
     gradients = {0: ctx.gradient} if isinstance(ctx.gradient, Form) else ctx.gradient
     results = [results] if isinstance(results, Tensor) else results
-    parts = [_put_back(part, results[place], x) for place, part in gradients.items()]
+    parts = [
+        put_back(part, results[place].flatten().long() - 1, x) for place, part in gradients.items()
+    ]
     return [(x, functools.reduce(Form.__add__, parts))]
 
 
-def _put_back(gradient: Form, sources: Tensor, like: Form) -> Form:
-    """Return the sums of a gradient over the entries that came from each entry of a tensor."""
-    places = sources.flatten().long() - 1
+def put_back(gradient: Form, places: Tensor, like: Form) -> Form:
+    """Return the sums of a gradient over the entries that came from each flat place of a tensor;
+    places of -1 are beside it.
+    """
+    entries = like.centre.numel()
 
     def back(t: Tensor) -> Tensor:
-        out = t.new_zeros(len(t), like.centre.numel())
-        return out.index_add(1, places, t.flatten(1)).view(len(t), *like.shape)
+        out = t.new_zeros(len(t), entries + 1)
+        out = out.index_add(1, places.flatten() % (entries + 1), t.flatten(1))
+        return out[:, :entries].view(len(t), *like.shape)
 
-    return gradient.linear(back, back, len(places))
+    return gradient.linear(back, back, places.numel())
 
 
 _names = [name for name in moves.FUNCTIONS if name is not F.pad]

@@ -5,6 +5,7 @@ from collections import defaultdict
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from certcli.enclosure.slopes import layers, moves
@@ -116,7 +117,7 @@ class Tape(Enclosure):
         return argument, self._unread(node, argument, part)
 
     def _unread(self, node: fx.Node, argument: fx.Node, gradient: Form) -> Form:
-        """Return the gradient at an argument of which the node read one token."""
+        """Return the gradient at an argument of which the node read one token, or that it repeated."""
         shape = self.values[argument].shape
         if gradient.shape == shape:
             return gradient
@@ -124,9 +125,23 @@ class Tape(Enclosure):
             self.ending.trace, node, self.needed.get(node), lambda m: type(m) in TOKENWISE
         )
         if token is None:
-            where = node.meta.get("path") or "the network"
-            raise NoRule(f"{where}: no rule for the derivative of a broadcast argument")
+            return self._summed(node, gradient, shape)
         return placed(gradient, token, shape[1])
+
+    def _summed(self, node: fx.Node, gradient: Form, shape: tuple[int, ...]) -> Form:
+        """Return the sum of a gradient over the places that an argument was repeated to."""
+        new = len(gradient.shape) - len(shape)
+        sides = (1,) * new + tuple(shape)
+        if new < 0 or torch.broadcast_shapes(sides, gradient.shape) != gradient.shape:
+            where = node.meta.get("path") or "the network"
+            raise NoRule(f"{where}: no rule for the derivative of an argument of another shape")
+        axes = [
+            place + 1
+            for place, sizes in enumerate(zip(sides, gradient.shape, strict=True))
+            if sizes[0] != sizes[1]
+        ]
+        run = lambda t: t.sum(axes, keepdim=True).reshape(len(t), *shape)  # noqa: E731
+        return gradient.worked().linear(run, run, gradient.centre.numel())
 
 
 def _longest_gradient(gradient: Form) -> float:
