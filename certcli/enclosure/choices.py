@@ -63,6 +63,9 @@ def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -
 
     def rule(sign: float) -> Callable[..., Any]:
         def apply(ctx: Any, x: Any, y: Any) -> Any:
+            raise_if(
+                not isinstance(y, (*values, Constant)), NoRule, "a maximum that returns indices"
+            )
             x, y = (x, y) if isinstance(x, values) else (y, x)
             other = y if isinstance(y, values) else constant_operand(y, x.centre, x.shape)
             raise_if(
@@ -74,9 +77,9 @@ def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -
 
         return apply
 
-    for name, sign in (("maximum", 1.0), ("minimum", -1.0)):
-        table.function(getattr(torch, name))(rule(sign))
-        table.method(name)(rule(sign))
+    for names, sign in ((("maximum", "max"), 1.0), (("minimum", "min"), -1.0)):
+        table.function(*(getattr(torch, name) for name in names))(rule(sign))
+        table.method(*names)(rule(sign))
 
 
 def register_largest(table: RuleTable, settle: Settle, pool: Callable[..., Any]) -> None:
@@ -215,7 +218,7 @@ def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
 def register_types(table: RuleTable) -> None:
     """Register in a domain's table the calls that leave a tensor of float64 as it is."""
 
-    @table.function(F.dropout)
+    @table.function(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
     def at_rest(
         ctx: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:

@@ -17,7 +17,7 @@ import certvit
 from certcli.certify.around import steepest_slopes
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
-from certcli.enclosure.slopes.table import pulls
+from certcli.enclosure.slopes.pulls import pulls
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form

@@ -45,7 +45,7 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
+from certcli.nn.layers import MaxMin, Rounded
 from certcli.nn.norms import Spread
 
 VALUES = (Near, Normalised)
@@ -198,13 +198,6 @@ def _steepest_end(x: Near, curve: Curve) -> Tensor:
 
 
 register_curves(rules, VALUES, curved, NAMED + STEEP)
-
-
-@rules.module(ClippedReLU)
-def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
-    """A clipped entry is at most 0, at least theta, or moves as the input does."""
-    x = settled(x)
-    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)
 
 
 def through(x: Near, centre: Tensor, slope: float, noise: Tensor) -> Near:

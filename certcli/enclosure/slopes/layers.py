@@ -3,7 +3,6 @@
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -24,12 +23,12 @@ from certcli.enclosure.operations import (
     constant_operand,
     of_statistics,
     repeated,
+    spelled,
     stored,
     unit_length,
 )
-from certcli.enclosure.slopes.moves import put_back
 from certcli.enclosure.slopes.products import by_row, inner, times
-from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
+from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls, put_back
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
@@ -37,8 +36,7 @@ from certcli.enclosure.zonotopes.pointwise import activation, apply
 from certcli.enclosure.zonotopes.rules.layers import arranged, negative, number
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
-from certcli.engine.table import NoRule
-from certcli.nn.layers import ClippedReLU, MaxMin
+from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
 
 
@@ -167,14 +165,16 @@ def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
 
 def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the largest of Clarke's derivatives on [low, high], entry by entry."""
-    if any(torch.as_tensor(number).numel() > 1 for kink in line.kinks for number in kink):
-        raise NoRule("kinks that differ from channel to channel")
-    places = [-math.inf, *(float(place) for place, _ in line.kinks), math.inf]
-    slopes = itertools.accumulate((float(rise) for _, rise in line.kinks), initial=line.slope)
+    places = [
+        torch.as_tensor(place).to(low)
+        for place in (-math.inf, *(place for place, _ in line.kinks), math.inf)
+    ]
+    slopes = itertools.accumulate((rise for _, rise in line.kinks), initial=line.slope)
     lowest, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
     for slope, start, end in zip(slopes, places[:-1], places[1:], strict=True):
         # what only touches a kink does not pass it
-        reached = ((low < end) & (high > start)) | ((low == high) & (low == start))
+        passed = (low < end) & (high > start) & (start < end)
+        reached = passed | ((low == high) & (low == start))
         lowest = torch.where(reached, lowest.clamp_max(slope), lowest)
         largest = torch.where(reached, largest.clamp_min(slope), largest)
     return lowest, largest
@@ -202,15 +202,6 @@ def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
 
 
 register_curves(pulls, Form, _curve, NAMED + STEEP)
-
-
-@pulls.module(ClippedReLU)
-def clipped_relu(ctx: PullContext, module: ClippedReLU, x: Form) -> Pulled:
-    threshold = module.threshold.to(x.centre)
-    low, high = x.interval()
-    always = (low >= 0) & (high <= threshold)
-    somewhere = (high > 0) & (low < threshold)
-    return [(x, between(ctx.gradient, always.double(), somewhere.double()))]
 
 
 @pulls.module(MaxMin)
@@ -263,32 +254,28 @@ def mixed_back(ctx: PullContext, *parts: Any) -> Pulled:
     return [(part, ctx.gradient.scale(share)) for part, share in pairs if isinstance(part, Form)]
 
 
-register_maxima(pulls, Form, larger_back)
+register_maxima(pulls, (Form,), larger_back)
 register_largest(pulls, lambda x: x, largest_back)
 register_fixed_choices(pulls, Form, mixed_back)
 
 
-@pulls.function(operator.add, operator.iadd, torch.add)
-@pulls.method("add", "add_")
+@spelled(pulls, "sum")
 def plus(ctx: PullContext, x: Any, y: Any) -> Pulled:
     return [(part, ctx.gradient) for part in (x, y) if isinstance(part, Form)]
 
 
-@pulls.function(operator.sub, operator.isub, torch.sub)
-@pulls.method("sub", "sub_")
+@spelled(pulls, "difference")
 def minus(ctx: PullContext, x: Any, y: Any) -> Pulled:
     first = [(x, ctx.gradient)] if isinstance(x, Form) else []
     return first + ([(y, negative(ctx.gradient))] if isinstance(y, Form) else [])
 
 
-@pulls.function(operator.neg, torch.neg)
-@pulls.method("neg")
+@spelled(pulls, "negative")
 def opposite(ctx: PullContext, x: Form) -> Pulled:
     return [(x, negative(ctx.gradient))]
 
 
-@pulls.function(operator.mul, operator.imul, torch.mul)
-@pulls.method("mul", "mul_")
+@spelled(pulls, "product")
 def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
     gradient = ctx.gradient.worked()
     if isinstance(x, Form) and isinstance(y, Form):
@@ -298,8 +285,7 @@ def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
     return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]
 
 
-@pulls.function(operator.truediv, operator.itruediv, torch.div)
-@pulls.method("div")
+@spelled(pulls, "quotient")
 def divide(ctx: PullContext, x: Form, y: Any) -> Pulled:
     """By a number; or by one number y a row: g / y, and -<g, x> / y^2."""
     if not isinstance(y, Form):

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.enclosure.slopes.attention import placed
 from certcli.enclosure.slopes.layers import constant, norm, through
-from certcli.enclosure.slopes.table import PullContext
+from certcli.enclosure.slopes.pulls import PullContext
 from certcli.enclosure.slopes.tape import Tape, linear_before, require_pulls
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.network import LocalNetwork

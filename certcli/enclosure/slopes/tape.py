@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from certcli.enclosure.slopes import layers, moves
+from certcli.enclosure.slopes import layers
 from certcli.enclosure.slopes.attention import placed
-from certcli.enclosure.slopes.table import PullContext, pulls
+from certcli.enclosure.slopes.pulls import PullContext, moved, nothing, pixels, pulls, same, summed
 from certcli.enclosure.zonotopes.columns import gamma, norm2
 from certcli.enclosure.zonotopes.domain import Enclosure
 from certcli.enclosure.zonotopes.ellipsoids import reduced
@@ -24,7 +24,7 @@ from certcli.engine.walk import Call, called, walk_back
 from certcli.system.memory import out_of_memory
 
 LINEAR = (
-    moves.summed, moves.moved, moves.nothing, moves.pixels, moves.same,
+    summed, moved, nothing, pixels, same,
     layers.linear, layers.linear_function, layers.plus, layers.minus, *layers.CONVOLUTION_PULLS,
 )  # fmt: skip
 """Pulls that read no value."""

@@ -1,23 +1,55 @@
-"""Pulls of what moves, sums or averages entries: the transpose.
+"""The table of pulls: each rule of the zonotopes, with the derivative of what it encloses. Pulls of what
+moves, sums or averages entries: the transpose.
 
 All coefficients of these maps are at least 0, so that the transpose bounds what it does to errors.
 """
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timm.layers import DropPath
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.choices import register_choices
-from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
+from certcli.enclosure.operations import NOTHING
 from certcli.enclosure.zonotopes.form import Form
 from certcli.engine import moves
+from certcli.engine.table import RuleTable
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
+
+pulls = RuleTable("slopes")
+
+Pulled = list[tuple[Form, Form]]
+"""Forms among a rule's arguments, each with the gradient at it; of what is not named it is 0."""
+
+
+@dataclass(frozen=True)
+class PullContext:
+    """A node on the way back, where a pull (context, arguments of the rule) -> `Pulled`.
+
+    Attributes:
+        node: None for the last norm, which is off the graph.
+        gradient: the form of the gradient at the node's result; of several results those that are read,
+            by their place.
+        inner: what the rule put down on the way forward, and what pulls of this node share.
+        token: the only token of the result that was computed; None: all.
+    """
+
+    node: fx.Node | None
+    gradient: Any
+    inner: dict[str, Any]
+    token: int | None = None
+
+    def once(self, name: str, compute: Callable[[], Form]) -> Form:
+        """Return what `compute` did in the first pull of this node: gradients differ, values do not."""
+        if name not in self.inner:
+            self.inner[name] = compute()
+        form: Form = self.inner[name]
+        return form
 
 
 def forms_in(arguments: Any) -> Iterator[Form]:
@@ -70,7 +102,8 @@ def summed(ctx: PullContext, *args: Any, **named: Any) -> Pulled:
 
 
 pulls.function(
-    F.pad, torch.mean, torch.sum, torch.cat, torch.concat, torch.stack, F.dropout
+    F.pad, torch.mean, torch.sum, torch.cat, torch.concat, torch.concatenate, torch.stack, F.dropout, F.dropout1d,
+    F.dropout2d, F.dropout3d,
 )(summed)  # fmt: skip
 pulls.method("mean", "sum")(summed)
 
@@ -118,7 +151,7 @@ def same(ctx: PullContext, x: Form, *types: Any, **named: Any) -> Pulled:
     return [(x, ctx.gradient)]
 
 
-@pulls.module(nn.Identity, nn.Dropout, DropPath)
+@pulls.module(*NOTHING)
 def nothing(ctx: PullContext, module: nn.Module, x: Form) -> Pulled:
     return [(x, ctx.gradient)]
 
