@@ -253,7 +253,6 @@ SQRT = _steep(
     lambda x: 0.5 * x**-0.5,
     lambda x: -0.25 * x**-1.5,
     relative=True,
-    rounded=(1, 1),
 )
 
 

@@ -21,7 +21,7 @@ from torch.nn import functional
 from certcli.engine import moves
 from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.averages import Separable, register_averages
-from certcli.engine.curves import EXP, NAMED, SQRT, SQUARE, STEEP, Curve, Line, register_curves
+from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
 from certcli.engine.table import runs_known_code, with_attributes
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
@@ -55,8 +55,6 @@ def executed_curve(op: Operation, x: Followed, curve: Curve) -> Rounding:
         return lambda sizes: (
             sizes(x).peak * sizes(x).total * (2 * op.precision.unit) + op.underflow()
         )
-    if curve is EXP:
-        return _exponentials(op, x)
     if curve.rounded is None:
         op.require(curve.line is not None, f"the curve {curve.name}")
         assert curve.line is not None
@@ -70,22 +68,6 @@ def executed_curve(op: Operation, x: Followed, curve: Curve) -> Rounding:
             return INF
         error = (sizes(x).total * of_x + fixed) * op.precision.function
         return error + op.underflow() * (of_one / 4.0 + 2.0)
-
-    return rounding
-
-
-def _exponentials(op: Operation, x: Followed) -> Rounding:
-    """Relative to e^max x_i."""
-    everywhere = as_real(float(x.entries)).sqrt()
-
-    def rounding(sizes: Sizes) -> Real:
-        peak = sizes(x).peak
-        if not float(peak) < 700:
-            return INF
-        largest = as_real(math.exp(float(peak)) * (1 + 2.0**-40))
-        if not op.precision.fits(largest):
-            return INF
-        return largest * everywhere * op.precision.function + op.underflow()
 
     return rounding
 
@@ -114,14 +96,7 @@ register_curves(
     rules,
     Followed,
     executed_curve,
-    [
-        *(
-            named
-            for named in NAMED
-            if named.describe not in (parametric_relu_curve, clipped_relu_curve)
-        ),
-        *(named for named in STEEP if named.describe() in (EXP, SQRT)),
-    ],
+    [named for named in NAMED if named.describe not in (parametric_relu_curve, clipped_relu_curve)],
     covers("moves", "entries", "function"),
 )
 

@@ -30,7 +30,7 @@ QUICK = [
     "quick-gelu", "mish", "sigmoid", "clamp", "softplus", "square", "max-pool", "avg-pool", "avg-pool-1d", "adaptive",
     "upsample", "resize", "conv1d", "broadcast", "conv-reflect", "spelled-rounded-hard", "einsum", "spelled-lines",
     "spelled-curves", "spelled-rounded-curves", "conv-3-stride", "conv-3d", "spelled-images",
-    "adaptive-max", "masked", "choice", "amax", "spelled-rounded-chosen", "rounded", "steep", "exponentials", "spelled-jumps",
+    "adaptive-max", "masked", "choice", "amax", "spelled-rounded-chosen", "rounded", "steep", "spelled-jumps",
     "spelled-rounded-jumps", "spelled-rounded-synonyms",
 ]  # fmt: skip
 """They reach every entry of both tables; the other rows are other sizes and compositions of the

@@ -425,17 +425,11 @@ ROWS = RULES | SPELLINGS
 
 STEPS: dict[str, Callable[[], nn.Module]] = {
     "rounded": lambda: of_tokens(nn.Linear(8, 8), Rounded(), nn.Linear(8, 3), scale=16.0),
-    "exponentials": lambda: calls_on_tokens(
-        bare(torch.exp),
-        lambda m, x: x.exp(),
-        lambda m, x: (1 * x).exp_(),
-        lambda m, x: torch.sqrt(x + 9),
-        lambda m, x: (x + 9).sqrt(),
-    ),
     "steep": lambda: calls_on_tokens(
+        *(bare(function) for function in (torch.exp, lambda x: x.exp(), lambda x: (1 * x).exp_())),
         *(
             bare(lambda x, function=function: function(x + 9))
-            for name in ("log", "rsqrt", "reciprocal")
+            for name in ("log", "sqrt", "rsqrt", "reciprocal")
             for function in (getattr(torch, name), operator.methodcaller(name))
         ),
     ),

@@ -53,7 +53,6 @@ QUICK = [
     "variances", "fold", "conv-3d", "adaptive-max", "adaptive-3d", "spelled-curves",
     "spelled-jumps", "spelled-lines", "spelled-at-rest", "spelled-sums", "rms-norm-act-2d", "attention-torch",
     "attention-lipschitz-norm", "choice-of-scores", "add-product", "lerp",
-    "exponentials",
 ]  # fmt: skip
 """They reach every entry of the table; the other rows are other sizes and compositions of the same."""
 
