@@ -138,14 +138,8 @@ def of_statistics(
     return Affine(mean, gain if weight is None else gain * weight, bias)
 
 
-def register_layers(
-    table: RuleTable, values: Any, settle: Settle, affine: Callable[..., Any]
-) -> None:
-    """Register linear maps, affine(ctx, x, weight, bias), and what multiplies entries."""
-
-    @table.module(*NOTHING)
-    def nothing(ctx: Any, module: nn.Module, x: Any) -> Any:
-        return x
+def register_linear(table: RuleTable, values: Any, affine: Callable[..., Any]) -> None:
+    """Register linear maps: affine(ctx, x, weight, bias)."""
 
     @table.function(F.linear)
     def linear(ctx: Any, x: Any, weight: Any, bias: Any = None) -> Any:
@@ -159,6 +153,14 @@ def register_layers(
 
     table.module(nn.Linear)(with_attributes(linear, "weight", "bias"))
 
+
+def register_layers(table: RuleTable, settle: Settle) -> None:
+    """Register modules that leave entries as they are, or multiply each by a number."""
+
+    @table.module(*NOTHING)
+    def nothing(ctx: Any, module: nn.Module, x: Any) -> Any:
+        return x
+
     @table.module(LayerScale)
     def layer_scale(ctx: Any, module: LayerScale, x: Any) -> Any:
         return settle(x).scale(module.gamma)
@@ -169,18 +171,8 @@ def register_layers(
         return x.shift(-mean).over(fitting(std, x.shape))
 
 
-def register_norms(
-    table: RuleTable,
-    settle: Settle,
-    normalise: Callable[..., Any],
-    centred: Callable[[Any], Any],
-) -> None:
-    """Register norms over the last axis, and BatchNorm.
-
-    Args:
-        normalise: (ctx, x, spread, weight, bias, center) -> (x - mean) / spread weight + bias.
-        centred: x - its mean.
-    """
+def register_norms(table: RuleTable, normalise: Callable[..., Any]) -> None:
+    """Register norms over the last axis: normalise(ctx, x, spread, weight, bias, center)."""
 
     @table.module(
         nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1
@@ -202,6 +194,20 @@ def register_norms(
         if eps is None or tuple(shape) != tuple(x.shape[-1:]):
             raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
         return normalise(ctx, x, Spread(eps), stored(weight, x.centre), None, False)
+
+
+def register_scaled_norms(
+    table: RuleTable,
+    settle: Settle,
+    normalise: Callable[..., Any],
+    centred: Callable[[Any], Any],
+) -> None:
+    """Register rows of length 1, centred ones, and BatchNorm.
+
+    Args:
+        normalise: (ctx, x, spread, weight, bias, center) -> (x - mean) / spread weight + bias.
+        centred: x - its mean.
+    """
 
     @table.function(F.normalize)
     def normalize(

@@ -108,36 +108,6 @@ def _cumulative(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
 
 
-_C = math.sqrt(2 / math.pi)
-_D = 0.044715
-
-
-def _tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tanh z, sech^2 z, z', z'' for z = sqrt(2/pi) (x + 0.044715 x^3)."""
-    t = torch.tanh(_C * (x + _D * x**3))
-    return t, 1 - t * t, _C * (1 + 3 * _D * x * x), 6 * _C * _D * x
-
-
-def _tanh_first(x: Tensor) -> Tensor:
-    t, s, slope, _ = _tanh_parts(x)
-    return 0.5 * (1 + t) + 0.5 * x * s * slope
-
-
-def _tanh_second(x: Tensor) -> Tensor:
-    t, s, slope, curve = _tanh_parts(x)
-    return s * slope + 0.5 * x * s * (curve - 2 * t * slope * slope)
-
-
-def _logistic_first(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s)
-
-
-def _logistic_second(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (1 - 2 * s)
-
-
 # GELU' = Phi + x phi is Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518... at most; 1.12, as
 # published, is below it. GELU'' is 2 phi(0) = 0.79788456... at most, GELU''' 0.7796.
 GELU = Curve(
@@ -152,13 +122,11 @@ GELU = Curve(
     why="largest slope of GELU, at x = sqrt 2",
     rounded=(4, 0),
 )
-GELU_TANH = Curve(
+GELU_TANH = smooth(
     "tanh GELU",
-    lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]),
-    _tanh_first,
-    _tanh_second,
-    0.9,
-    1.604,
+    lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    third=0.9,
+    fourth=1.604,
     slope=1.12901,
     bend=0.7978846,
     why="largest slope of tanh-GELU, at x = 1.4185",
@@ -167,26 +135,22 @@ GELU_TANH = Curve(
 )
 # SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most. Of x g(x) with 0 <= g <= 1, what is off by a
 # factor in the argument of g moves |g| by 1/2 of that factor at most
-SILU = Curve(
+SILU = smooth(
     "SiLU",
     lambda x: x * torch.sigmoid(x),
-    lambda x: torch.sigmoid(x) + x * _logistic_first(x),
-    lambda x: 2 * _logistic_first(x) + x * _logistic_second(x),
-    0.309,
-    0.5001,
+    third=0.309,
+    fourth=0.5001,
     slope=1.0998394,
     bend=0.5,
     why="largest slope of x sigmoid(a x)",
     rounded=(6, 0),
 )
 # s'' = s' (1 - 2 s) is 1 / (6 sqrt 3) at most, s' (1 - 6 s + 6 s^2) is -1/8 at 0; tanh x = 2 s(2 x) - 1
-SIGMOID = Curve(
+SIGMOID = smooth(
     "sigmoid",
     torch.sigmoid,
-    _logistic_first,
-    _logistic_second,
-    0.125,
-    0.128,
+    third=0.125,
+    fourth=0.128,
     slope=0.25,
     bend=0.0962251,
     why="slope of sigmoid at most 1/4",
@@ -194,13 +158,11 @@ SIGMOID = Curve(
     limit=1.0,
     rounded=(0, 4),
 )
-TANH = Curve(
+TANH = smooth(
     "tanh",
     torch.tanh,
-    lambda x: 1 - torch.tanh(x) ** 2,
-    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x) ** 2),
-    2.0,
-    4.086,
+    third=2.0,
+    fourth=4.086,
     slope=1.0,
     bend=0.7698004,
     limit=1.0,

@@ -22,7 +22,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.lipschitz.network import propagate, prove_network, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic

@@ -19,9 +19,9 @@ from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
 from certcli.enclosure.slopes.pulls import pulls
 from certcli.enclosure.zonotopes import space as zonotopes
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.engine.curves import NAMED, STEEP
 from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors

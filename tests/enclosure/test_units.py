@@ -34,6 +34,7 @@ from certcli.enclosure.zonotopes import columns
 from certcli.enclosure.zonotopes.ascent import hinges, proven
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
 from certcli.enclosure.zonotopes.columns import gamma
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import (
@@ -42,7 +43,6 @@ from certcli.enclosure.zonotopes.margins import (
     lower_bounds,
     normalised_margins,
 )
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares

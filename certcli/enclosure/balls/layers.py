@@ -33,7 +33,9 @@ from certcli.enclosure.operations import (
     register_arithmetic,
     register_joins,
     register_layers,
+    register_linear,
     register_norms,
+    register_scaled_norms,
     register_sums,
     require_entries,
 )
@@ -313,8 +315,10 @@ def tensor_itself(x: Any) -> Any:
 register_moves(rules, VALUES, lambda ctx, x, move: arranged(move, x))
 register_choices(rules)
 register_types(rules)
-register_layers(rules, VALUES, settled, affine)
-register_norms(rules, settled, normalised, centred)
+register_linear(rules, VALUES, affine)
+register_layers(rules, settled)
+register_norms(rules, normalised)
+register_scaled_norms(rules, settled, normalised, centred)
 register_arithmetic(
     rules,
     Near,

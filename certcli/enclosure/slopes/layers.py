@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from timm.layers import LayerScale
-from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -22,22 +21,24 @@ from certcli.enclosure.choices import (
 from certcli.enclosure.operations import (
     constant_operand,
     of_statistics,
+    register_linear,
+    register_norms,
     repeated,
     spelled,
-    stored,
     unit_length,
 )
 from certcli.enclosure.slopes.products import by_row, inner, times
 from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls, put_back
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
+from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
 from certcli.enclosure.zonotopes.pointwise import activation, apply
-from certcli.enclosure.zonotopes.rules.layers import arranged, negative, number
+from certcli.enclosure.zonotopes.rules.layers import arranged, negative
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+from certcli.nn.norms import CenterNorm, Spread
 
 
 def through(weight: Tensor, gradient: Form) -> Form:
@@ -45,14 +46,11 @@ def through(weight: Tensor, gradient: Form) -> Form:
     return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
 
 
-@pulls.module(nn.Linear)
-def linear(ctx: PullContext, module: nn.Linear, x: Form) -> Pulled:
-    return [(x, through(module.weight, ctx.gradient))]
+def linear(ctx: PullContext, x: Form, weight: Tensor, bias: Tensor | None) -> Pulled:
+    return [(x, through(weight, ctx.gradient))]
 
 
-@pulls.function(F.linear)
-def linear_function(ctx: PullContext, x: Form, weight: Any, bias: Any = None) -> Pulled:
-    return [(x, through(stored(weight, x.centre), ctx.gradient))]
+register_linear(pulls, Form, linear)
 
 
 def convolution_transposed(
@@ -68,9 +66,10 @@ def convolution_transposed(
 
 
 register_convolutions(pulls, Form, convolution_transposed)
-CONVOLUTION_PULLS = (
+AFFINE_PULLS = (
+    pulls.functions[F.linear],
     pulls.functions[F.conv2d],
-    *(pulls.modules[kind].apply for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(pulls.modules[kind].apply for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
 
 
@@ -106,26 +105,13 @@ def batch_norm(
     return [(x, scaled.doubted(gamma(6) * scaled.size))]
 
 
-@pulls.module(nn.LayerNorm, TimmLayerNorm, FloorNorm)
-def normalise(ctx: PullContext, module: Any, x: Form) -> Pulled:
-    return [(x, norm(ctx, x, spread_of(module), module.weight))]
-
-
-@pulls.function(F.layer_norm, torch.layer_norm)
-def layer_norm_function(
-    ctx: PullContext, x: Form, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    *_: Any,
-) -> Pulled:  # fmt: skip
-    gain = None if weight is None else stored(weight, x.centre)
-    return [(x, norm(ctx, x, Spread(eps), gain))]
-
-
-@pulls.function(F.rms_norm)
-def rms_norm(
-    ctx: PullContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None
+def normalise(
+    ctx: PullContext, x: Form, spread: Spread, weight: Any, bias: Any, center: bool
 ) -> Pulled:
-    gain = None if weight is None else stored(weight, x.centre)
-    return [(x, norm(ctx, x, Spread(eps or 0.0), gain, center=False))]
+    return [(x, norm(ctx, x, spread, weight, center))]
+
+
+register_norms(pulls, normalise)
 
 
 @pulls.function(F.normalize)

@@ -30,12 +30,15 @@ from certcli.enclosure.operations import (
     register_arithmetic,
     register_joins,
     register_layers,
+    register_linear,
     register_norms,
+    register_scaled_norms,
     register_sums,
     require_entries,
 )
 from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.columns import gamma, up
+from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.ellipsoids import narrowed, reduced
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
@@ -201,11 +204,6 @@ def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
     return whole.shift(number(line.start, x)).doubted(gamma(8) * size)
 
 
-def number(value: Tensor | float, like: Form) -> Tensor:
-    """Return a number as a tensor of the form's type and place."""
-    return torch.as_tensor(value, dtype=torch.float64).to(like.centre)
-
-
 register_curves(rules, Form, relaxed, NAMED + STEEP)
 
 
@@ -293,8 +291,10 @@ def normalise(
 register_moves(rules, Form, _move)
 register_choices(rules)
 register_types(rules)
-register_layers(rules, Form, lambda x: x, lambda ctx, *map_of_x: affine(*map_of_x))
-register_norms(rules, lambda x: x, normalise, centred)
+register_linear(rules, Form, lambda ctx, *map_of_x: affine(*map_of_x))
+register_layers(rules, lambda x: x)
+register_norms(rules, normalise)
+register_scaled_norms(rules, lambda x: x, normalise, centred)
 register_arithmetic(
     rules,
     Form,
