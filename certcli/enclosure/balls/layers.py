@@ -174,29 +174,23 @@ def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
         alive = (x.centre.amax(-1) + x.fibre > 0).double()
         return Near.of(centre, x.fibre * alive, x.whole)
     slope = torch.full_like(x.fibre, curve.slope)
+    reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
     if math.isfinite(curve.bend):
         first: Any = curve.first
         steepest = ctx.at_centre(
             "slope", lambda: first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
         )
-        reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
         for place, jump in curve.breaks:
             steepest = steepest + jump * ((x.centre - place).abs() <= reach).any(-1)
         slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre, 4))
     elif curve.third == 0.0:
-        slope = _steepest_end(x, curve)
+        ends = torch.stack([x.centre - reach, x.centre + reach])
+        slopes = curve.first(ends).abs() * (1 + FUNCTION)
+        slopes = torch.where((ends > 0) | (not curve.relative), slopes, math.inf)
+        slope = slopes.nan_to_num(math.inf, math.inf).amax((0, -1))
     # x Phi(x) and x sigmoid(x) cancel for x far below 0
     noise = FUNCTION * (2 * x.size + fibres(centre))
     return x.moved(centre, slope, noise if curve.line is None else gamma(8) * noise / FUNCTION)
-
-
-def _steepest_end(x: Near, curve: Curve) -> Tensor:
-    """Return the largest |f'| at an end of an entry's interval; inf outside of the curve's axis."""
-    reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
-    ends = torch.stack([x.centre - reach, x.centre + reach])
-    slopes = curve.first(ends).abs() * (1 + FUNCTION)
-    inside = ends > 0 if curve.relative else torch.ones_like(ends, dtype=torch.bool)
-    return torch.where(inside, slopes, math.inf).nan_to_num(math.inf, math.inf).amax((0, -1))
 
 
 register_curves(rules, VALUES, curved, NAMED + STEEP)

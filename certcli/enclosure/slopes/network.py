@@ -13,7 +13,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from certcli.enclosure.slopes import layers
 from certcli.enclosure.slopes.attention import placed
 from certcli.enclosure.slopes.layers import constant, norm, through
-from certcli.enclosure.slopes.pulls import PullContext, moved, nothing, pixels, pulls, same, summed
+from certcli.enclosure.slopes.pulls import (
+    PullContext,
+    moved,
+    nothing,
+    pixels,
+    pulls,
+    same,
+    summed,
+    transposed,
+)
 from certcli.enclosure.zonotopes.columns import gamma, norm2
 from certcli.enclosure.zonotopes.domain import Enclosure
 from certcli.enclosure.zonotopes.ellipsoids import reduced
@@ -81,7 +90,7 @@ class Tape(Enclosure):
         parts = {0: gradient} if isinstance(gradient, Form) else gradient
         losses = self.rounding.get(node, [])
         self._passed += sum(
-            losses[i] * _longest_gradient(part) for i, part in parts.items() if losses
+            losses[i] * float(norm2(part.size.flatten())) for i, part in parts.items() if losses
         )
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
@@ -107,6 +116,7 @@ class Tape(Enclosure):
         context = PullContext(node, gradient, self.inner[node], self.needed.get(node))
         try:
             parts = rule(context, *args, **kwargs)
+            return [self._at(node, *arguments[id(form)].pop(), part) for form, part in parts]
         except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as failure:
             if out_of_memory(failure):
                 raise
@@ -114,7 +124,6 @@ class Tape(Enclosure):
             raise NoRule(
                 f"{where} ({kind}): called with arguments its derivative does not know ({failure})"
             ) from failure
-        return [self._at(node, *arguments[id(form)].pop(), part) for form, part in parts]
 
     def _at(self, node: fx.Node, argument: fx.Node, place: int | None, part: Form) -> Any:
         """Return an argument with its part of the gradient; of one of its tensors by their place."""
@@ -124,34 +133,15 @@ class Tape(Enclosure):
 
     def _unread(self, node: fx.Node, argument: fx.Node, gradient: Form) -> Form:
         """Return the gradient at an argument of which the node read one token, or that it repeated."""
-        shape = self.values[argument].shape
-        if gradient.shape == shape:
+        value = self.values[argument]
+        if gradient.shape == value.shape:
             return gradient
         token = reads(
             self.ending.trace, node, self.needed.get(node), lambda m: type(m) in TOKENWISE
         )
         if token is None:
-            return self._summed(node, gradient, shape)
-        return placed(gradient, token, shape[1])
-
-    def _summed(self, node: fx.Node, gradient: Form, shape: tuple[int, ...]) -> Form:
-        """Return the sum of a gradient over the places that an argument was repeated to."""
-        new = len(gradient.shape) - len(shape)
-        sides = (1,) * new + tuple(shape)
-        if new < 0 or torch.broadcast_shapes(sides, gradient.shape) != gradient.shape:
-            where = node.meta.get("path") or "the network"
-            raise NoRule(f"{where}: no rule for the derivative of an argument of another shape")
-        axes = [
-            place + 1
-            for place, sizes in enumerate(zip(sides, gradient.shape, strict=True))
-            if sizes[0] != sizes[1]
-        ]
-        run = lambda t: t.sum(axes, keepdim=True).reshape(len(t), *shape)  # noqa: E731
-        return gradient.worked().linear(run, run, gradient.centre.numel())
-
-
-def _longest_gradient(gradient: Form) -> float:
-    return float(norm2(gradient.size.flatten()))  # `radius` would take longer
+            return transposed(gradient.worked(), lambda t: t.expand(gradient.shape), value)[0]
+        return placed(gradient, token, value.shape[1])
 
 
 def _meet(first: Any, second: Any) -> Any:

@@ -52,30 +52,15 @@ class PullContext:
         return form
 
 
-def forms_in(arguments: Any) -> Iterator[Form]:
-    """Yield the forms among arguments, in order."""
-    if isinstance(arguments, Form):
-        yield arguments
-    elif isinstance(arguments, (list, tuple)):
-        for part in arguments:
-            yield from forms_in(part)
-    elif isinstance(arguments, dict):
-        yield from forms_in(list(arguments.values()))
-    elif isinstance(arguments, slice):
-        yield from forms_in([arguments.start, arguments.stop, arguments.step])
-
-
 def filled(arguments: Any, tensors: Iterator[Tensor]) -> Any:
     """Return arguments with tensors in place of forms, and of constants."""
-    if isinstance(arguments, Form):
-        return next(tensors)
-    if isinstance(arguments, Constant):
-        return arguments.tensor
-    if isinstance(arguments, (list, tuple)) and not isinstance(arguments, torch.Size):
-        return type(arguments)(filled(part, tensors) for part in arguments)
-    if isinstance(arguments, dict):
-        return {name: filled(part, tensors) for name, part in arguments.items()}
-    return arguments
+
+    def tensor_of(part: Any) -> Any:
+        if isinstance(part, Form):
+            return next(tensors)
+        return part.tensor if isinstance(part, Constant) else part
+
+    return moves.replaced(arguments, tensor_of)
 
 
 def transposed(gradient: Form, run: Callable[..., Any], *like: Form) -> list[Form]:
@@ -97,7 +82,7 @@ def summed(ctx: PullContext, *args: Any, **named: Any) -> Pulled:
         arguments, names = filled((args, named), iter(tensors))
         return function(*arguments, **names)
 
-    forms = list(forms_in((args, named)))
+    forms = moves.leaves((args, named), Form)
     return list(zip(forms, transposed(ctx.gradient, run, *forms), strict=True))
 
 
@@ -115,7 +100,7 @@ def moved(ctx: PullContext, x: Form, *args: Any, **named: Any) -> Pulled:
     """
     target: Any = ctx.node.target  # type: ignore[union-attr]
     function = getattr(Tensor, target) if isinstance(target, str) else target
-    others = filled((args, named), (form.centre for form in forms_in((args, named))))
+    others = filled((args, named), (form.centre for form in moves.leaves((args, named), Form)))
     numbers = torch.arange(1, x.centre.numel() + 1, dtype=torch.float64, device=x.centre.device)
     results = function(numbers.view(x.shape), *others[0], **others[1])
     gradients = {0: ctx.gradient} if isinstance(ctx.gradient, Form) else ctx.gradient

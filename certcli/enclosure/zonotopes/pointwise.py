@@ -265,19 +265,15 @@ def apply_above(f: Curve, x: Form, low: Tensor, high: Tensor, minimum: float) ->
     high = torch.minimum(high, above)
     inner = (low.clamp_min(minimum), high.clamp_min(minimum))
     smooth = best_fit(f, x, *inner)
-    kinked = _kinked_fit(f, x.centre, low, high, minimum)
-    return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
-
-
-def _kinked_fit(f: Curve, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:
-    """Return the better of two linear fits of f(max(x, minimum)), of slope 0 and of the chord's."""
+    # the better of two linear fits, of slope 0 and of the chord's
     zero = torch.zeros_like(low)
     rise = f.value(high.clamp_min(minimum)) - f.value(low.clamp_min(minimum))
     flat, steep = (
-        kinked_residual(f, centre, low, high, minimum, slope)
+        kinked_residual(f, x.centre, low, high, minimum, slope)
         for slope in (zero, rise / (high - low).clamp_min(TINY))
     )
-    return chosen(flat, steep, zero, zero)
+    kinked = chosen(flat, steep, zero, zero)
+    return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
 
 
 def kinked_residual(
