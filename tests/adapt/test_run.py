@@ -96,7 +96,7 @@ def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, states, "save_adaptation_state")
+    interrupted(tmp_path, stopped, Adapter, "store")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")

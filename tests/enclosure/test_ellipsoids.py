@@ -11,6 +11,7 @@ from certcli.enclosure.zonotopes.columns import (
     reach_of,
     reach_of_differences,
 )
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -25,7 +26,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     spectral,
 )
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
 from certcli.enclosure.zonotopes.rules.layers import affine
 

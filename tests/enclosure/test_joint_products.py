@@ -14,15 +14,15 @@ from torch.nn import functional
 from certcli.enclosure.zonotopes import ellipsoids, pointwise, products
 from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
-from certcli.enclosure.zonotopes.pointwise import EXP, activation, apply, joint_activation
+from certcli.enclosure.zonotopes.pointwise import activation, apply, joint_activation
 from certcli.enclosure.zonotopes.products import matrix_product
 from certcli.enclosure.zonotopes.rules.attention import AVERAGES, SCORES, attend, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
+from certcli.engine.curves import EXP, GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms

@@ -17,8 +17,8 @@ from timm.models.vision_transformer import VisionTransformer
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, affordable
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.trace import executed

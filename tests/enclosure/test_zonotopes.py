@@ -13,10 +13,19 @@ from certcli.enclosure.zonotopes.columns import matrices, quadratic_radius, runs
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.margins import descent, lower_bounds
-from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply
+from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import squares
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.engine.curves import GELU, GELU_TANH, Curve
+from certcli.engine.curves import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SQRT,
+    Curve,
+)
 from tests.helpers.enclosure_cases import BALL, BLOCKS, BOX, CASES, Case, evaluate, forms
 from tests.helpers.grids import EVERY, crossed
 
