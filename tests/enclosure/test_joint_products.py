@@ -365,3 +365,17 @@ def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
         assert ("first_1" in own) == (entries > 0)
         assert own <= allowed
     torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-7)
+
+
+def a_quarter(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
+    gram = exact_gram(first, second, shape)
+    return gram._replace(matrix=gram.matrix / 4)
+
+
+def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "of_matrix_products", a_quarter)
+    x, y = factors(0)
+    form = matrix_product(x, y, AVERAGES, keyed=False)
+    assert form is not None
+    further, _ = excess(form, x, y, draw(200, BATCH * ROWS * COLUMNS, seed=7))
+    assert (further > 0).any()

@@ -4,6 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
 from certcli.engine.curves import NAMED, STEEP
-from certcli.engine.table import NoRule
+from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_every_rule import QUICK, pixel_model
 from tests.helpers.enclosed import ball_places, sample_images
@@ -218,3 +219,45 @@ def test_the_shipped_network_is_bounded_nearly_as_low_as_its_slope() -> None:
     form = network.near(l2_ball(pixels, 0.1, squares_up_to=128, limit=500, in_box=True)).gradient(weights)  # fmt: skip
     measured = float(steepest_slopes(model, pixels, first, 0.1, "l2")[second])
     assert measured <= Parts.of(form).length <= 1.01 * measured
+
+
+ROW_OF = {
+    "GELU": "gelu-tanh",
+    "LayerNorm": "layer-norm-linear",
+    "FloorNorm": "floor-norm",
+    "Attention": "attention-bare",
+    "MaxMin": "maxmin",
+    "SiLU": "silu",
+    "Linear": "layer-norm-linear",
+    "PixelNormalize": "chunks",
+    "chunk": "chunks",
+    "softmax": "softmax",
+    "expand": "expand",
+    "normalize": "l2-normalize",
+}
+
+
+@pytest.mark.parametrize("what", ROW_OF)
+def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
+
+    def wrong(rule):  # type: ignore[no-untyped-def]
+        scale = torch.tensor(1.5).double()
+        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
+
+    for kind in ("modules", "functions", "methods"):
+        table = getattr(pulls, kind)
+        for key, rule in list(table.items()):
+            if getattr(key, "__name__", key) == what:
+                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
+                monkeypatch.setitem(table, key, planted)
+    guard = Neighbourhood.require_holds
+    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
+    pixels = sample_images(1)[0]
+    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
+        ball("squares", pixels, 0.01)
+    )
+    assert max(faults(near, "squares", pixels)) > 0
+    weights = torch.randn(near.network.model(pixels).shape[1]).double()
+    with pytest.raises(NoRule, match="excludes"):
+        guard(near, weights, near.gradient(weights))

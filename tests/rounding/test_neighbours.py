@@ -38,6 +38,7 @@ from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
 from certcli.nn.layers import MaxMin
+from certcli.nn.lipschitz_networks import PlaceMixer
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors
@@ -477,3 +478,19 @@ def test_convolutions_by_nnpack_are_refused() -> None:
         with torch.backends.nnpack.flags(enabled=False):
             NeighbourErrors(model, size, PRECISIONS["float32"])
     NeighbourErrors(model, size, PRECISIONS["float32"])
+
+
+@pytest.mark.parametrize("arithmetic", EXECUTED if EVERY else ["float32", "fp16"])
+@pytest.mark.parametrize("mixing", ["sort", "soft", "orthogonal"] if EVERY else ["soft"])
+def test_no_execution_changes_a_class_that_token_mixing_certifies(
+    mixing: str, arithmetic: str
+) -> None:
+    torch.manual_seed(4)
+    net = PlaceMixer(
+        channels=1, side=6, patch=3, width=8, depth=2, mixing=mixing, across=4, classes=4
+    )
+    model = network(lambda: net, 0.0, 1.0)
+    pixels = torch.rand(6, *SIZE, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    claims = _claims(model, pixels, arithmetic)
+    assert claims or arithmetic not in ("float64", "float32")
+    _hold(model, pixels, claims, arithmetic)
