@@ -129,7 +129,6 @@ def names(faulty: ModuleType) -> None:
     other.shape = convert_json({"norm_eps": 1e-6}, type(other.shape))
     others.add(faulty.OneShot(other, Schedule(), 0.25, "").digest)
     assert len(others | {digest()}) == 5
-    assert faulty.Diffusion.per_sigma
 
 
 def refuses(faulty: ModuleType) -> None:
@@ -215,9 +214,6 @@ FAULTS: dict[str, Fault] = {
     "a digest without the schedule": Fault(ONE_SHOT, '"schedule": asdict(schedule)', '"schedule": 0', names),
     "a digest without t": Fault(ONE_SHOT, '"step": self.step,', "", names),
     "a digest without the network's fields": Fault(ONE_SHOT, '"network": asdict(net.shape)', '"network": 0', names),
-    "one function for all sigmas": Fault(
-        ONE_SHOT, "per_sigma: ClassVar[bool] = True", "per_sigma: ClassVar[bool] = False", names
-    ),
     "a sigma outside the table": Fault(ONE_SHOT, "if not low <= sigma <= high:", "if False:", refuses),
     "sides that the levels do not divide": Fault(
         ONE_SHOT, "if height % factor or width % factor:", "if height % factor:", refuses
