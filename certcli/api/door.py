@@ -19,7 +19,7 @@ from certcli.api.arguments import (
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError, one_line
 from certcli.system.options import choices
-from certcli.system.watched import require_unchanged
+from certcli.system.reading import require_unchanged
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -19,9 +19,9 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import (
     LocalNetwork,
     affordable,

@@ -80,14 +80,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "SMOOTH_STEPS", 2)
 
 
-def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
-    """In linf those that people quote: at l2's every local certificate would read 0."""
-    told = document("certify", workshop / "plain.safetensors", "--limit", 1, *MADE["linf"][1][:-2])
-    assert list(told["certified"]) == [str(part / 255) for part in (1, 2, 4, 8)]
-    told = document("certify", workshop / "certified.safetensors", "--limit", 2)
-    assert list(told["certified"]) == ["0.25", "0.5", "1"]
-
-
 def lines(path: Path) -> list[Row]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 

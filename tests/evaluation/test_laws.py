@@ -36,7 +36,7 @@ from certcli.evaluation.evidence_schema import (
 )
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import _same_file_name, read_records
+from certcli.evaluation.records import read_records
 from certcli.evaluation.threat import (
     Norm,
     Patch,
@@ -118,8 +118,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
-    count = 4000
-    images = torch.full((count, 1, 1, 2), 0.5).double()
+    images = torch.full((4000, 1, 1, 2), 0.5).double()
     region = Region(norm, 0.4)
     generators = [torch.Generator().manual_seed(3) for _ in range(3)]
     points, again = (region.random_point(images, generator) for generator in generators[:2])
@@ -336,16 +335,6 @@ def test_a_training_certifies_no_more_than_is_right(
     entry = record.Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
     assert (understood(entry) is None) is contradicts
     assert understood(replace(entry, command="divination")) is None
-
-
-def test_a_file_that_nobody_named_is_no_other() -> None:
-    for stated, found, alike in (
-        (None, "a", True),
-        ("a", None, True),
-        ("a", "test/a", True),
-        ("a", "b", False),
-    ):
-        assert _same_file_name(stated, found) is alike
 
 
 def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:

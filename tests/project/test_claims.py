@@ -229,11 +229,6 @@ def test_formulas_of_a_sentence(
     assert left.replace("\\|", "|").replace("∣", "|") == sentence.replace("\\|", "|")
 
 
-def test_a_long_formula_may_break_before_its_relations() -> None:
-    parts = list(formulas._parts("‖Aᵀ B‖² = ‖Bᵀ A Aᵀ B‖ ≤ max_{i = 1} (a = b) c_i"))
-    assert parts == ["‖Aᵀ B‖²", "= ‖Bᵀ A Aᵀ B‖", "≤ max_{i = 1} (a = b) c_i"]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

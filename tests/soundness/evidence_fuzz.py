@@ -170,8 +170,10 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
         ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
-            document = evidence_document(entry, checkpoint.digest)
-            wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
+            wrong = (
+                untrue(lab, number, about, sentence),
+                unmarked(lab, number, about, evidence_document(entry, checkpoint.digest)),
+            )
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
         elif (
             about["command"] in ("attack", "adapt", "constrain") and sentence != run.NOT_UNDERSTOOD

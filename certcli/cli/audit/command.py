@@ -91,7 +91,7 @@ class AuditOptions:
         from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
         from certcli.evaluation.threat import Threat, require_radii
-        from certcli.finetune.rates import parse_duration
+        from certcli.finetune.option_texts import parse_duration
 
         for method in self.methods:
             if method not in METHODS:

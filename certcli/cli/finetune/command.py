@@ -66,16 +66,12 @@ class Order:
     output: groups.Output = groups.Output()
 
 
-OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),)
-"""The options of most runs."""
-
-
 @command(
     "certvit finetune m.safetensors --dataset digits --loss ce --epochs 20",
     "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
     page="finetune.md",
     run="certcli.cli.finetune.run:train",
-    often=OFTEN,
+    often=("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),
 )
 def finetune(order: Order, talk: groups.Talk = groups.Talk()) -> None:
     """Train on --dataset, choose the epoch on its validation images, and prove the bound of the

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE
 from certcli.cli.shared import inputs
 from certcli.cli.shared.command import (
     MOST_IMAGES,
@@ -19,7 +18,7 @@ from certcli.cli.shared.command import (
     marked,
 )
 from certcli.cli.shared.output import Sink
-from certcli.system import errors, files, processes
+from certcli.system import errors, files, processes, reading
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ class Reading:
         "Perturb images of N x N pixels: the network's first layer resizes them. Radii are in "
         "these pixels.",
         min=1,
-        max=LARGEST_SIDE,
+        max=reading.LARGEST_SIDE,
         metavar="N",
     )
 
