@@ -118,7 +118,8 @@ def run_command(name: str, source: str, path: Path, force: bool, options: dict[s
             if one is not None and one is not False:
                 words.append(f"--{option.replace('_', '-')}")
                 words += [] if one is True else [str(one)]
-    before, Sink.invocation = Sink.invocation, Invocation(silent=True)
+    before = Sink.invocation
+    Sink.invocation = Invocation(silent=True)
     try:
         program(words)([*words, "--", source], prog_name="certvit", standalone_mode=False)
     except Exception as failure:  # Typer's own: a value that an option does not take
