@@ -28,8 +28,14 @@ class _Rules:
 
     def __init__(self, domain: "Stepwise") -> None:
         self.domain = domain
-        self.methods = _Looked(slopes.methods, rules.methods, domain)
-        self.functions = _Looked(slopes.functions, rules.functions, domain)
+        self.methods = self._with_errors(slopes.methods, rules.methods)
+        self.functions = self._with_errors(slopes.functions, rules.functions)
+
+    def _with_errors(
+        self, of_slopes: dict[Any, Rule], roundings: dict[Any, Rule]
+    ) -> dict[Any, Rule]:
+        followed = self.domain.followed
+        return {name: followed(slope, roundings.get(name)) for name, slope in of_slopes.items()}
 
     def find(self, module: nn.Module) -> Any:
         slope = slopes.find(module)
@@ -38,22 +44,6 @@ class _Rules:
             return None
         return replace(
             slope, apply=self.domain.followed(slope.apply, None if rule is None else rule.apply)
-        )
-
-
-class _Looked:
-    def __init__(
-        self, slope: Mapping[Any, Rule], rounding: Mapping[Any, Rule], domain: "Stepwise"
-    ) -> None:
-        self.slope = slope
-        self.own = rounding
-        self.domain = domain
-
-    def get(self, name: Any) -> Rule | None:
-        return (
-            self.domain.followed(self.slope[name], self.own.get(name))
-            if name in self.slope
-            else None
         )
 
 
@@ -127,6 +117,7 @@ class Stepwise(GlobalDomain):
             proven = [
                 place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
             ]
+            assert ctx.node is not None
             self.tensors[ctx.node.name] = proven
             steps = [
                 self._step(ctx, sources, values, own_rounding, hides)
