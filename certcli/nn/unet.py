@@ -74,6 +74,11 @@ class UNetShape:
         """Tell whether time scales and shifts a normalised map; else it is added before."""
         return self.resnet_time_scale_shift == "scale_shift"
 
+    @property
+    def waves(self) -> int:
+        """Return the number of waves of t, from which its embedding is computed."""
+        return self.block_out_channels[0]
+
     def head_width(self, width: int) -> int:
         """Return the width of one head of attention over maps of this width."""
         return self.attention_head_dim or width
@@ -251,7 +256,7 @@ class TimeEmbedding(nn.Module):
 
     def __init__(self, shape: UNetShape, width: int) -> None:
         super().__init__()
-        self.waves = shape.block_out_channels[0]
+        self.waves = shape.waves
         self.freq_shift = shape.freq_shift
         self.flip_sin_to_cos = shape.flip_sin_to_cos
         self.linear_1 = nn.Linear(self.waves, width)
