@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -43,7 +44,8 @@ class Move:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the tensor, or several, with 0 where `filled` stands."""
-        args, named = _with_tensors((self.args, self.named), x.device)
+        arguments = (self.args, self.named)
+        args, named = tree_map_only(Constant, lambda part: part.tensor.to(x.device), arguments)
         return self.function(x, *args, **named)
 
     def places(self, shape: Shape) -> list[Tensor]:
@@ -84,17 +86,6 @@ def constants_in(x: Any) -> list[Tensor]:
     if isinstance(x, (list, tuple)):
         return [constant for part in x for constant in constants_in(part)]
     return [x.tensor] if isinstance(x, Constant) else []
-
-
-def _with_tensors(x: Any, device: torch.device) -> Any:
-    """Return arguments with tensors in place of constants."""
-    if isinstance(x, Constant):
-        return x.tensor.to(device)
-    if isinstance(x, dict):
-        return {name: _with_tensors(part, device) for name, part in x.items()}
-    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)(_with_tensors(part, device) for part in x)
-    return x
 
 
 Describe = Callable[..., Move]
