@@ -273,9 +273,10 @@ def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
 
 @spelled(pulls, "quotient")
 def divide(ctx: PullContext, x: Form, y: Any) -> Pulled:
-    """By a number; or by one number y a row: g / y, and -<g, x> / y^2."""
+    """By constants; or by one number y a row: g / y, and -<g, x> / y^2."""
     if not isinstance(y, Form):
-        return [(x, ctx.gradient.linear(lambda t: t / y, lambda t: t / abs(y), 1))]
+        divisor = constant_operand(y, x.centre, x.shape)
+        return [(x, ctx.gradient.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), 1))]
     inverse = ctx.once("inverse", lambda: apply(RECIPROCAL, y.worked()).solid())
     of_first = by_row(ctx.gradient.worked(), inverse)
     along = inner(of_first.worked(), x)
