@@ -226,6 +226,13 @@ def _aten_layer_norm(
     return program.apply(layers.layer_norm_module(weight, bias, eps), x)
 
 
+def _aten_rms_norm(
+    program: Program, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    module = nn.RMSNorm(list(shape), eps, elementwise_affine=weight is not None)
+    return program.apply(layers.with_weights(module, weight=weight), x)
+
+
 def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
     raise_if(train and p, Refused, "dropout in training: export model.eval()")
     return x
@@ -261,15 +268,26 @@ _READERS: dict[str, Callable[..., Any]] = {
     **{name: lambda p, x, kind=kind: p.apply(kind(), x) for name, kind in _MODULES.items()},
     **{name: _aten_binary(function) for name, function in _BINARY.items()},
     **{name: lambda p, x, **_: x for name in _SAME},
+    **{
+        name: lambda p, x, *args, curve=getattr(functional, name): p.apply(curve, x, *args)
+        for name in ("hardtanh", "leaky_relu", "relu6")
+    },
     **dict.fromkeys(_RESHAPED, _aten_reshape),
     "scaled_dot_product_attention": _aten_attention,
     "conv2d": _aten_convolution,
     "batch_norm": _aten_batch_norm,
     "layer_norm": _aten_layer_norm,
+    "rms_norm": _aten_rms_norm,
     "max_pool2d": lambda p, x, kernel, stride=(), padding=0, dilation=1, ceil=False: p.apply(
         nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil), x
     ),
     "dropout": _aten_dropout,
+    **dict.fromkeys(
+        ("clamp", "clamp_min"), lambda p, x, min=None, max=None: p.apply(torch.clamp, x, min, max)
+    ),
+    "linalg_vector_norm": lambda p, x, order=2, dim=None, keepdim=False, *, dtype=None: p.apply(
+        torch.linalg.vector_norm, x, order, dim, keepdim
+    ),
     "slice": _aten_slice,
     "split": _aten_split,
     "split_with_sizes": _aten_split,
@@ -290,6 +308,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "softmax": lambda p, x, dim, dtype=None: p.apply(
         nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x
     ),
+    "einsum": lambda p, equation, values, path=None: p.apply(torch.einsum, equation, *values),
     "matmul": lambda p, a, b: p.apply(torch.matmul, a, b),
     "bmm": lambda p, a, b: p.apply(torch.matmul, a, b),
     "adaptive_avg_pool2d": lambda p, x, size: p.apply(nn.AdaptiveAvgPool2d(size), x),
