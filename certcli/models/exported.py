@@ -20,7 +20,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
-from certcli.models.onnx.program import Program, on_meta, shape_of
+from certcli.models.onnx.program import Program, ReadGraph, on_meta, shape_of
 from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
@@ -67,7 +67,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
                 "torch.export.export(model.eval(), (one image,)), without decompositions",
             ) from failure
     join(reader.program)
-    return fx.GraphModule(reader.program.root, reader.program.graph).eval(), reader.size
+    return ReadGraph(reader.program.root, reader.program.graph).eval(), reader.size
 
 
 class _Reader:
@@ -268,10 +268,6 @@ _READERS: dict[str, Callable[..., Any]] = {
     **{name: lambda p, x, kind=kind: p.apply(kind(), x) for name, kind in _MODULES.items()},
     **{name: _aten_binary(function) for name, function in _BINARY.items()},
     **{name: lambda p, x, **_: x for name in _SAME},
-    **{
-        name: lambda p, x, *args, curve=getattr(functional, name): p.apply(curve, x, *args)
-        for name in ("hardtanh", "leaky_relu", "relu6")
-    },
     **dict.fromkeys(_RESHAPED, _aten_reshape),
     "scaled_dot_product_attention": _aten_attention,
     "conv2d": _aten_convolution,
@@ -304,6 +300,9 @@ _READERS: dict[str, Callable[..., Any]] = {
         p, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes])
     ),
     "linear": lambda p, x, weight, bias=None: p.apply(linear_module(weight, bias), x),
+    "hardtanh": lambda p, x, *args: p.apply(functional.hardtanh, x, *args),
+    "leaky_relu": lambda p, x, *args: p.apply(functional.leaky_relu, x, *args),
+    "relu6": lambda p, x: p.apply(functional.relu6, x),
     "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
     "softmax": lambda p, x, dim, dtype=None: p.apply(
         nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from torch import Tensor, nn
 import certvit
 from certcli.checkpoint.record import InputSpec
 from certcli.models.in_memory import open_module
+from certcli.models.onnx import network
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.surgery import REPLACEMENTS
-from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.errors import CertvitError, NoBoundError, UsageError
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import RULES, build_row
@@ -194,6 +196,64 @@ def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -
         assert smaller == INF or len(others) >= len(radii), way
         pairs = zip(others, radii)
         assert all(one * smaller >= other * (1 - 1e-6) for one, other in pairs), way
+
+
+ALIKE = (
+    ("Add", "Sub", "Mul", "Div", "Max", "Min"),
+    ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceL2"),
+    ("Sqrt", "Reciprocal", "Erf", "Sigmoid", "Exp"),
+)
+"""Operators that an edited file may have in place of each other."""
+
+
+def nearly_the_same(data: bytes, rng: random.Random) -> bytes:
+    """Return the file with another operator, order of inputs, or number."""
+    model = onnx.ModelProto.FromString(data)
+    node = rng.choice(model.graph.node)
+    node.op_type = rng.choice(next((ops for ops in ALIKE if node.op_type in ops), [node.op_type]))
+    if rng.random() < 0.3:
+        node.input[:] = rng.sample(list(node.input), len(node.input))
+    stored = [one.t for each in model.graph.node for one in each.attribute if one.HasField("t")]
+    tensor = rng.choice([*model.graph.initializer, *stored])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    if values.dtype.kind == "f":
+        values.flat[rng.randrange(values.size)] += rng.choice((0.0, 0.1))
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    return bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *("attention", "attention-l2-windows", "attention-l2-gated", "attention-cosine-after-norm"),
+        *("attention-lipschitz-norm-after-norm", "floor-norm-linear", "gelu", "maxmin"),
+    ],
+)
+def test_what_is_joined_computes_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    """Of the file, and of edited ones, in which a pattern is only almost there."""
+    images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(1)).double() * 3 - 1
+    net = nn.Sequential(build_row(row), nn.Flatten()).eval()
+    path = exported_onnx(net, tmp_path / "net.onnx", 17, image=images[:1])
+    data = path.read_bytes()
+    rng = random.Random(7)
+    compared = 0
+    for trial in range(1000 if EVERY else 20):
+        path.write_bytes(nearly_the_same(data, rng) if trial else data)
+        try:
+            model = read_model(path)[0]
+            joined, _ = network_of_onnx(path, model)
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(network, "join", lambda program: None)
+                written = network_of_onnx(path, model)[0].double()(images)
+        except (CertvitError, RuntimeError):
+            continue
+        with torch.no_grad():
+            ours = joined.double()(images)
+        assert torch.allclose(ours, written, rtol=1e-7, atol=1e-7, equal_nan=True), trial
+        compared += 1
+    assert compared > 9
 
 
 @pytest.mark.parametrize("name", ["l2", "scsa", "lnorm", "l2-untied-value"])

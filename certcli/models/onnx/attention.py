@@ -67,10 +67,6 @@ class Rows:
     bias: Tensor
     factors: Tensor | None = None
 
-    @property
-    def factor(self) -> float:
-        return self.entries.factor
-
     def is_same_map(self, other: "Rows") -> bool:
         same = self.tokens is other.tokens and torch.equal(self.weight, other.weight)
         return same and torch.equal(self.bias, other.bias)
@@ -108,7 +104,7 @@ def _head_rows(program: Program, node: Any, *, transposed: bool = False) -> Rows
     normed, factors = _source_of_unit_rows(program, entries.source)
     if normed is not None:
         rows = _head_rows(program, normed)
-        require_like(rows.factors is None and rows.factor == 1)
+        require_like(rows.factors is None and rows.entries.factor == 1)
         require_like(is_in_order(entries, shape_of(normed)))
         return replace(rows, factors=factors * entries.factor)
     layer = module_of(program, entries.source, nn.Linear)
@@ -287,14 +283,14 @@ def _map_of_heads(program: Program, node: fx.Node) -> tuple[fx.Node, Tensor, Ten
 def _attention_module(program: Program, rows: list[Rows], scores: Scores) -> tuple[Any, float]:
     """Return the module of these rows and scores without its output map, and the factor of its heads."""
     query, key, value = rows
-    factor = scores.factor * query.factor * key.factor
+    factor = scores.factor * query.entries.factor * key.entries.factor
     units = [each.factors for each in rows if each.factors is not None]
     plain = [each.scaled(1) for each in rows]
     if units:
         require_like(len(units) == 3 and scores.squared is None and scores.divisor is None)
         module = _lipschitz_module(CosineAttention, plain, query, scores)
         return with_weights(module, tau=units[0] * units[1] * scores.factor, nu=units[2]), 1.0
-    require_like(value.factor == 1)
+    require_like(value.entries.factor == 1)
     if scores.divisor is not None:
         require_like(factor == 1)
         scale = near_one(math.sqrt(FLOOR / _floor_of_lengths(scores.divisor, rows)))
@@ -304,7 +300,7 @@ def _attention_module(program: Program, rows: list[Rows], scores: Scores) -> tup
         require_like(scores.bias is None and scores.mask is None and factor > 0)
         return _timm_module(query, plain, factor), 1.0
     squared = _head_rows(program, scores.squared)
-    share = scores.square * squared.factor**2
+    share = scores.square * squared.entries.factor**2
     require_like(query.is_same_map(key) and query.is_same_map(squared))
     require_like(squared.factors is None and 0 < 2 * share == factor)
     scale = near_one(math.sqrt(share * math.sqrt(query.weight.shape[1])))
@@ -372,7 +368,7 @@ def _row_of_length(node: Any, rows: list[Rows]) -> int:
     entries = moved_entries(whole)
     for place, each in enumerate(rows):
         index = each.entries.index if place else each.entries.index.flatten(2)
-        same = entries.source is each.entries.source and entries.factor == each.factor == 1
+        same = entries.source is each.entries.source and entries.factor == each.entries.factor == 1
         if same and torch.equal(entries.index, index):
             return place
     return -1

@@ -145,18 +145,14 @@ def join_rms_norm(program: Program, node: Any) -> None:
 
 def _source_of_centring(node: Any) -> Any:
     """Return x where a node is x - mean(x)."""
-    if getattr(node, "target", None) is not operator.sub:
-        return None
-    x, average = node.args
+    x, average = node.args if getattr(node, "target", None) is operator.sub else (None, None)
     return x if isinstance(x, fx.Node) and _source_of_mean(average) is x else None
 
 
 def _source_of_mean(node: Any) -> Any:
     """Return what a node averages over the last axis, which stays."""
     source = argument_of(node, torch.mean)
-    if source is None or not node.args[2]:
-        return None
-    return source if is_over_last(node) else None
+    return source if source is not None and node.args[2] and is_over_last(node) else None
 
 
 def join_centring(program: Program, node: Any) -> None:
@@ -167,8 +163,7 @@ def join_centring(program: Program, node: Any) -> None:
     width = 0 if x is None else shape_of(x)[-1]
     require_like(0 < width**2 <= program.values_left)
     program.values_left -= width**2
-    eye = torch.eye(width, dtype=torch.float64)
-    program.replace(node, linear_module(eye - 1 / width, None), x)
+    program.replace(node, linear_module(torch.eye(width, dtype=torch.float64) - 1 / width, None), x)
 
 
 def join_maxmin(program: Program, node: Any) -> None:

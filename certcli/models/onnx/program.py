@@ -35,6 +35,15 @@ Target = str | nn.Module | Callable[..., Any]
 """A method of tensors by its name, a module, or a function."""
 
 
+class ReadGraph(fx.GraphModule):
+    """A finished graph. torch's own prints a traceback where an operation fails."""
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
+
+
 class Program:
     """A graph in the making. Values are nodes of it, whose `meta["value"]` has the shape for a batch
     of one, or constants: tensors.
@@ -154,9 +163,7 @@ def module_of(program: Program, node: Any, kind: type[nn.Module]) -> Any:
 
 def with_number(node: Any, function: Any) -> tuple[Any, float] | None:
     """Return (x, c) where a node is x function c for a number c, also c x; else None."""
-    if not isinstance(node, fx.Node) or node.target is not function:
-        return None
-    first, second = node.args
+    first, second = node.args if getattr(node, "target", None) is function else (None, None)
     if isinstance(second, float):
         return first, second
     commutes = function in (operator.add, operator.mul)
