@@ -228,7 +228,7 @@ def with_row(program: Program, node: fx.Node, function: Any, width: int) -> tupl
     require_like(len(node.users) == 1)
     inner, row = with_constant(program, user, function) or (None, torch.ones(()))
     require_like(inner is node and row.shape[-1:] == (width,) and row.numel() == width)
-    require_like(row.dim() <= len(shape_of(node)))
+    require_like(row.dim() <= len(shape_of(node)) and row.is_floating_point())
     return user, row.reshape(-1)
 
 
