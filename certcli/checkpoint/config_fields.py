@@ -108,8 +108,7 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     """
     raw = decode_json(text, Json)
     problem = other_problem(raw)
-    if problem is not None and decides:
-        raise Refused(problem)
+    raise_if(problem is not None and decides, Refused, problem or "")
     flat = not isinstance(raw.get(_NESTED), dict)
     raise_if(flat and raw.get(_NESTED) is not None, Refused, f"{_NESTED} is no dictionary")
     about: Json = raw if flat else raw[_NESTED]

@@ -115,11 +115,13 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     by_torch = path.suffix in TORCH_SUFFIXES
     bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
     bare = without_wrapping(bare, path, None, _FIRST)
-    if bare.normaliser is not None:
-        raise ArchitectureError(
-            f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
-            "write the network alone",
-        )
+    names = () if bare.normaliser is None else bare.normaliser.names
+    raise_if(
+        names,
+        ArchitectureError,
+        f"{path} holds {' and '.join(names)} beside its network, and certvit's denoisers take pixels",
+        "write the network alone",
+    )
     return bare.tensors
 
 
@@ -275,10 +277,9 @@ def _closed(
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in config.items():
         is_known = name in names or name in idle or name.startswith("_")
-        if name in fixed and value not in fixed[name]:
-            raise ArchitectureError(
-                f"{path}: {name} is {one_line(str(value))}, and certvit's UNet has {fixed[name][0]}"
-            )
+        usual = fixed.get(name, (value,))
+        other = f"{path}: {name} is {one_line(value)}, and certvit's UNet has {usual[0]}"
+        raise_if(value not in usual, ArchitectureError, other)
         raise_if(
             not is_known and name not in fixed,
             ArchitectureError,
