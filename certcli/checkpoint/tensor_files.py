@@ -22,7 +22,7 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode_json
-from certcli.system import watched
+from certcli.system import reading
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.files import atomic_file, sweep
 from certcli.system.reading import is_absent, open_regular, read_bounded
@@ -125,7 +125,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             changed meanwhile.
     """
     try:
-        with watched.read_whole(path) as place, open_regular(place or path) as file:
+        with reading.read_whole(path) as place, open_regular(place or path) as file:
             fields, metadata, size = read_header(file)
             _require_places(fields, size)
             buffer: bytearray | mmap.mmap

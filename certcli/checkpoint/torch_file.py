@@ -24,8 +24,7 @@ import torch
 
 from certcli.checkpoint.tensor_files import require_no_pointer
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
-from certcli.system.reading import open_regular
-from certcli.system.watched import read_whole
+from certcli.system.reading import open_regular, read_whole
 
 MAGIC = b"PK\x03\x04"
 LARGEST_DIRECTORY = 2**26

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import parse_radius
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.option_texts import (
     BANDS,

@@ -244,8 +244,13 @@ CROWDED = {"smoothing": [0.2] * 7 + [0.95] * 7, "patch": [0.2, 0.95, 0.95]}
 def test_no_certificate_of_a_class_that_single_images_do_not_have(method: str) -> None:
     checkpoint = certvit.load(Crowded().eval(), mean=0.0, std=1.0, input_size=SIZE)
     pixels = torch.stack([torch.full(SIZE, value) for value in CROWDED[method]])
-    labels = torch.zeros(len(pixels), dtype=torch.int64)
-    rows = certvit.certify(checkpoint, pixels, labels, method=method, **OPTIONS[method])
+    rows = certvit.certify(
+        checkpoint,
+        pixels,
+        torch.zeros(len(pixels), dtype=torch.int64),
+        method=method,
+        **OPTIONS[method],
+    )
     assert [row.prediction for row in rows] == [0] * len(pixels)
 
 

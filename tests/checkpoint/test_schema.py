@@ -424,17 +424,6 @@ def test_the_digest_covers_the_function(
     assert (changed.digest != tiny.digest) == other
 
 
-def test_the_digest_is_the_same_after_writing(tiny: Checkpoint, tmp_path: Path) -> None:
-    """Numbers that JSON writes in another way are the same numbers."""
-    spec = replace(tiny.record.input, mean=(0,), std=(1,), crop_pct=1)
-    before = Checkpoint(
-        tiny.tensors,
-        replace(tiny.record, input=spec, arch_args={**tiny.record.arch_args, "img_size": (8, 8)}),
-    )
-    before.write(tmp_path / "a.safetensors")
-    assert Checkpoint.read(tmp_path / "a.safetensors").digest == before.digest
-
-
 def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) -> None:
     """`log` marks evidence that is older than an edit of std."""
     told = tiny.with_evidence("lipschitz", {}, {"log10_upper": 1.0, "upper": 10.0})
@@ -442,22 +431,6 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
     done = console("log", "m.safetensors", "--json", folder=room)
     assert [entry["stale"] for entry in json.loads(done.out)["evidence"]] == [True]
     assert "another network" in console("log", "m.safetensors", folder=room).out
-
-
-def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
-    """A training does not resume on other images or labels."""
-    from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import training_identity
-
-    images = datasets.load_dataset("digits", tiny.record.input, "val")
-    inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
-    relabelled = replace(images, labels=images.labels.flip(0))
-    found = [
-        training_identity(tiny.digest, FinetuneSettings(), images, other)
-        for other in (images, inverted, relabelled)
-    ]
-    assert len(set(found)) == 3
-    assert found[0] == training_identity(tiny.digest, FinetuneSettings(), images, images)
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,7 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
         tmp_path / "out.safetensors",
     ]
     outcome = commands.certvit(*words)
-    report = json.loads(outcome.stdout)
-    (layer,) = report["layers"]
+    (layer,) = json.loads(outcome.stdout)["layers"]
     # an image of 8 x 8 has four patches of 16 pixels
     assert layer["rank"] == (4 * images if said else 16)
     assert layer["ridge"] == 0.3

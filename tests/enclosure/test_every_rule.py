@@ -14,7 +14,7 @@ from certcli.enclosure.balls.ball import Near, settled
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.products import TIMES, product
-from certcli.engine.table import ModuleRule, RuleTable, pin
+from certcli.engine.table import ModuleRule, RuleTable, unchanged
 from certcli.models.pixels import PixelModel
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, sample_images
 from tests.helpers.grids import EVERY
@@ -111,8 +111,7 @@ def hardswish_of_one_piece(ctx: object, module: nn.Module, x: Form) -> Form:
     middle = product(x, x.shift(torch.tensor(3.0).double()), TIMES, 1).scale(
         torch.tensor(1 / 6).double()
     )
-    inside = (x.centre.abs() < 3).double()
-    return middle.scale(inside) + x.scale((x.centre >= 3).double())
+    return middle.scale((x.centre.abs() < 3).double()) + x.scale((x.centre >= 3).double())
 
 
 def threshold_of_slope_one(ctx: object, module: nn.Module, x: object) -> Near:
@@ -131,7 +130,7 @@ PLANTED = {
 def test_a_wrong_rule_that_is_added_is_caught(domain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, rule, kind, module = PLANTED[domain]
     name = type(module)
-    pin(name)
+    unchanged(name)
     monkeypatch.setitem(table.modules, name, ModuleRule(name, rule, lambda module: True))
     assert entries_without_row(table, reached_by_rows(table)) == [title(("modules", name))]
     row = Enclosed(pixel_model(of_tokens(module, scale=8.0)))

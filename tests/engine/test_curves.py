@@ -94,30 +94,6 @@ def test_derivatives_are_those_of_the_curve_and_within_their_bounds(name: str) -
         assert bool((steps >= 0).all()) or bool((steps <= 0).all())
 
 
-LINES = [name for name, f in CURVES.items() if f.line is not None]
-
-
-@pytest.mark.parametrize("name", LINES)
-def test_a_broken_line_is_its_curve(name: str) -> None:
-    f = CURVES[name]
-    line = f.line
-    assert line is not None
-    total = line.slope * X + line.start
-    for place, rise in line.kinks:
-        total = total + rise * (X - place).clamp_min(0)
-    # where kinks are far away, terms of their size cancel
-    assert torch.allclose(total, f.value(X), rtol=1e-12, atol=1e-12)
-
-
-def test_a_bound_that_is_too_small_is_seen() -> None:
-    for name in SMOOTH:
-        f = CURVES[name]
-        _, slope, bend, third = derivatives(f, 3)
-        for bound, found in ((f.slope, slope), (f.bend, bend), (f.third, third)):
-            if 0 < bound < math.inf:
-                assert float(found.nan_to_num().abs().max()) > 0.8 * bound, (name, bound)
-
-
 class Doubled(nn.Linear):
     def forward(self, x: Any) -> Any:
         return 2 * super().forward(x)

@@ -31,7 +31,6 @@ from tests.soundness.attack_campaign import (
 )
 from tests.soundness.mutants.__main__ import place_of
 from tests.soundness.mutants.operators import mutants, mutated
-from tests.soundness.mutants.rooms import ROOMS, ROOT
 
 BALLS = ("lipschitz", "box", "local", "local-lip", "bcp")
 
@@ -256,12 +255,3 @@ def test_every_kind_of_change_is_made_and_messages_are_left_alone(tmp_path: Path
         ),
         *("call skipped", "negation dropped", "end of a range"),
     }
-
-
-@pytest.mark.parametrize("name", ROOMS)
-def test_every_source_and_test_of_a_room_exists(name: str) -> None:
-    """A file that got another name would leave the campaign in silence."""
-    room = ROOMS[name]
-    missing = [part for part in room.sources if not (ROOT / "certcli" / part).exists()]
-    missing += [part for part in room.tests if not (ROOT / "tests" / part).exists()]
-    assert not missing

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import MOST_IMAGES, Reads, command, group
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
 
@@ -16,7 +16,7 @@ class TrainingMachine(groups.Device):
         None,
         "Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
         min=1,
-        max=options.MOST_IMAGES,
+        max=MOST_IMAGES,
     )
 
 
@@ -34,14 +34,14 @@ class Order:
         "Also learn from this network's outputs (distillation).",
         metavar="CKPT",
         panel="Teacher",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     denoiser: Path | None = option(
         None,
         "With --noise: denoiser of the noisy images, as in certify --denoiser.",
         metavar="PATH",
         panel="Augmentation",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     data: groups.Data = groups.Data()
     machine: TrainingMachine = TrainingMachine()
