@@ -183,7 +183,11 @@ def assembled(
     shape = _diffusers_shape(config, where)
     schedule = _diffusers_schedule(rule, where)
     require_channels(shape, channels, where)
-    tensors = {_new_name(name): value for name, value in tensors_of().items()}
+    old = re.compile(rf"\b(attentions\..*\.)({'|'.join(OLD_NAMES)})(?=\.[^.]+$)")
+    tensors = {
+        old.sub(lambda match: match[1] + OLD_NAMES[match[2]], name): value
+        for name, value in tensors_of().items()
+    }
     try:
         with torch.device("meta"):
             net = UNet(shape)
@@ -201,13 +205,6 @@ def require_channels(shape: UNetShape, channels: int, where: str) -> None:
         f"the denoiser {where} is for {shape.in_channels} channels "
         f"(and gives {shape.out_channels}), the network for {channels}",
     )
-
-
-def _new_name(name: str) -> str:
-    parts = name.split(".")
-    if "attentions" in parts[:-1] and parts[-2] in OLD_NAMES:
-        parts[-2] = OLD_NAMES[parts[-2]]
-    return ".".join(parts)
 
 
 def _json_fields(path: Path) -> dict[str, Any]:

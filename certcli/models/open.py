@@ -159,21 +159,17 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if normaliser is not None:
         read_file = replace(read_file, reading=read_with(read_file.reading, hints, normaliser))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-    record = _valid(read_file.reading.noted(replace(read_file.record, foreign=texts)), path.name)
+    record = read_file.reading.noted(replace(read_file.record, foreign=texts))
+    try:  # as certvit's own file of it would be read
+        record = Record.from_json(record.to_json())
+    except CertvitError as failure:
+        raise ArchitectureError(
+            f"{one_line(path.name)} is described by values that no record may hold: {failure.message}",
+            "check the options and the configs beside the file",
+        ) from failure
     return build.with_network(
         Checkpoint(read_file.tensors, record), read_file.net, read_file.reading
     )
-
-
-def _valid(record: Record, name: str) -> Record:
-    """Return the record; ArchitectureError unless certvit's own file of it would be read."""
-    try:
-        return Record.from_json(record.to_json())
-    except CertvitError as failure:
-        raise ArchitectureError(
-            f"{one_line(name)} is described by values that no record may hold: {failure.message}",
-            "check the options and the configs beside the file",
-        ) from failure
 
 
 _MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
