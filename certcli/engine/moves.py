@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -44,8 +43,10 @@ class Move:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the tensor, or several, with 0 where `filled` stands."""
-        arguments = (self.args, self.named)
-        args, named = tree_map_only(Constant, lambda part: part.tensor.to(x.device), arguments)
+        args, named = replaced(
+            (self.args, self.named),
+            lambda part: part.tensor.to(x.device) if isinstance(part, Constant) else part,
+        )
         return self.function(x, *args, **named)
 
     def places(self, shape: Shape) -> list[Tensor]:
@@ -86,6 +87,20 @@ def leaves(x: Any, kind: Any) -> list[Any]:
     if isinstance(x, (list, tuple)):
         return [leaf for part in x for leaf in leaves(part, kind)]
     return [x] if isinstance(x, kind) else []
+
+
+def constants_in(x: Any) -> list[Tensor]:
+    """Return the constant tensors among arguments."""
+    return [constant.tensor for constant in leaves(x, Constant)]
+
+
+def replaced(x: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with each leaf changed."""
+    if isinstance(x, dict):
+        return {name: replaced(part, change) for name, part in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)(replaced(part, change) for part in x)
+    return change(x)
 
 
 Describe = Callable[..., Move]
