@@ -11,7 +11,7 @@ from torch import Tensor
 from certcli.attack.run import RobustAccuracy
 from certcli.certify.certificate import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_percent,
     attacked_radius,
     percent_ends,

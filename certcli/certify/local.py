@@ -47,8 +47,8 @@ from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.evidence import Claim
+from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory

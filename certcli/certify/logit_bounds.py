@@ -23,7 +23,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.engine.replay import logits_agree
 from certcli.engine.table import NoRule
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory

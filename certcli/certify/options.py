@@ -8,10 +8,15 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self, get_args
 
-from certcli.evaluation.choices import Precision
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
-from certcli.evaluation.radii import Norm, attacked_radius, parse_number, parse_radius
-from certcli.evaluation.threat import Patch
+from certcli.evaluation.threat import (
+    Norm,
+    Patch,
+    Precision,
+    attacked_radius,
+    parse_number,
+    parse_radius,
+)
 from certcli.system.errors import UsageError
 from certcli.system.options import option, require_choices
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from certcli.evaluation.radii import parse_radius
+from certcli.evaluation.threat import parse_radius
 from certcli.finetune.augmentations import BANDS, SQUARES, require_known_augmentations
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
 from certcli.finetune.rates import parse_duration, rate_curve

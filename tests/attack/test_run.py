@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.attack import checks, examples
+from certcli.attack import checks, findings
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.ascent import lost_margin
 from certcli.attack.run import AttackRecord, attack_images, robust_accuracy, robust_curve
@@ -316,7 +316,7 @@ def test_examples_are_proofs_by_themselves() -> None:
             keep_images=True,
         )
     )
-    saved = examples.collect([record for record in records if record.fell])
+    saved = findings.collect([record for record in records if record.fell])
     assert (
         len(saved["indices"])
         == len(saved["indices"].unique())

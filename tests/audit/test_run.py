@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from PIL import Image
 
 from certcli.attack.settings import AttackSettings
 from certcli.audit import judging, plan
@@ -134,39 +133,6 @@ def test_what_is_shown_to_be_typed_works_here(
     certvit(*shlex.split(table["next"][0])[1:], "--quiet")
 
 
-def test_an_anonymous_document_names_no_folder_and_says_so(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret = tmp_path / "of somebody"
-    (secret / "photos").mkdir(parents=True)
-    Image.new("L", (8, 8), 99).save(secret / "photos" / "holiday.png")
-    shutil.copy(workshop / "certified.safetensors", secret / "net.safetensors")
-    monkeypatch.chdir(tmp_path)
-    words = (
-        "audit",
-        secret / "net.safetensors",
-        "--dataset",
-        secret / "photos",
-        "-a",
-        "fgsm",
-        "-q",
-    )
-    reports = [part for name in ("r.json", "r.html") for part in ("--report", name)]
-    certvit(*words, *reports)
-    assert "of somebody" in Path("r.json").read_text()
-    assert "holiday" in Path("r.json").read_text()
-    certvit(*words, *reports, "--anonymous", "--force")
-    for name in reports[1::2]:
-        text = html.unescape(Path(name).read_text())
-        assert "of somebody" not in text
-        assert "holiday" not in text
-        assert "Left out" in text
-    table = json.loads(Path("r.json").read_text())
-    assert table["machine"]["cpu"] == ""
-    assert table["network"]["path"] is None
-    assert table["reproduce"].endswith("--anonymous")
-
-
 @pytest.mark.parametrize("typed", ["vit_tiny_patch16_224", "sub/vit_tiny_patch16_224", "elsewhere"])
 def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +143,7 @@ def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
     assert plan.unmistakable(typed) == as_typed
     name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
-    assert plan.Typed(typed).anonymous().source == name
+    assert plan.last_part(typed) == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:

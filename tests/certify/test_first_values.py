@@ -22,7 +22,7 @@ from certcli.certify.options import EFFORTS, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import pixel_ball
 from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.models import build
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel

@@ -21,7 +21,7 @@ from certcli.certify.patch.double_masking import DoubleMasking, Voting, vote_sta
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify.records import margin_attack
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.pixels import Grid, SeenPart, band_views

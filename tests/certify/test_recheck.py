@@ -22,7 +22,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images

@@ -28,8 +28,7 @@ from certcli.checkpoint.outputs import (
 )
 from certcli.checkpoint.tensor_files import INDEX, PART_OF, orphans, read_metadata
 from certcli.cli.main import COMMANDS
-from certcli.cli.shared.command import info_of, spelling
-from certcli.cli.shared.options import Reads, Writes
+from certcli.cli.shared.command import Reads, Writes, info_of, spelling
 from certcli.system.errors import UsageError
 from tests.helpers.commands import attempt, certvit
 

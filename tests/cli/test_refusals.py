@@ -40,6 +40,7 @@ certify n.onnx --vnnlib q.vnnlib --records r.jsonl | 2 | --records does not go w
 constrain n.onnx | 2 | n.onnx is a program
 finetune n.onnx --loss ce | 2 | n.onnx is a program
 adapt n.onnx | 2 | n.onnx is a program
+adapt m -o . | 2 | -o . names no file
 lipschitz n.onnx -o x.safetensors | 2 | n.onnx is a program
 attack n.onnx -o x.safetensors | 2 | n.onnx is a program
 certify m -e nan | 2 | nan

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint import record, schema
-from certcli.evaluation import record_lines, threat
+from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
@@ -34,16 +34,18 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.perturbation import Region, image_norms
-from certcli.evaluation.radii import (
+from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
+from certcli.evaluation.records import read_records, require_share
+from certcli.evaluation.threat import (
     Norm,
+    Patch,
+    Threat,
     attacked_radius,
     confidence,
     proven_percent,
     proven_radius,
     require_radii,
 )
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import read_records, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
@@ -76,9 +78,9 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
         moved = image.clone()
         moved[..., 1, 1] = value
         assert bool(wide.contains(moved, image)) is inside
-        assert threat.Threat(norm, 9.0).allows(moved[0], image[0]) is inside
-    assert threat.Threat(norm, 0.25).allows((image + step)[0], image[0])
-    assert not threat.Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
+        assert Threat(norm, 9.0).allows(moved[0], image[0]) is inside
+    assert Threat(norm, 0.25).allows((image + step)[0], image[0])
+    assert not Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -103,7 +105,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
         )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places = Region.within(threat.Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
+    places = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
     rows = torch.tensor([2, 0])
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
@@ -158,9 +160,9 @@ def test_radii_ascend_and_shares_are_shares() -> None:
 def test_a_patch_fits_into_its_image(text: str, image: tuple[int, int], fits: bool) -> None:
     if not fits:
         with pytest.raises(UsageError, match="do not fit"):
-            threat.Patch.read(text, image)
+            Patch.read(text, image)
     else:
-        assert threat.Patch.read(text, image).within(threat.Patch(*image))
+        assert Patch.read(text, image).within(Patch(*image))
 
 
 @pytest.mark.parametrize("digits", [1, 3, 6])

@@ -16,10 +16,10 @@ import pytest
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import record_lines, threat
+from certcli.evaluation import record_lines
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
-from certcli.evaluation.radii import attacked_percent
 from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
+from certcli.evaluation.threat import Threat, attacked_percent
 from certcli.images import datasets
 from certcli.images.labelled import Images
 from certcli.report import figures
@@ -428,9 +428,7 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(
-        certificates, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)]
-    )
+    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
@@ -451,9 +449,7 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(1, 1, None, 0.0, "smoothing", 0.001),
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
-    found = certified_accuracy(
-        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
-    ).to_json()
+    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,
         {"0.25": 0.5, "0.5": 0.0},

@@ -33,8 +33,8 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.choices import PRECISIONS
 from certcli.evaluation.records import RecordFile, read_records
+from certcli.evaluation.threat import PRECISIONS
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team

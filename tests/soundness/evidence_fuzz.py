@@ -23,8 +23,7 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import run
-from certcli.evaluation.claim import statuses, unverified_reasons
-from certcli.evaluation.evidence import command_of, evidence_document
+from certcli.evaluation.evidence import command_of, evidence_document, statuses, unverified_reasons
 from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification

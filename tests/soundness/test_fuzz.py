@@ -16,7 +16,7 @@ import certvit
 from certcli.certify.methods import METHODS
 from certcli.checkpoint import file, tensor_files
 from certcli.evaluation import records
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.report import audit_page
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import require_weights, tensors_digest
-from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation.threat import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, LATENT, SAMPLE, Schedule, assembled
 from certcli.models.program import program_digest
 from certcli.nn.unet import UNet, noise_to_signal

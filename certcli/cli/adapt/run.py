@@ -19,7 +19,7 @@ from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import image_doubts, radii
+from certcli.evaluation import image_doubts, threat
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz import bound, network
@@ -161,7 +161,7 @@ def show_trade(trade: keep.Trade, sink: Sink) -> None:
                 str(rung.floors),
                 "-"
                 if rung.log10_upper is None
-                else radii.power_of_ten(rung.log10_upper).removeprefix("10^"),
+                else threat.power_of_ten(rung.log10_upper).removeprefix("10^"),
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
                 f"{100 * rung.agreement_at_least:.1f} %"

@@ -9,8 +9,8 @@ from certcli.certify.methods import METHODS
 from certcli.certify.options import Patches
 from certcli.cli.certify.command import RADII, CertifyOptions
 from certcli.cli.shared.output import Gate
-from certcli.evaluation import radii, records
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import records
+from certcli.evaluation.threat import Threat, parse_number
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
 
@@ -144,7 +144,7 @@ def patch_demand(
 
 def number_in(text: str) -> float:
     try:
-        return radii.parse_number(text)
+        return parse_number(text)
     except ValueError as failure:
         raise UsageError(
             f"--min-certified: {failure}", "certvit certify --help shows how it is written"

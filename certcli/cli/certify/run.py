@@ -14,14 +14,13 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import command, demands, query, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.records import (
     RecordBatch,
     RecordFile,
     compute_again,
     digested,
 )
-from certcli.evaluation.threat import Threat, one_norm
+from certcli.evaluation.threat import Threat, attacked_radius, one_norm
 from certcli.images.labelled import Images
 from certcli.system import errors, processes
 

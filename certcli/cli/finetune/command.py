@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import MOST_IMAGES, Reads, command, group
 from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
@@ -26,7 +26,7 @@ class TrainingMachine(groups.Device):
         None,
         "Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
         min=1,
-        max=options.MOST_IMAGES,
+        max=MOST_IMAGES,
     )
 
 
@@ -52,14 +52,14 @@ class Order:
         "Also learn from this network's outputs (distillation).",
         metavar="CKPT",
         panel="Teacher",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     denoiser: Path | None = option(
         None,
         "With --noise: denoiser of the noisy images, as in certify --denoiser.",
         metavar="PATH",
         panel="Augmentation",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     data: groups.Data = groups.Data()
     machine: TrainingMachine = TrainingMachine()

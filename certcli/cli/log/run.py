@@ -18,7 +18,7 @@ from certcli.checkpoint.tensor_files import ENDING, shards_of_index
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.evidence import command_of, evidence_document, understood
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_percent,
     confidence,
     power_of_ten,
