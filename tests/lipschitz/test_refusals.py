@@ -198,7 +198,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "division by a length of 0": (
         lambda: Net(lambda m, x: functional.normalize(x, eps=0.0)),
-        "norm",
+        "by another norm",
     ),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "norm by the variance without eps": (
@@ -271,6 +271,16 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
             odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (1, 1))),
         ),
         "windows of another size",
+    ),
+    "a token that does not see itself": (
+        lambda: Net(
+            lambda m, x: m.odd(
+                x.reshape(-1, 4, 8),
+                mask=torch.eye(4)[None].masked_fill(torch.eye(4) > 0, -torch.inf),
+            ),
+            odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (2, 2))),
+        ),
+        "does not see itself",
     ),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
