@@ -364,7 +364,19 @@ def _first_difference(proven: Trace, run: Trace, precision: Precision) -> str | 
             proven, str(one.target), run.constants[str(other.target)], precision
         ):
             return f"{name} is another constant there"
+        if one.op == "call_module" and not all(
+            torch.equal(exact.to(stored.dtype), stored)
+            for exact, stored in zip(
+                _leaf_tensors(proven, one), _leaf_tensors(run, one), strict=True
+            )
+        ):
+            return f"{name} has other weights there"
     return None if len(ours) == len(theirs) else "it runs another number of operations"
+
+
+def _leaf_tensors(trace: Trace, node: fx.Node) -> list[Tensor]:
+    leaf = trace.root.get_submodule(str(node.target))
+    return [*leaf.parameters(), *leaf.buffers()]
 
 
 def _stored_as(dtype: Any, precision: torch.dtype) -> Any:
