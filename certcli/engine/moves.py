@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
 
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
@@ -44,8 +43,10 @@ class Move:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the tensor, or several, with 0 where `filled` stands."""
-        arguments = (self.args, self.named)
-        args, named = tree_map_only(Constant, lambda part: part.tensor.to(x.device), arguments)
+        args, named = replaced(
+            (self.args, self.named),
+            lambda part: part.tensor.to(x.device) if isinstance(part, Constant) else part,
+        )
         return self.function(x, *args, **named)
 
     def places(self, shape: Shape) -> list[Tensor]:
@@ -77,15 +78,29 @@ def _stays_put(move: Move, shape: Shape) -> bool:
     )
 
 
-def constants_in(x: Any) -> list[Tensor]:
-    """Return the constant tensors among arguments."""
+def leaves(x: Any, kind: Any) -> list[Any]:
+    """Return what is of a kind among nested arguments, in order."""
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, slice):
         x = [x.start, x.stop, x.step]
     if isinstance(x, (list, tuple)):
-        return [constant for part in x for constant in constants_in(part)]
-    return [x.tensor] if isinstance(x, Constant) else []
+        return [leaf for part in x for leaf in leaves(part, kind)]
+    return [x] if isinstance(x, kind) else []
+
+
+def constants_in(x: Any) -> list[Tensor]:
+    """Return the constant tensors among arguments."""
+    return [constant.tensor for constant in leaves(x, Constant)]
+
+
+def replaced(x: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with each leaf changed."""
+    if isinstance(x, dict):
+        return {name: replaced(part, change) for name, part in x.items()}
+    if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
+        return type(x)(replaced(part, change) for part in x)
+    return change(x)
 
 
 Describe = Callable[..., Move]
@@ -205,7 +220,12 @@ def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
         others = (*args, *named.values())
         described = describe(x, *args, **named)
         if not isinstance(x, values):
-            return _of_constant(x, described)
+            raise_if(
+                not isinstance(x, Constant),
+                NoRule,
+                "a rearrangement of something else than one tensor",
+            )
+            return Constant(described(x.tensor))
         raise_if(
             depends((described.args, *described.named.values())),
             NoRule,
@@ -222,9 +242,3 @@ def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
 
 
 _LIST_ITEM = next(describe for describe, functions, _ in _LIST if operator.getitem in functions)
-
-
-def _of_constant(x: Any, move: Move) -> Constant:
-    if not isinstance(x, Constant):
-        raise NoRule("a rearrangement of something else than one tensor")
-    return Constant(move(x.tensor))

@@ -23,6 +23,9 @@ from certcli.system.errors import Refused
 LARGEST_CONFIG = 16 * 2**20
 """Bytes of a description: config.json, flags, settings."""
 
+LARGEST_SIDE = 4096
+"""Pixels of one side of an image."""
+
 LARGEST_REPORT = 64 * 2**20
 """Bytes of a document of certvit, of which each takes five in memory while it is read. A proof of 512
 blocks has some 5 MB; the slopes near a thousand images of a thousand classes 58 MB, after hours.

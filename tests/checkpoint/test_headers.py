@@ -26,7 +26,7 @@ from certcli.api.door import speaks_python
 from certcli.checkpoint import tensor_files, torch_file
 from certcli.checkpoint.config_fields import decode_config, plain_names
 from certcli.checkpoint.file import Checkpoint, read_tensors
-from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import MOST_DIGITS, Json, decode_json
 from certcli.checkpoint.torch_file import load_plain
 from certcli.cli.main import COMMANDS, _interruptible
@@ -239,17 +239,6 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     assert tensors["c"].shape == (0, 3)
 
 
-def test_a_field_that_is_null_is_not_there() -> None:
-    """timm writes null where a network has no such number."""
-    about = {"input_size": [3, 64, 64], "mean": [0.5, 0.5, 0.5]}
-    empty = {"std": None, "crop_pct": None, "interpolation": None, "test_crop_pct": None}
-    config, same = (
-        decode_config(json.dumps({"architecture": "vit_tiny_patch16_224", "pretrained_cfg": cfg}))
-        for cfg in (about, {**about, **empty})
-    )
-    assert same == config
-
-
 @pytest.mark.parametrize(
     ("names", "plain"),
     [
@@ -266,15 +255,6 @@ def test_a_field_that_is_null_is_not_there() -> None:
 )
 def test_names_of_classes_could_name_folders(names: tuple[str, ...], plain: bool) -> None:
     assert plain_names(names) == (names if plain else None)
-
-
-def test_images_of_another_size_are_resized_to_the_networks() -> None:
-    own = InputSpec((3, 224, 224), (0.5,), (0.5,))
-    small = own.perturbed_at(32)
-    assert (small.size, small.resized) == ((3, 32, 32), (224, 224))
-    smaller = small.perturbed_at(16)
-    assert (smaller.size, smaller.resized) == ((3, 16, 16), (224, 224))
-    assert small.perturbed_at(224) == own
 
 
 @pytest.mark.parametrize("value", [[], "x", 3])

@@ -12,21 +12,23 @@ from certcli.enclosure.zonotopes.direction import divided
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
-from certcli.enclosure.zonotopes.pointwise import (
-    EXP,
-    LOG,
-    RECIPROCAL,
-    RSQRT,
-    SQRT,
-    activation,
-    apply,
-    relu,
-)
+from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
-from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
+from certcli.engine.curves import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SIGMOID,
+    SILU,
+    SQRT,
+    TANH,
+)
 from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
@@ -352,8 +354,7 @@ def evaluate_fibres(form: Form, e: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         if name not in own:
             free = free + reach_of(part, (block,))
         elif block.of_fibres:
-            columns = part.flatten(1, -2)
-            moved = torch.einsum("bkf,kfd->bfd", own[name], columns)
+            moved = torch.einsum("bkf,kfd->bfd", own[name], part.flatten(1, -2))
             middle = middle + moved.view(-1, *form.shape)
         else:
             symbols = (

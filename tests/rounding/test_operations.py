@@ -59,8 +59,11 @@ def batch_norm(
 
 
 def layer_norm(s: float = 1.0, weight: float = 1.0, bias: float = 1.0) -> nn.Module:
-    norm = nn.LayerNorm(WIDTH, eps=0.1 * s * s)
-    return given(norm, weight=weight * draw(WIDTH), bias=bias * draw(WIDTH, seed=1))
+    return given(
+        nn.LayerNorm(WIDTH, eps=0.1 * s * s),
+        weight=weight * draw(WIDTH),
+        bias=bias * draw(WIDTH, seed=1),
+    )
 
 
 def linear(weight: float = 1.0, bias: float = 1.0) -> nn.Module:
@@ -174,9 +177,7 @@ def followed(
     if isinstance(module, Apply):
         rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
     else:
-        module_rule = rules.find(module)
-        assert module_rule is not None
-        rounding = module_rule.apply(op, module, *places)
+        rounding = rules.find(module).apply(op, module, *places)
     return lambda bounds: rounding(lambda x: bounds[x.place])
 
 
