@@ -1,15 +1,15 @@
 """Assertions about networks for pytest, whose failures show figures. Documented in docs/api.md."""
 
-from typing import Any, Unpack
+from typing import Annotated, Any
 
 from certcli import api
 from certcli.api import arguments
+from certcli.api.arguments import MethodOptions, Radius, Words
 from certcli.api.door import speaks_python
-from certcli.api.options import AttackOptions, MethodOptions, Radius, Words
+from certcli.attack.settings import AttackSettings
 from certcli.certify.methods import Method
 from certcli.evaluation.intervals import PASSED, UNDECIDED, Demand, judge_all
-from certcli.evaluation.radii import Norm
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Norm, Threat
 from certcli.report.document import Share
 
 
@@ -29,7 +29,7 @@ def assert_certified(
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: Unpack[MethodOptions],
+    **options: MethodOptions,
 ) -> Share:
     """Fail unless the share of images certified and correct at a radius (pixel l2) reaches
     `at_least`; return the share.
@@ -82,7 +82,7 @@ def assert_robust(
     norm: Norm = "l2",
     device: str = "cpu",
     batch_size: int = 128,
-    **settings: Unpack[AttackOptions],
+    **settings: Annotated[Any, AttackSettings],
 ) -> float:
     """Fail unless the share of images that withstand the attacks at a radius reaches `at_least`;
     return it.

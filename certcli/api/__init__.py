@@ -6,16 +6,18 @@ tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches o
 in pixel units, a number or "8/255". Errors are CertvitError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, overload
 
 import torch
 from torch import Tensor
 
 from certcli.api import arguments
-from certcli.api.door import speaks_python
+from certcli.api.arguments import MethodOptions, Radii, Radius, Words
+from certcli.api.door import run_command, speaks_python
 from certcli.api.networks import (
     Data,
     Labels,
@@ -28,15 +30,6 @@ from certcli.api.networks import (
     open_classifier,
     save,
 )
-from certcli.api.options import (
-    AttackOptions,
-    AuditOptions,
-    CertifyOptions,
-    PatchOptions,
-    Radii,
-    Radius,
-    Words,
-)
 from certcli.api.results import (
     AsTyped,
     AttackCurve,
@@ -45,7 +38,7 @@ from certcli.api.results import (
     Certificates,
     ProvenBound,
 )
-from certcli.attack.examples import collect
+from certcli.attack.findings import collect
 from certcli.attack.run import attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
@@ -59,19 +52,19 @@ from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, l
 from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
-from certcli.evaluation import choices, perturbation
-from certcli.evaluation.radii import Norm
-from certcli.evaluation.threat import Patch, Threat
+from certcli.evaluation import perturbation
+from certcli.evaluation.threat import Defence, Norm, Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
+from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
 
 __all__ = (  # noqa: RUF022 (in the order of the page)
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
-    "audit",
+    "audit", "adapt", "constrain", "finetune",
 )  # fmt: skip
 FUNCTIONS = __all__
 """The public functions, all of them documented."""
@@ -155,7 +148,7 @@ def certify(
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: Unpack[CertifyOptions],
+    **options: MethodOptions,
 ) -> Certificates:
     """Return one certificate an image.
 
@@ -167,7 +160,7 @@ def certify(
     """
     checkpoint = open_classifier(source)
     kind = type(options_of_method(method, {}))
-    chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
+    chosen = kind.of(arguments.read_options(kind, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
@@ -206,11 +199,11 @@ def predict(
     source: Network,
     images: Data,
     *,
-    defence: choices.Defence = "none",
+    defence: Defence = "none",
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
-    **options: Unpack[PatchOptions],
+    **options: Annotated[Any, Patches],
 ) -> list[Prediction]:
     """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
@@ -220,7 +213,7 @@ def predict(
         top: The number of most likely classes; a defence lists none.
     """
     checkpoint = open_classifier(source)
-    patches = Patches(**arguments.read_options(Patches, PatchOptions, options, "predict"))
+    patches = Patches(**arguments.read_options(Patches, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = judged_images(checkpoint, images, None, labelled=False)
     return [
@@ -240,7 +233,7 @@ def attack(
     device: str = "cpu",
     batch_size: int = 128,
     return_examples: bool = False,
-    **settings: Unpack[AttackOptions],
+    **settings: Annotated[Any, AttackSettings],
 ) -> AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending.
 
@@ -249,9 +242,7 @@ def attack(
         settings: Of the attacks.
     """
     checkpoint = open_classifier(source)
-    chosen = AttackSettings(
-        **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
-    )
+    chosen = AttackSettings(**arguments.read_options(AttackSettings, settings, "attack"))
     (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
@@ -292,7 +283,7 @@ def audit(
     seconds: float = 120.0,
     fail_on: Words = (),
     device: str = "cpu",
-    **settings: Unpack[AuditOptions],
+    **settings: Annotated[Any, AuditPlan],
 ) -> AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
@@ -307,7 +298,7 @@ def audit(
     plan = AuditPlan(
         gates=tuple(gates.parse_gate(text) for text in fail_on),
         budget=seconds,
-        **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
+        **arguments.read_options(AuditPlan, settings, "audit"),
     )
     judged = None if images is None else judged_images(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)
@@ -327,3 +318,37 @@ def audit(
     )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
+
+
+def function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
+    """Return the command as a function, which writes a network and opens it: effect, its docstring."""
+
+    def change(
+        source: Network,
+        path: str | Path,
+        *,
+        force: bool = False,
+        **options: Annotated[Any, name],
+    ) -> OpenCheckpoint:
+        with TemporaryDirectory() as folder:
+            file = source
+            if not isinstance(source, str | Path):
+                file = Path(folder, "source.safetensors")
+                save(load(source), file)
+            run_command(name, str(file), Path(path), force, options)
+        return load(path)
+
+    change.__name__ = name
+    change.__doc__ = effect
+    return speaks_python(change)
+
+
+adapt = function_of_command(
+    "adapt", "Replace layers by Lipschitz layers, and write the network: as `certvit adapt`."
+)
+constrain = function_of_command(
+    "constrain", "Lower each layer's norm, and write the network: as `certvit constrain`."
+)
+finetune = function_of_command(
+    "finetune", "Train, and write the best epoch: as `certvit finetune`."
+)

@@ -12,21 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.audit import gates, headline, summary_text
+from certcli.audit import answer, gates
 from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, reproduce
+from certcli.audit.plan import AuditPlan, Typed, last_part, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
-from certcli.evaluation import image_doubts, radii
+from certcli.evaluation import image_doubts, threat
 from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
 from certcli.report import document, page
 from certcli.system.reading import is_absent
-
-LEFT_OUT = (
-    "Left out (--anonymous): the folders in commands, the path in a repository, the names of the images' files, and the "
-    "processor."
-)
 
 
 def compose(
@@ -37,7 +32,7 @@ def compose(
     typed: Typed,
     device: torch.device,
 ) -> document.Audit:
-    """Return the document. Its commands are the ones to type, unless the plan is anonymous."""
+    """Return the document. Its commands are the ones to type."""
     record = checkpoint.record
     size = checkpoint.record.input.size
     clean = findings.clean
@@ -45,8 +40,6 @@ def compose(
     doubts += (
         [] if clean is None else image_doubts.accuracy_doubts(clean.hits, clean.images, checkpoint)
     )
-    named = typed.anonymous()
-    shown = named if plan.anonymous else typed
     same = (
         "bound",
         "slope",
@@ -66,23 +59,23 @@ def compose(
         command="audit",
         checkpoint=checkpoint.digest,
         network=document.Network(
-            name=named.source.removeprefix("./"),
+            name=last_part(typed.source).removeprefix("./"),
             arch=record.arch,
             classes=record.classes,
             input=list(size),
             parameters=findings.parameters,
             reading=checkpoint.reading.to_json(),
-            path=None if plan.anonymous else path_in_repository(Path(typed.source)),
+            path=path_in_repository(Path(typed.source)),
         ),
-        headline=headline.headline(findings, plan, size),
-        points=headline.points(findings, plan, size),
-        scale=headline.scale(findings, plan, size),
-        reference=headline.published_reference(findings, size),
-        verdict=summary_text.verdict_sentences(findings, plan),
+        headline=answer.headline(findings, plan, size),
+        points=answer.points(findings, plan, size),
+        scale=answer.scale(findings, plan, size),
+        reference=answer.published_reference(findings, size),
+        verdict=answer.verdict_sentences(findings, plan),
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=summary_text.next_steps(findings, plan, shown),
+        next=answer.next_steps(findings, plan, typed),
         gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
             document.LineageStep(
@@ -90,19 +83,18 @@ def compose(
             )
             for step in record.lineage
         ],
-        reproduce=reproduce(plan, findings.precision, shown),
+        reproduce=reproduce(plan, findings.precision, typed),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
         computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
         machine=document.Machine(
-            cpu="" if plan.anonymous else processor(),
+            cpu=processor(),
             threads=torch.get_num_threads(),
             device=str(device),
         ),
-        records=findings.records(files=not plan.anonymous),
-        left_out=LEFT_OUT if plan.anonymous else "",
+        records=findings.records(),
         **fields,
     )
 
@@ -140,14 +132,8 @@ def path_in_repository(file: Path) -> str | None:
 EACH = "Each: the image, what changes (around grey, magnified), the changed image."
 
 
-def pictures_of(
-    findings: gates.AuditFindings, names: Sequence[str], anonymous: bool = False
-) -> dict[str, page.Gallery]:
-    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled").
-
-    anonymous: without the names of files.
-    """
-    images = None if anonymous else findings.images
+def pictures_of(findings: gates.AuditFindings, names: Sequence[str]) -> dict[str, page.Gallery]:
+    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled")."""
     galleries: dict[str, page.Gallery] = {}
     examples: list[page.Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
@@ -164,7 +150,7 @@ def pictures_of(
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
         galleries["first"] = page.Gallery("", "", [_first_figure(shown, names)])
-        fooled = [_fooled(row, names, images) for row in findings.exhibits]
+        fooled = [_fooled(row, names, findings.images) for row in findings.exhibits]
         galleries["fooled"] = page.Gallery("Images that were fooled", EACH, fooled)
     return galleries
 
@@ -174,7 +160,7 @@ def _first_figure(row: Any, names: Sequence[str]) -> page.Figure:
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
-    caption = f"An image, and a copy changed by l2 {radii.attacked_radius(row.norm, 3)}.{files}"
+    caption = f"An image, and a copy changed by l2 {threat.attacked_radius(row.norm, 3)}.{files}"
     pair = [
         (page.data_uri(row.image), f"answer: {before}"),
         (page.data_uri(row.adversarial), f"answer: {after}"),
@@ -193,7 +179,7 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> page.Figur
         f"changed image, classified {after}",
     )
     files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
-    length = radii.attacked_radius(row.norm, 3)
+    length = threat.attacked_radius(row.norm, 3)
     caption = (
         f"{image}: {before}, then {after} ({files}); l2 {length}, change shown {factor:.3g} times"
     )

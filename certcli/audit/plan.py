@@ -3,13 +3,12 @@
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
 from certcli.audit.gates import FailOn
-from certcli.evaluation import choices, radii
-from certcli.evaluation.radii import radius_key
+from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.reading import is_absent
 
@@ -38,7 +37,6 @@ class AuditPlan:
         denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds.
         limit: images at most, as it was typed.
-        anonymous: the document names neither folders and files of images nor the processor.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -48,13 +46,12 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: choices.Precision | Literal["auto"] = AUTO
-    pixels: choices.Pixels = FLOAT
+    precision: Precision | Literal["auto"] = AUTO
+    pixels: Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
     denoiser: Path | None = None
-    anonymous: bool = False
 
     def _at_gates(self, *quantities: str) -> list[float]:
         return [
@@ -65,11 +62,11 @@ class AuditPlan:
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("certified", "proven")])
+        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
 
     @property
     def attacked_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("robust")])
+        return require_radii([*self.radii, *self._at_gates("robust")])
 
     @property
     def tried_patches(self) -> list[str]:
@@ -132,16 +129,8 @@ class Typed:
             return f"--dataset {self.trained_on} --data-dir FOLDER"
         return "--dataset FOLDER"
 
-    def anonymous(self) -> "Typed":
-        """Return the words for a page that others read: files and folders without those above."""
-        dataset, folder = (
-            None if name is None else _last_part(name) for name in (self.dataset, self.data_dir)
-        )
-        source = _last_part(self.source)
-        return replace(self, source=source, dataset=dataset, data_dir=folder)
 
-
-def _last_part(typed: str) -> str:
+def last_part(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
     return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
 
@@ -154,29 +143,20 @@ def unmistakable(typed: str) -> str:
 
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
-    denoiser = None if plan.denoiser is None else str(plan.denoiser)
-    if denoiser is not None and plan.anonymous:
-        denoiser = _last_part(denoiser)
     words = ["certvit", "audit", *typed.network, *typed.images()]
-    options = [
-        ("-e", [radius_key(radius) for radius in plan.radii]),
-        ("-a", plan.attacks),
-        ("--method", plan.methods),
-    ]
-    options += [
-        ("--patch", plan.patches),
-        ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"]),
-        ("--denoiser", [] if denoiser is None else [denoiser]),
-    ]
-    options += [
-        ("--limit", [] if plan.limit is None else [str(plan.limit)]),
-        ("--seed", [str(plan.seed)]),
-    ]
-    options += [("--time-budget", [f"{plan.budget:g}s"])]
-    options += [
-        ("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])
-    ]
-    options += [("--pixels", [] if plan.pixels == FLOAT else [plan.pixels])]
-    options += [("--fail-on", [gate.text for gate in plan.gates])]
-    named = (word for option, values in options for value in values for word in (option, value))
-    return shlex.join([*words, *named, *["--anonymous"] * plan.anonymous])
+    options: dict[str, Sequence[str]] = {
+        "-e": [radius_key(radius) for radius in plan.radii],
+        "-a": plan.attacks,
+        "--method": plan.methods,
+        "--patch": plan.patches,
+        "--sigma": [] if plan.sigma is None else [f"{plan.sigma:g}"],
+        "--denoiser": [] if plan.denoiser is None else [str(plan.denoiser)],
+        "--limit": [] if plan.limit is None else [str(plan.limit)],
+        "--seed": [str(plan.seed)],
+        "--time-budget": [f"{plan.budget:g}s"],
+        "--precision": [precision] if precision != "float32" or plan.precision != AUTO else [],
+        "--pixels": [] if plan.pixels == FLOAT else [plan.pixels],
+        "--fail-on": [gate.text for gate in plan.gates],
+    }
+    named = (word for name, values in options.items() for value in values for word in (name, value))
+    return shlex.join([*words, *named])

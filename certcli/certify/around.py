@@ -23,7 +23,7 @@ from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.perturbation import Region
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.threat import Norm, require_norm
 from certcli.lipschitz.estimate import copies_of, slopes_below
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError, UsageError

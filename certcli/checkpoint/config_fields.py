@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.record import arch_arguments
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
     Channels,

@@ -12,9 +12,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import InputSpec, Record, Replacement
+from certcli.checkpoint.record import InputSpec, Record, Replacement, arch_arguments
 from certcli.checkpoint.schema import is_name, surgery_arguments
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel

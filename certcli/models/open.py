@@ -15,9 +15,8 @@ from typing import Any
 import timm
 from torch import Tensor
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights, tensors_digest
-from certcli.checkpoint.record import KEY, Record
+from certcli.checkpoint.record import KEY, Record, arch_arguments
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
 from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.tensor_files import INDEX

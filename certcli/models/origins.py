@@ -20,10 +20,9 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.config_fields import LOGITS_ALONE
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import Record, arch_arguments
 from certcli.checkpoint.schema import decode_json, require_statistics
 from certcli.system.errors import CheckpointError, Refused, UsageError, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded

@@ -10,7 +10,7 @@ from importlib.resources import files
 import msgspec
 from msgspec import Struct
 
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_percent,
     attacked_radius,
     percent_ends,

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from certcli.engine.derived_constants import MOVING, Computed, Moved, place_of
 from certcli.engine.table import NoRule
+from certcli.engine.trace import MOVING, Computed, Moved, place_of
 from certcli.engine.tracer import tensors_in
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry

@@ -90,8 +90,7 @@ def spread(
     `executed_norms._normalised_error`,
     and some roundings; s'^2 by |s' - s| (s' + s), rounded.
     """
-    assert op.call is not None
-    p, squared = op.precision, op.call.kind.startswith("var")
+    p, squared = op.precision, op.kind.startswith("var")
     _, count, divisor = degrees(op, x, dim, unbiased, correction)
     root = math.sqrt(divisor) * (1 - 2.0**-40)
     relative = (p.products(count) + 2 * p.unit) * 4.0 + compounded(as_real(p.function + 4 * p.unit))
@@ -114,9 +113,8 @@ def spread(
 @covers("two passes", "Welford", "any order")
 def spread_and_mean(op: Operation, x: Followed, *args: Any, **named: Any) -> Rounding:
     """The error of both counts for each."""
-    assert op.call is not None
-    at = replace(op, call=replace(op.call, shape=tuple(op.call.shape[0])))
-    mean_only = replace(at, call=replace(op.call, shape=at.shape, kind="mean"))
+    at = replace(op, shape=tuple(op.shape[0]))
+    mean_only = replace(at, kind="mean")
     deviation, mean = spread(at, x, *args, **named), summed(mean_only, x)
     return lambda sizes: deviation(sizes) + mean(sizes)
 

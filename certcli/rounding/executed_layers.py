@@ -22,7 +22,7 @@ from certcli.engine import moves
 from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.averages import Separable, register_averages
 from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
-from certcli.engine.table import runs_known_code, with_attributes
+from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
@@ -107,15 +107,13 @@ def executed_clipped_relu(op: Operation, module: ClippedReLU, x: Followed) -> Ro
     return _broken_line(op, x, Line(0.0, 0.0, ((module.threshold.detach(), 1.0),)))
 
 
+@rules.module(nn.PReLU, timm_activations.PReLU, attributes=("weight",))
 @rules.method("prelu")
 @rules.function(functional.prelu, torch.prelu)
 @covers("entries")
 def executed_parametric_relu(op: Operation, x: Followed, weight: Any) -> Rounding:
     """A product with a stored number, for the entries below 0."""
     return scaled(op, x, op.stored(op.tensor(weight)))
-
-
-rules.module(nn.PReLU, timm_activations.PReLU)(with_attributes(executed_parametric_relu, "weight"))
 
 
 @covers("moves")
@@ -207,6 +205,10 @@ def _runs_nnpack() -> bool:
     return not replaced and nnpack.is_available() and torch._C._get_nnpack_enabled()
 
 
+@rules.module(
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, when=pads_with_zeros,
+    attributes=("weight", "bias", "stride", "padding", "dilation", "groups"),
+)  # fmt: skip
 @rules.function(
     torch.conv1d, torch.conv2d, torch.conv3d, functional.conv1d, functional.conv2d, functional.conv3d
 )  # fmt: skip
@@ -238,11 +240,6 @@ def require_plain_convolutions(op: Operation) -> None:
         "NNPACK's convolutions by Winograd's and Fourier's transforms, which torch runs without "
         "oneDNN; torch.backends.nnpack.set_flags(False) ends them",
     )
-
-
-rules.module(nn.Conv1d, nn.Conv2d, nn.Conv3d, when=pads_with_zeros)(
-    with_attributes(convolution, "weight", "bias", "stride", "padding", "dilation", "groups")
-)
 
 
 @rules.module(nn.ConvTranspose2d)

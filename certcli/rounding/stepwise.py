@@ -99,11 +99,11 @@ class Stepwise(GlobalDomain):
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
             if rounding is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
-            if ctx.call.dtype not in (None, torch.float64):
-                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
-            args, hides = _without_hidden(ctx.call.kind, args)
+            if ctx.dtype not in (None, torch.float64):
+                raise NoRule(f"a precision of its own, {ctx.dtype}")
+            args, hides = _without_hidden(ctx.kind, args)
             sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
-            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
+            if ctx.kind != "softmax" and any(x.hides for x in sources):
                 raise NoRule("scores of -inf in something else than a softmax")
             try:
                 operands = [
@@ -117,16 +117,19 @@ class Stepwise(GlobalDomain):
                 raise NoRule("an operation without a tensor that depends on the image")
             if isinstance(operands[0], (Constant, Unproven)):
                 return operands[0]
-            own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
+            own_rounding = rounding(
+                replace(self.operation, path=ctx.path, kind=ctx.kind, shape=ctx.shape),
+                *args,
+                **kwargs,
+            )
             several = isinstance(operands[0], list)
             parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            assert ctx.call.node is not None
             proven = [
                 place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
             ]
-            self.tensors[ctx.call.node.name] = proven
+            self.tensors[ctx.node.name] = proven
             steps = [
-                self._step(ctx.call, sources, values, own_rounding, hides)
+                self._step(ctx, sources, values, own_rounding, hides)
                 if place in proven
                 else values[0]
                 for place, values in enumerate(parts)
@@ -147,17 +150,17 @@ class Stepwise(GlobalDomain):
         """Return the theorem's values with only one of the tensors moving, at slope 1."""
         values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
         result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
-        shape = ctx.call.shape
+        shape = ctx.shape
         if isinstance(result, (Constant, Unproven)):
             return result
         if isinstance(result, (list, tuple)):
             return [
                 x
                 if isinstance(x, Unproven)
-                else ctx.settle(super(Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                else ctx.settle(super(Stepwise, self).result(x, replace(ctx, shape=s)))
                 for x, s in zip(result, shape, strict=True)
             ]
-        return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
+        return ctx.settle(super().result(ctx.settle(super().result(result, ctx)), ctx))
 
     def _value(self, x: Followed, base: Real) -> Value:
         if x.place == 0:

@@ -17,7 +17,7 @@ from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form
-from certcli.engine.table import ModuleRule, NoRule, RuleTable, pin
+from certcli.engine.table import ModuleRule, NoRule, RuleTable, unchanged
 from certcli.models.pixels import PixelModel
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed, Walked, sample_images
 from tests.helpers.grids import EVERY
@@ -179,7 +179,7 @@ PLANTED = {
 def test_a_wrong_rule_that_is_added_is_caught(domain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table, rule, kind, module = PLANTED[domain]
     name = type(module)
-    pin(name)
+    unchanged(name)
     monkeypatch.setitem(table.modules, name, ModuleRule(name, rule, lambda module: True))
     assert entries_without_row(table, reached_by_rows(table)) == [title(("modules", name))]
     row = Enclosed(pixel_model(of_tokens(module, scale=8.0)))

@@ -132,7 +132,6 @@ def margins_of_hinges() -> Form:
 def chosen() -> Numbers:
     """What is proven with given choices at the hinges."""
     form = margins_of_hinges()
-    assert form.node is not None
     made: dict[Node, HingeChoice] = {}
     for hinge in hinges(form.node):
         half = torch.full((len(hinge.places),), 0.5).double()
@@ -238,7 +237,6 @@ def left_by_cuts() -> Numbers:
         patch.setattr(Remainder, "_weights", lambda *_: torch.tensor([1.0, 0.01]).double())
         remainder.add(pixels + 0.01, 0.5, x, 0)
         ball = remainder.ball()
-    assert ball is not None
     return [ball[1], float(remainder.high.sum()), *(-cut.level for cut in remainder.cuts)]
 
 

@@ -94,8 +94,11 @@ def shares(net: Tokens, x: Tensor) -> Tensor:
 
 def queried(net: Tokens, x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
-    query = ADDED[None, :, :, :3]
-    return F.scaled_dot_product_attention(query, heads, heads).transpose(1, 2).flatten(2)
+    return (
+        F.scaled_dot_product_attention(ADDED[None, :, :, :3], heads, heads)
+        .transpose(1, 2)
+        .flatten(2)
+    )
 
 
 def written_out(net: Tokens, x: Tensor) -> Tensor:

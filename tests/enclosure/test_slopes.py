@@ -92,7 +92,6 @@ def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
     weights = torch.randn(count, generator=torch.Generator().manual_seed(1)).double()
     form = near.gradient(weights)
     reaching = near.tape.start.space.reach
-    assert reaching is not None
     for place in ball_places(model, pixels, "linf" if kind == "linf" else "l2", 2):
         e = torch.maximum(torch.minimum(place, reaching[1]), -reaching[0])
         truth = near.measured(weights, near.tape.start.at(e))
@@ -134,48 +133,6 @@ def test_a_row_reaches_every_pull() -> None:
     }
     assert of_curves & reached
     assert entries_without_row(pulls, reached | of_curves) == []
-
-
-ROW_OF = {
-    "GELU": "gelu-tanh",
-    "LayerNorm": "layer-norm-linear",
-    "FloorNorm": "floor-norm",
-    "Attention": "attention-bare",
-    "MaxMin": "maxmin",
-    "SiLU": "silu",
-    "Linear": "layer-norm-linear",
-    "PixelNormalize": "chunks",
-    "chunk": "chunks",
-    "softmax": "softmax",
-    "expand": "expand",
-    "normalize": "l2-normalize",
-}
-
-
-@pytest.mark.parametrize("what", ROW_OF)
-def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
-
-    def wrong(rule):  # type: ignore[no-untyped-def]
-        scale = torch.tensor(1.5).double()
-        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
-
-    for kind in ("modules", "functions", "methods"):
-        table = getattr(pulls, kind)
-        for key, rule in list(table.items()):
-            if getattr(key, "__name__", key) == what:
-                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
-                monkeypatch.setitem(table, key, planted)
-    guard = Neighbourhood.require_holds
-    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
-    pixels = sample_images(1)[0]
-    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
-        ball("squares", pixels, 0.01)
-    )
-    assert max(faults(near, "squares", pixels)) > 0
-    weights = torch.randn(near.network.model(pixels).shape[1]).double()
-    with pytest.raises(NoRule, match="excludes"):
-        guard(near, weights, near.gradient(weights))
 
 
 def test_a_gradient_that_autograd_does_not_follow_is_refused(
@@ -262,3 +219,45 @@ def test_the_shipped_network_is_bounded_nearly_as_low_as_its_slope() -> None:
     form = network.near(l2_ball(pixels, 0.1, squares_up_to=128, limit=500, in_box=True)).gradient(weights)  # fmt: skip
     measured = float(steepest_slopes(model, pixels, first, 0.1, "l2")[second])
     assert measured <= Parts.of(form).length <= 1.01 * measured
+
+
+ROW_OF = {
+    "GELU": "gelu-tanh",
+    "LayerNorm": "layer-norm-linear",
+    "FloorNorm": "floor-norm",
+    "Attention": "attention-bare",
+    "MaxMin": "maxmin",
+    "SiLU": "silu",
+    "Linear": "layer-norm-linear",
+    "PixelNormalize": "chunks",
+    "chunk": "chunks",
+    "softmax": "softmax",
+    "expand": "expand",
+    "normalize": "l2-normalize",
+}
+
+
+@pytest.mark.parametrize("what", ROW_OF)
+def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
+
+    def wrong(rule):  # type: ignore[no-untyped-def]
+        scale = torch.tensor(1.5).double()
+        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
+
+    for kind in ("modules", "functions", "methods"):
+        table = getattr(pulls, kind)
+        for key, rule in list(table.items()):
+            if getattr(key, "__name__", key) == what:
+                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
+                monkeypatch.setitem(table, key, planted)
+    guard = Neighbourhood.require_holds
+    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
+    pixels = sample_images(1)[0]
+    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
+        ball("squares", pixels, 0.01)
+    )
+    assert max(faults(near, "squares", pixels)) > 0
+    weights = torch.randn(near.network.model(pixels).shape[1]).double()
+    with pytest.raises(NoRule, match="excludes"):
+        guard(near, weights, near.gradient(weights))

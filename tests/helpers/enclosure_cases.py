@@ -358,8 +358,7 @@ def evaluate_fibres(form: Form, e: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         if name not in own:
             free = free + reach_of(part, (block,))
         elif block.of_fibres:
-            columns = part.flatten(1, -2)
-            moved = torch.einsum("bkf,kfd->bfd", own[name], columns)
+            moved = torch.einsum("bkf,kfd->bfd", own[name], part.flatten(1, -2))
             middle = middle + moved.view(-1, *form.shape)
         else:
             symbols = (

@@ -144,8 +144,7 @@ def test_no_estimate_is_above_the_exact_constant_nor_this_above_the_bound(first:
 def test_no_estimate_of_a_network_that_rounds_by_itself_is_above_its_constant() -> None:
     for seed in range(1, 61, 3):  # of rank one
         inner, square = known_network(seed)
-        model = Narrow(inner).eval()
-        *_, estimate = measure(model, iter([images(seed)]), 4, seed)
+        *_, estimate = measure(Narrow(inner).eval(), iter([images(seed)]), 4, seed)
         # SAFETY times the error of float32
         assert_below(estimate.value, square, seed, 1 - 1e-3)
 
@@ -192,14 +191,7 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
 
 
 def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> None:
-    found = report(
-        workshop / "certified.safetensors",
-        "--compare",
-        workshop / "plain.safetensors",
-        "--limit",
-        4,
-    )
-    assert found["compare"]["other_log10_upper"] > found["log10_upper"]
+    found = report(workshop / "certified.safetensors", "--limit", 4)
     assert found["lower"] <= found["upper"]
     layers = tmp_path / "layers.png"
     report(workshop / "plain.safetensors", "--no-estimate", "--plot", layers)

@@ -101,9 +101,8 @@ def exported_onnx(
 
 
 QUICK = (
-    "linear-twice", "conv-groups", "layer-norm-linear", "center-norm-folded", "gelu", "silu", "quick-gelu", "maxmin",
-    "sort-between-linear", "swiglu", "attention", "attention-l2", "attention-l2-untied", "attention-windows", "convex",
-    "mixed-tokens", "token-convolution",
+    "linear-twice", "conv-groups", "layer-norm-linear", "quick-gelu", "maxmin", "swiglu", "attention",
+    "attention-l2-untied", "attention-windows", "mixed-tokens",
 )  # fmt: skip
 """Of the rows of the test table; CERTVIT_SOUNDNESS takes those that differ from none of OTHERWISE."""
 OTHERWISE = {
@@ -152,9 +151,8 @@ def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.
     stream = io.BytesIO()
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
-    model = read_model(folder / "net.onnx")[0]
     read = {
-        "onnx": network_of_onnx(folder / "net.onnx", model)[0],
+        "onnx": network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0],
         "export": torch.export.export(net, (image,)).module(),
     }
     if EVERY:
@@ -181,7 +179,7 @@ def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -
         assert all(ours >= theirs * (1 - 1e-6) for ours, theirs in pairs), way
 
 
-@pytest.mark.parametrize("name", ["digits", "digits-vit", "mnist"])
+@pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_shipped_networks_have_their_bounds_and_radii_however_they_are_read(
     tmp_path: Path, name: str
 ) -> None:
@@ -206,11 +204,9 @@ def relative_distance(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "opset", "dynamo"),
     [
-        ("vit", 14, False),
         ("vit", 17, False),
         ("vit", 20, True),
         ("swin", 16, False),
-        ("swin", 18, True),
         ("resnet", 12, False),
     ],
 )
@@ -223,8 +219,7 @@ def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     read, size = network_of_onnx(path, read_model(path)[0])
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
-        logits = net.double()(images)
-        assert relative_distance(read.double()(images), logits) < 1e-6
+        assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
     assert size == SIZE
     net.float()
     ours = certvit.load(path, mean=0.5, std=0.5)
@@ -373,11 +368,9 @@ def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(
     images = torch.rand(4, *IMAGE, generator=torch.Generator().manual_seed(1))
     pixels = images.clone().requires_grad_()
     certvit.network(opened)(pixels).amax(1).sum().backward()
-    assert pixels.grad is not None
     assert bool(pixels.grad.any())
     labels = certvit.network(opened)(images).argmax(1)
-    curve = certvit.attack(opened, images, labels, norm="linf", radii=[0.3])
-    assert "square" in str(curve)
+    assert "square" in str(certvit.attack(opened, images, labels, norm="linf", radii=[0.3]))
     smoothing: dict[str, Any] = {"method": "smoothing", "sigma": 0.1, "samples": 100}
     assert any(row.radius > 0 for row in certvit.certify(opened, images, labels, **smoothing))
     with pytest.raises(UsageError, match="as it is stored, not in bf16"):

@@ -32,8 +32,7 @@ LINEAR: list[Any] = [*FLAT, ("MatMul", ["f", "w"], ["y"])]
 
 
 def changed_model(change: Callable[[Any], None], nodes: list[Any] = LINEAR) -> bytes:
-    data = graph_of(nodes, w=WEIGHT)
-    model = pytest.importorskip("onnx").ModelProto.FromString(data)
+    model = pytest.importorskip("onnx").ModelProto.FromString(graph_of(nodes, w=WEIGHT))
     change(model)
     return model.SerializeToString()
 
@@ -216,14 +215,6 @@ def test_a_file_that_mixes_its_batch_is_told_apart(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="other logits"):
         checkpoint = certvit.load(path, mean=0.5, std=0.5)
     assert certvit.bound(checkpoint).upper == float("inf")
-
-
-def test_the_history_of_a_file_is_refused_as_that_of_an_onnx_file(tmp_path: Path) -> None:
-    path = tmp_path / "net.onnx"
-    path.write_bytes(graph_of(LINEAR, w=WEIGHT))
-    done = attempt("log", path)
-    assert getattr(done.exception, "code", done.exit_code) == 3
-    assert "ONNX file" in str(getattr(done.exception, "message", done.output))
 
 
 def test_edited_files_are_read_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from certcli.checkpoint.record import Record
 from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import image_doubts, intervals, radii, records
+from certcli.evaluation import image_doubts, intervals, records, threat
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import audit_page
@@ -52,7 +52,6 @@ def report_audit(
     from certcli.models.open import open_checkpoint
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
-    plan = replace(plan, anonymous=reports.anonymous)
     clock = Clock(plan.budget, Sink.invocation.started, processes.team())
     output.claim(source, data, reports, options)
     _require_formats(reports, talk.as_json)
@@ -231,7 +230,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.slope is not None:
         yield (
             "slope found",
-            radii.rounded_down(document.slope.lower, 4),
+            threat.rounded_down(document.slope.lower, 4),
             str(document.slope.images),
             "",
             "measured",
@@ -239,7 +238,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.attention_weight is not None:
         yield (
             "attention's weight",
-            radii.rounded_up(document.attention_weight, 2),
+            threat.rounded_up(document.attention_weight, 2),
             "",
             "",
             "measured",
@@ -289,11 +288,7 @@ def _write_reports(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = (
-            {}
-            if suffix != ".html"
-            else document_builder.pictures_of(findings, names, plan.anonymous)
-        )
+        pictures = {} if suffix != ".html" else document_builder.pictures_of(findings, names)
         audit_page.save_text(path, audit_page.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:

@@ -8,7 +8,7 @@ from typing import Any
 
 from certcli.audit.judging import bound_parts
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
+from certcli.evaluation.threat import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build, pixels
@@ -171,19 +171,6 @@ def draw_bound(audited: Audited, path: Path, sink: Sink) -> None:
         "Where the bound comes from, layer by layer",
     )
     sink.note(f"wrote {path}")
-
-
-def compare_bounds(audited: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
-    """Say a second network's bound, and the factor between both; return the report's part."""
-    upper = other.proven.upper
-    why = other.proven.bound.why
-    ours = log10_or_none(audited.proven.upper)
-    theirs = log10_or_none(upper)
-    said = str(upper) if upper.finite else f"none. {why}"
-    if ours is not None and theirs is not None:
-        said = f"{said}, 10^{theirs - ours:+.4f} times that of {audited.name}"
-    sink.text(f"upper bound of {other.name}:  {said}")
-    return {"other_log10_upper": theirs, "other_why": why}
 
 
 def bound_gate(audited: Audited, maximum: float | None) -> Gate:

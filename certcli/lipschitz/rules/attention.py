@@ -11,9 +11,9 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
-from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Unproven
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import up
@@ -122,10 +122,10 @@ def self_attention(
     qkv = folded.pending
     assert qkv is not None
     radius = x.size.fibre
-    if arith.rigorous and not radius.finite:
-        raise NoRule(
-            "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
-        )
+    ctx.require(
+        not arith.rigorous or radius.finite,
+        "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)",
+    )
     weights = qkv.effective(arith)
     if weights is None:
         raise AssertionError("a linear layer has a matrix")
@@ -236,10 +236,10 @@ def token_convolution_bound(
 
 
 @rules.module(ChannelRoll)
+@settled
 def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
     """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the
     longest."""
-    x = ctx.settle(x)
     arith = ctx.arith
     size = x.size.along(-1).arranged(x.shape, -1, 4.0)
     return ctx.charge(x, arith.const(1.0), "channels that move by a token: a permutation", size)
@@ -281,6 +281,7 @@ def token_max_min_bound(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     )
 
 
+@settled
 def _mixed_tokens(
     ctx: Context,
     x: Value,
@@ -296,7 +297,6 @@ def _mixed_tokens(
         columns: each channel of all tokens is mapped to itself, so that columns grow by the
             constant at most.
     """
-    x = ctx.settle(x)
     arith = ctx.arith
     windows, rest = divmod(math.prod(x.shape), shift.numel())
     ctx.require(

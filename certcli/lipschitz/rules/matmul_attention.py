@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from certcli.engine.attention import fused_attention
 from certcli.engine.moves import Move
-from certcli.engine.table import NoRule, runs_known_code, with_attributes
+from certcli.engine.table import runs_known_code
 from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context, rules
@@ -35,8 +35,10 @@ from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Sco
 
 def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
     """Return a b over the last two axes: attention if a is a softmax, else scores that wait."""
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        raise NoRule("a product with a vector that depends on the image")
+    ctx.require(
+        not (len(a.shape) < 2 or len(b.shape) < 2),
+        "a product with a vector that depends on the image",
+    )
     if isinstance(a.waiting, Probabilities):
         scores = a.waiting.scores
         return attention_bound(
@@ -55,7 +57,9 @@ def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
         b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
     scores = Scores(a, transposed_axes(ctx, b, -2, -1), ctx.arith.const(1.0))
-    return Value(ctx.unbounded(), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape))
+    return Value(
+        ctx.arith.const(math.inf), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape)
+    )
 
 
 @rules.settles(Probabilities)
@@ -94,6 +98,7 @@ def _operator_norm(ctx: Context, x: Value) -> Scalar:
     return norm
 
 
+@rules.module(nn.Softmax, attributes=("dim",))
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 def softmax_bound(
@@ -107,9 +112,6 @@ def softmax_bound(
     return _settled_softmax_bound(ctx, ctx.settle(x), axis)
 
 
-rules.module(nn.Softmax)(with_attributes(softmax_bound, "dim"))
-
-
 @rules.method("log_softmax")
 @rules.function(*LOG_SOFTMAX[:2])
 def log_softmax_bound(
@@ -120,7 +122,7 @@ def log_softmax_bound(
     axis = dim % len(x.shape) - len(x.shape)
     shape = tuple(ctx.shape)
     waiting = LogProbabilities(x, axis)
-    return Value(ctx.unbounded(), Size(ctx.arith, shape), waiting, None, shape)
+    return Value(ctx.arith.const(math.inf), Size(ctx.arith, shape), waiting, None, shape)
 
 
 @rules.settles(LogProbabilities)
@@ -255,8 +257,10 @@ def attention_bound(
     v = _bounds_by_head(ctx, value, "value")
     for part in (q, k, v):
         for norm in part.norms:
-            if arith.rigorous and not norm.finite:
-                raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
+            ctx.require(
+                not (arith.rigorous and not norm.finite),
+                "dot-product attention is not Lipschitz on tokens of unbounded norm",
+            )
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
     # else the heads of q, k and v differ: the largest counts
     alike = len({part.layout for part in split}) <= 1

@@ -19,7 +19,7 @@ import certcli.engine.activations  # noqa: F401 (for the names it enters)
 from certcli.engine.curves import Curve, register_curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import feature_axis, scale_features
@@ -28,9 +28,9 @@ from certcli.lipschitz.value import Convolution, Scores, Size, Value
 from certcli.nn.layers import MaxMin
 
 
+@settled
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
-    x = ctx.settle(x)
     old = x.size
     arith = ctx.arith
     growth = arith.const(curve.growth)
@@ -61,9 +61,9 @@ register_curves(rules, Value, applied)
 
 @rules.method("square")
 @rules.function(torch.square)
+@settled
 def square_bound(ctx: Context, x: Value) -> Value:
     """t^2 on |t| <= m has slope 2 m: finite on the pixel box only."""
-    x = ctx.settle(x)
     largest = x.size.peak
     why = "square, on numbers bounded over the pixel box: twice the largest"
     return ctx.chain(
@@ -84,8 +84,8 @@ def power_bound(ctx: Context, x: Value, exponent: Any) -> Value:
 
 
 @rules.module(MaxMin)
+@settled
 def maxmin_bound(ctx: Context, module: MaxMin, x: Value) -> Value:
-    x = ctx.settle(x)
     x = replace(x, size=x.size.along(-1))
     return applied(
         ctx,
@@ -123,8 +123,9 @@ def dropout_bound(
 @rules.method("float", "to", "type_as", "double", "type")
 def same_numbers_bound(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     """A change of precision: the theorems speak of real numbers."""
-    if ctx.dtype not in (torch.float32, torch.float64):
-        raise NoRule(f"a conversion to {ctx.dtype}")
+    ctx.require(
+        not (ctx.dtype not in (torch.float32, torch.float64)), f"a conversion to {ctx.dtype}"
+    )
     return x
 
 
@@ -199,9 +200,9 @@ def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool
     )
 
 
+@settled
 def scaled_bound(ctx: Context, x: Value, factor: Any, why: str) -> Value:
     """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
-    x = ctx.settle(x)
     old = x.size
     size = Size(
         ctx.arith,

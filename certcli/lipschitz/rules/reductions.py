@@ -18,8 +18,7 @@ from certcli.engine.averages import (
     register_interpolation,
     window_places,
 )
-from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context, resized, rules
+from certcli.lipschitz.context import Context, resized, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
@@ -112,9 +111,9 @@ def _reduce(
 
 @rules.method("amax", "amin")
 @rules.function(torch.amax, torch.amin)
+@settled
 def extreme_bound(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     """max over some axes: |max a - max b| <= max |a - b|, slope 1."""
-    x = ctx.settle(x)
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
 
 
@@ -142,6 +141,7 @@ def degrees(
 
 @rules.method("std", "var")
 @rules.function(torch.std, torch.var)
+@settled
 def deviation_bound(
     ctx: Context,
     x: Value,
@@ -155,7 +155,6 @@ def deviation_bound(
     var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
     """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
-    x = ctx.settle(x)
     arith = ctx.arith
     if ctx.kind.startswith("std"):
         slope = arith.const(up(1 / math.sqrt(divisor), 2))
@@ -167,8 +166,10 @@ def deviation_bound(
             peak=lambda: slope * _longest_spread(x, axes),
         )
     longest = _longest_spread(x, axes)
-    if arith.rigorous and not longest.finite:
-        raise NoRule("the variance of a tensor without a bound on its size")
+    ctx.require(
+        not (arith.rigorous and not longest.finite),
+        "the variance of a tensor without a bound on its size",
+    )
     share = arith.const(up(1 / divisor, 1))
     return ctx.chain(
         x,
@@ -203,7 +204,9 @@ def _longest_spread(x: Value, axes: list[int]) -> Scalar:
     return arith.minimum(x.size.total, x.size.peak * arith.root(count))
 
 
+@rules.module(nn.MaxPool2d, attributes=MAX_WINDOWS)
 @rules.function(functional.max_pool2d, torch.max_pool2d)
+@settled
 def max_pool_bound(
     ctx: Context,
     x: Value,
@@ -216,7 +219,6 @@ def max_pool_bound(
 ) -> Value:
     """sqrt(number of windows a pixel lies in): a 3 x 3 window of stride 2 has slope 2, not 1."""
     ctx.require(not return_indices, "max pooling that returns indices")
-    x = ctx.settle(x)
     kernel = pair(kernel_size)
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
     window_places(x.shape[-2:], kernel, steps, pair(padding), pair(dilation), ceil_mode)
@@ -229,6 +231,7 @@ def max_pool_bound(
 
 
 @rules.module(L2Pool)
+@settled
 def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest
     entry, and so for tokens.
@@ -239,7 +242,6 @@ def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
         x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0,
         "tokens in no square windows",
     )
-    x = ctx.settle(x)
     arith = ctx.arith
     root = arith.const(float(side // windows))
     return ctx.chain(
@@ -250,9 +252,6 @@ def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
         total=lambda: x.size.total,
         peak=lambda: root * x.size.peak,
     )
-
-
-rules.module(nn.MaxPool2d)(with_attributes(max_pool_bound, *MAX_WINDOWS))
 
 
 def separable(ctx: Context, x: Value, averaging: Separable) -> Value:
@@ -289,6 +288,7 @@ register_interpolation(rules, Value, separable)
 @rules.function(
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
+@settled
 def adaptive_maximum(
     ctx: Context, x: Value, output_size: Any, return_indices: bool = False
 ) -> Value:
@@ -296,7 +296,6 @@ def adaptive_maximum(
     ctx.require(
         not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices"
     )
-    x = ctx.settle(x)
     pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
     times = 1
     for size, count in zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True):

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
-from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
 from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem
-from certcli.checkpoint.record import InputSpec
+from certcli.checkpoint.record import MOST_LAYERS, InputSpec
 from certcli.checkpoint.schema import (
+    LARGEST_SIZE,
     MOST_CLASSES,
     PIXEL_SCALE,
     Channels,
