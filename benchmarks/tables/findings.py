@@ -318,9 +318,12 @@ COLUMNS = {
         "Lip.": "certvit-3/formula",
     },
     **{("certvit", number): {"all": _SETTING} for number in range(4, 7)},
-    **{
-        ("certvit", number): {"all": f"{_SETTING}: docs/finetune.md, *The papers' trainings*"}
-        for number in range(7, 10)
+    ("certvit", 7): {"all": f"{_SETTING}; `certvit finetune --preset gloro-mnist` and three more"},
+    ("certvit", 8): {
+        "all": f"{_SETTING}; `certvit finetune --preset local-lip-mnist` and three more"
+    },
+    ("certvit", 9): {
+        "all": f"{_SETTING}; `certvit finetune --preset certvit-mnist` and three more"
     },
     ("certvit", 10): {"all": "certvit-10/epochs"},
     ("specformer", 1): {

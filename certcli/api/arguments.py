@@ -18,8 +18,9 @@ from torch.export import ExportedProgram
 from certcli.certify.certificate import Certificate
 from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.checkpoint import file
+from certcli.checkpoint.record import LARGEST_SIDE
 from certcli.evaluation.threat import Patch, Threat, parse_radius
-from certcli.system import errors, reading, registry
+from certcli.system import errors, registry
 from certcli.system.errors import UsageError
 from certcli.system.options import choices
 from certcli.system.registry import one_of
@@ -283,7 +284,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": whole_number(1, reading.LARGEST_SIDE),
+    "image_size": whole_number(1, LARGEST_SIDE),
     "checkpoint": Reader((file.Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,

@@ -20,7 +20,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
-from certcli.models.onnx.program import Program, on_meta, shape_of
+from certcli.models.onnx.program import Program, ReadGraph, on_meta, shape_of
 from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
@@ -67,7 +67,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
                 "torch.export.export(model.eval(), (one image,)), without decompositions",
             ) from failure
     join(reader.program)
-    return fx.GraphModule(reader.program.root, reader.program.graph).eval(), reader.size
+    return ReadGraph(reader.program.root, reader.program.graph).eval(), reader.size
 
 
 class _Reader:
@@ -222,6 +222,13 @@ def _aten_layer_norm(
     return program.apply(layers.layer_norm_module(weight, bias, eps), x)
 
 
+def _aten_rms_norm(
+    program: Program, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    module = nn.RMSNorm(list(shape), eps, elementwise_affine=weight is not None)
+    return program.apply(layers.with_weights(module, weight=weight), x)
+
+
 def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
     raise_if(train and p, Refused, "dropout in training: export model.eval()")
     return x
@@ -262,10 +269,17 @@ _READERS: dict[str, Callable[..., Any]] = {
     "conv2d": _aten_convolution,
     "batch_norm": _aten_batch_norm,
     "layer_norm": _aten_layer_norm,
+    "rms_norm": _aten_rms_norm,
     "max_pool2d": lambda p, x, kernel, stride=(), padding=0, dilation=1, ceil=False: p.apply(
         nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil), x
     ),
     "dropout": _aten_dropout,
+    **dict.fromkeys(
+        ("clamp", "clamp_min"), lambda p, x, min=None, max=None: p.apply(torch.clamp, x, min, max)
+    ),
+    "linalg_vector_norm": lambda p, x, order=2, dim=None, keepdim=False, *, dtype=None: p.apply(
+        torch.linalg.vector_norm, x, order, dim, keepdim
+    ),
     "slice": _aten_slice,
     "split": _aten_split,
     "split_with_sizes": _aten_split,
@@ -282,10 +296,14 @@ _READERS: dict[str, Callable[..., Any]] = {
         p, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes])
     ),
     "linear": lambda p, x, weight, bias=None: p.apply(linear_module(weight, bias), x),
+    "hardtanh": lambda p, x, *args: p.apply(functional.hardtanh, x, *args),
+    "leaky_relu": lambda p, x, *args: p.apply(functional.leaky_relu, x, *args),
+    "relu6": lambda p, x: p.apply(functional.relu6, x),
     "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
     "softmax": lambda p, x, dim, dtype=None: p.apply(
         nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x
     ),
+    "einsum": lambda p, equation, values, path=None: p.apply(torch.einsum, equation, *values),
     "matmul": lambda p, a, b: p.apply(torch.matmul, a, b),
     "bmm": lambda p, a, b: p.apply(torch.matmul, a, b),
     "adaptive_avg_pool2d": lambda p, x, size: p.apply(nn.AdaptiveAvgPool2d(size), x),

@@ -248,6 +248,18 @@ def _attended(
     return rounding
 
 
+def _maps_of(
+    op: Operation, module: Any, x: Followed, names: tuple[str, ...], attn_mask: Any, is_causal: bool
+) -> tuple[list[list[LinearMap]], LinearMap]:
+    """Return the maps of a layer's heads, by name and head, and its output map."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = [getattr(module, name) for name in (*names, "proj") if hasattr(module, name)]
+    op.require(all(runs_known_code(part, nn.Linear) for part in layers), "a replaced linear layer")
+    *maps, proj = layers
+    heads = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in maps]
+    return heads, op.map(proj.weight, proj.bias)
+
+
 @rules.module(L2Attention, L2UntiedValueAttention)
 @covers("any order", "softmax")
 def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False,
@@ -255,14 +267,8 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
     """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, moved by 8 |q| |dq|.
     Values are q, or a map of their own.
     """
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    layers = [getattr(module, name) for name in ("query", "value") if hasattr(module, name)]
-    op.require(
-        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
-        "a replaced linear layer",
-    )
+    maps, proj = _maps_of(op, module, x, ("query", "value"), attn_mask, is_causal)
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
@@ -288,7 +294,6 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
             )
         return facts
 
-    proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, positions.gates)
 
 
@@ -343,14 +348,8 @@ def _placed_scores(
 def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
            mask: Any = None) -> Rounding:  # fmt: skip
     """Rows w / sqrt(|w|^2 + 1): <= 1, slope 1 in w = W x, some roundings; tau, nu are stored."""
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    layers = (module.query, module.key, module.value)
-    op.require(
-        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
-        "a replaced linear layer",
-    )
+    maps, proj = _maps_of(op, module, x, ("query", "key", "value"), attn_mask, is_causal)
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
     # of |w|^2 + 1, which is no less than 1
     relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)
@@ -386,7 +385,6 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             )
         return facts
 
-    proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, positions.gates)
 
 

@@ -26,7 +26,8 @@ from certcli.models import build as models
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.processes import Team
-from tests.helpers.commands import attempt
+from tests.helpers.commands import attempt, certvit
+from tests.helpers.runs import interrupted
 
 CPU = torch.device("cpu")
 
@@ -83,6 +84,25 @@ def test_the_state_of_another_adaptation_is_refused(
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
         other.restore(tmp_path / "state.safetensors")
+
+
+def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
+    """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was
+    left alone.
+    """
+    options = ("--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2)
+    words = [workshop / "plain.safetensors", *options]
+    certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
+    out = tmp_path / "stopped.safetensors"
+    state = tmp_path / "stopped.state.safetensors"
+    stopped = ["adapt", *map(str, words), "-o", str(out)]
+    interrupted(tmp_path, stopped, Adapter, "store")
+    assert state.exists()
+    assert not out.exists()
+    resumed = attempt("adapt", *words, "-o", out, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
+    assert not state.exists()
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:

@@ -17,17 +17,15 @@ from certcli.enclosure.balls.layers import curved
 from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.zonotopes import margins, pointwise, products
 from certcli.enclosure.zonotopes.columns import FUNCTION, Block, quadratic_radius
-from certcli.enclosure.zonotopes.domain import Enclosure
+from certcli.enclosure.zonotopes.domain import Enclosure, l2_ball
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square
-from certcli.enclosure.zonotopes.pointwise import RSQRT, SQRT
 from certcli.enclosure.zonotopes.rules import attention
 from certcli.enclosure.zonotopes.space import rules
-from certcli.engine.curves import GELU, Curve
+from certcli.engine.curves import GELU, RSQRT, SQRT, Curve
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel

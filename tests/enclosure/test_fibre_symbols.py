@@ -17,7 +17,7 @@ from timm.layers.attention import Attention
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.columns import Block, reach_of
-from certcli.enclosure.zonotopes.domain import with_space
+from certcli.enclosure.zonotopes.domain import l2_ball, with_space
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import (
     Operand,
@@ -25,7 +25,6 @@ from certcli.enclosure.zonotopes.fibre_attention import (
     head_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
 from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.enclosure.zonotopes.space import Space

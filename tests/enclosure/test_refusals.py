@@ -29,8 +29,8 @@ from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.operations import unit_length
 from certcli.enclosure.zonotopes import space as zonotopes
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.rules.layers import arranged
 from certcli.enclosure.zonotopes.space import ZonotopeContext

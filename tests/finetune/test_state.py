@@ -54,17 +54,46 @@ def epoch(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     about["epoch" if "epoch" in about else "done"] = 4
 
 
+def best_share_as(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    about["best"] = 0.75
+
+
+def plan(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    about["steps"] = 41
+
+
 def tensor_more(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     tensors["net.v"] = torch.zeros(1)
+
+
+def tensor_renamed(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    tensors["net.v"] = tensors.pop("net.w")
+
+
+def tensor_reshaped(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    tensors["net.w"] = tensors["net.w"].view(2, 3)
+
+
+def another(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
+    about["digest"] = "0" * 64
 
 
 def state_without(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
     del about["digest"]
 
 
-TRAINING_ALONE = (moment, tensor_less)
+TRAINING_ALONE = (moment, tensor_less, best_share_as, plan)
 """What the state of an adaptation does not have."""
-SPOILERS = (*TRAINING_ALONE, weight_as, epoch, tensor_more, state_without)
+SPOILERS = (
+    *TRAINING_ALONE,
+    weight_as,
+    epoch,
+    tensor_more,
+    tensor_renamed,
+    tensor_reshaped,
+    another,
+    state_without,
+)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,20 @@
 
 from pathlib import Path
 
+import typer
+
 from certcli.cli.shared import groups
 from certcli.cli.shared.command import MOST_IMAGES, Reads, command, group
+from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
+
+
+def take_preset(context: typer.Context, name: str | None) -> str | None:
+    """Make a preset's options the defaults of this call, so that a typed option comes before it."""
+    if name is not None:
+        context.default_map = {**(context.default_map or {}), **options_of_preset(name)}
+    return name
 
 
 @group("Machine")
@@ -25,6 +35,14 @@ class Order:
     """One run: its settings, and the files, images and processes that it works with."""
 
     source: groups.Source
+    preset: str | None = option(
+        None,
+        "A paper's training: gloro-mnist, local-lip-cifar10, certvit-cifar10, cauchy, "
+        "... Options that you type override it.",
+        is_eager=True,
+        callback=take_preset,
+        panel="Objective",
+    )
     settings: FinetuneSettings
     resume: bool = option(
         False, "Continue an interrupted run of the same command.", panel="Length of the run"
@@ -53,7 +71,7 @@ class Order:
     "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
     page="finetune.md",
     run="certcli.cli.finetune.run:train",
-    often=("loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),
+    often=("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),
 )
 def finetune(order: Order, talk: groups.Talk = groups.Talk()) -> None:
     """Train on --dataset, choose the epoch on its validation images, and prove the bound of the

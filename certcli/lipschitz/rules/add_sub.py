@@ -46,20 +46,13 @@ def _ignores_image(ctx: Context, x: Value) -> bool:
     return ctx.arith.rigorous and not follows and ctx.settle(x).base == ctx.arith.const(0.0)
 
 
-def _is_zero(matrix: Matrix | None) -> bool:
-    return matrix is not None and matrix.error == 0 and not bool(matrix.tensor.any())
-
-
 def _known(ctx: Context, x: Value, axis: int, features: int) -> Matrix:
     """Return the vector of each fibre of a constant tensor: a bias, else a ball about 0."""
     pending = x.pending
-    bias = (
-        None
-        if pending is None or pending.axis != axis or not _is_zero(pending.matrix)
-        else pending.bias
-    )
-    if bias is not None and len(bias.tensor) == features:
-        return bias
+    if pending is not None and pending.matrix is not None and pending.bias is not None:
+        is_zero = pending.matrix.error == 0 and not bool(pending.matrix.tensor.any())
+        if is_zero and pending.axis == axis and len(pending.bias.tensor) == features:
+            return pending.bias
     radius = up(float(ctx.spread(ctx.settle(x), tuple(ctx.shape)).size.fibre_along(axis)))
     return Matrix(torch.zeros(features, 1, dtype=torch.float64), radius)
 
@@ -253,31 +246,19 @@ _UP = 1 + 2.0**-50  # a rounding of the weight, away from zero
 @rules.function(torch.lerp)
 def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
     """(1 - w) x + w end, for constant weights: max |1 - w| Lip(x) + max |w| Lip(end)."""
-    if _is_finite_number(weight):
-        return _add_sizes(
-            ctx,
-            _multiple_of(ctx, x, (1.0 - float(weight)) * _UP),
-            _multiple_of(ctx, end, float(weight)),
-        )
     ctx.require(
         not isinstance(weight, Value), "interpolation with weights that depend on the image"
     )
-    share = ctx.constant_tensor(weight).detach().double()
+    share = as_tensor(ctx, weight).detach().double()
     ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
-    return _add_sizes(ctx, _multiple_of(ctx, x, (1.0 - share) * _UP), _multiple_of(ctx, end, share))
-
-
-def _add_sizes(ctx: Context, a: Any, b: Any) -> Value:
-    """Return a + b; of constants, which are rounded here, only the size counts."""
+    weights = float(share) if isinstance(weight, (int, float)) else share
+    a, b = _multiple_of(ctx, x, (1.0 - weights) * _UP), _multiple_of(ctx, end, weights)
     if isinstance(a, Value) and isinstance(b, Value):
         return add_values(ctx, a, b)
-    x, shift = (a, b) if isinstance(a, Value) else (b, a)
-    ctx.require(isinstance(x, Value), "a sum without a tensor")
-    return shifted_bound(ctx, x, shift)
-
-
-def _is_finite_number(number: Any) -> bool:
-    return isinstance(number, (int, float)) and math.isfinite(number)
+    # of constants, which are rounded here, only the size counts
+    moving, shift = (a, b) if isinstance(a, Value) else (b, a)
+    ctx.require(isinstance(moving, Value), "a sum without a tensor")
+    return shifted_bound(ctx, moving, shift)
 
 
 def _multiple_of(ctx: Context, x: Any, factor: Any) -> Any:

@@ -84,9 +84,7 @@ def where_bound(ctx: Context, condition: Any, input: Any, other: Any) -> Value:
     return shifted_bound(ctx, x, Constant(filled))
 
 
-@rules.method("where")
-def where_method(ctx: Context, x: Any, condition: Any, other: Any) -> Value:
-    return where_bound(ctx, condition, x, other)
+rules.method("where")(lambda ctx, x, condition, other: where_bound(ctx, condition, x, other))
 
 
 @rules.method("maximum", "minimum")

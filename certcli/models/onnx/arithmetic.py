@@ -1,6 +1,8 @@
 """Operators that act entry by entry, and those that only constants meet: shapes, masks, indices."""
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,12 +51,12 @@ _UNARY = {
     "Floor": torch.floor,
     "Not": torch.logical_not,
 }
-_MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+_MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "Relu": (nn.ReLU, {}),
     "Sigmoid": (nn.Sigmoid, {}),
     "Tanh": (nn.Tanh, {}),
     "HardSwish": (nn.Hardswish, {}),
-    "Softplus": (nn.Softplus, {}),
+    "Softplus": (partial(nn.Softplus, 1.0, 40.0), {}),
     "Softsign": (nn.Softsign, {}),
     "Mish": (nn.Mish, {}),
     "Gelu": (nn.GELU, {"approximate": "none"}),
@@ -62,7 +64,9 @@ _MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "Elu": (nn.ELU, {"alpha": 1.0}),
     "Celu": (nn.CELU, {"alpha": 1.0}),
 }
-"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults."""
+"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults.
+
+ONNX's Softplus is log(1 + e^x); torch's is x beyond a threshold, at 40 to the last digit of float64."""
 _FOLDED = {"Max": torch.maximum, "Min": torch.minimum, "Sum": operator.add}
 
 
@@ -83,6 +87,8 @@ def read_quotient(call: Call) -> Any:
     if not isinstance(a, float) and not on_meta(a).is_floating_point():
         call.require(not bool((call.tensor(1) == 0).any()), "a division by 0")
         return call.apply(torch.div, a, b, rounding_mode="trunc")
+    if isinstance(a, float) and a == 1:
+        return call.apply(torch.reciprocal, b)
     return call.apply(operator.truediv, a, b)
 
 

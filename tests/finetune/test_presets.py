@@ -1,8 +1,7 @@
-"""A trained network is not trained like a fresh one; a training that ruins it says so; and the
-papers' trainings on the page are options that exist.
+"""What nobody types: the papers' trainings by name, and that a trained network is not trained like a
+fresh one, where a training that ruins it says so.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +12,19 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, LineageStep, Record
 from certcli.cli.finetune import ending
 from certcli.cli.main import program
+from certcli.finetune.presets import PRESETS, options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.start import (
     default_batch_size,
     defaults_of_start,
     start_of,
 )
-from tests.helpers.commands import attempt
+from certcli.models import build
+from certcli.system.errors import UsageError
+from tests.helpers.commands import attempt, document
 
 PAGE = Path(__file__).parents[2] / "docs" / "finetune.md"
-ROW = re.compile(
-    r"^\| ([^|`]+) \| `(--[^`]+)` \| (?:CertViT|Cauchy|SpecFormer)[^|]*\|$", re.MULTILINE
-)
-TRAININGS = {match[1]: match[2] for match in ROW.finditer(PAGE.read_text())}
-"""The papers' trainings on the page: name -> options as they are typed."""
-DATA = ("MNIST", "CIFAR-10", "CIFAR-100", "TinyImageNet")
-RADII = dict(zip(DATA, (1.58, 36 / 255, 36 / 255, 36 / 255), strict=True))
+RADII = {"mnist": 1.58, "cifar10": 36 / 255, "cifar100": 36 / 255, "tinyimagenet": 36 / 255}
 """At which the paper certifies each data set."""
 
 
@@ -38,19 +34,74 @@ def parsed(*words: str) -> dict[str, Any]:
     return dict(command.make_context("finetune", ["m.safetensors", *words]).params)
 
 
-def test_the_options_on_the_page_are_settings_that_train_at_no_smaller_radius_than_they_certify() -> (
-    None
-):
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_what_its_options_are_when_typed(name: str) -> None:
+    words = PRESETS[name].split()
+    assert parsed("--preset", name) == parsed(*words) | {"preset": name}
+    assert parsed("--preset", name) != parsed() | {"preset": name}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_its_values_are_settings_and_train_at_no_smaller_radius_than_they_certify(
+    name: str,
+) -> None:
+    taken = parsed("--preset", name)
     names = FinetuneSettings.__dataclass_fields__
-    assert len(TRAININGS) == 16
-    for name, words in TRAININGS.items():
-        taken = {key: value for key, value in parsed(*words.split()).items() if key in names}
-        settings = FinetuneSettings(**{**taken, "batch_size": taken["batch_size"] or 128})
-        assert settings.optimiser == (
-            "sgd" if name.startswith(("Cauchy", "SpecFormer")) else "adamw"
-        )
-        if settings.loss != "ce":
-            assert settings.epsilon >= RADII[name.rpartition(", ")[2]], name
+    settings = FinetuneSettings(
+        **{key: value for key, value in taken.items() if key in names and key != "batch_size"}
+    )
+    assert settings.optimiser == ("sgd" if name.startswith(("cauchy", "specformer")) else "adamw")
+    if settings.loss != "ce":
+        assert settings.epsilon >= RADII[name.rpartition("-")[2]]
+
+
+@pytest.mark.parametrize(("option", "value"), [("epsilon", "0.5"), ("epochs", "7"), ("lr", "2e-3")])
+def test_what_is_typed_comes_before_the_preset_also_where_it_is_the_default(
+    option: str, value: str
+) -> None:
+    """0.5 is what --epsilon is without any word: only the place of the word tells the two apart."""
+    words = ["--preset", "gloro-mnist"]
+    typed = [f"--{option}", value]
+    assert parsed(*words, *typed)[option] == float(value)
+    assert parsed(*typed, *words)[option] == float(value)
+
+
+@pytest.mark.parametrize(
+    ("preset", "arch"),
+    [
+        ("gloro-mnist", "certvit_4c3f"),
+        ("local-lip-mnist", "certvit_4c3f"),
+        ("local-lip-tinyimagenet", "certvit_4c3f"),
+        ("certvit-mnist", "certvit_vit_digits"),
+        ("cauchy", "certvit_vit_digits"),
+        ("specformer-adversarial", "certvit_vit_digits"),
+    ],
+)
+def test_each_kind_runs_and_its_lineage_holds_the_values(
+    preset: str, arch: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "net.safetensors"
+    shape = {"img_size": 8} if "4c3f" in arch else {"depth": 1, "embed_dim": 8, "num_heads": 1}
+    build.initialise(arch, shape).write(source, False)
+    output = tmp_path / "out.safetensors"
+    words = ("--dataset", "digits", "--limit", 16, "--steps", 1, "--batch-size", 8, "-o", output)
+    attempt("finetune", source, "--preset", preset, *words, "--validation-limit", 10)
+    (*_, step) = document("log", output)["lineage"]
+    assert step["parameters"]["batch_size"] == 8
+    for name in ("schedule", "loss"):
+        assert step["parameters"][name] == options_of_preset(preset)[name]
+
+
+def test_an_unknown_preset_is_refused_by_name() -> None:
+    done = attempt("finetune", "m.safetensors", "--preset", "local-lip-imagenet")
+    assert isinstance(done.exception, UsageError)
+    assert "local-lip-imagenet" in done.exception.message
+
+
+def test_the_page_has_every_preset_with_its_options() -> None:
+    text = PAGE.read_text()
+    for name, typed in PRESETS.items():
+        assert f"| `{name}` | `{typed}` | " in text, name
 
 
 SPEC = InputSpec((1, 8, 8), (0.5,), (0.5,))
