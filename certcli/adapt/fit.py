@@ -369,11 +369,9 @@ class Adapter(Adaptation):
             return ((output.float() - goal) * weight).square().mean()
 
         settings = self.settings
-        seed = settings.seed * 10_007 + 100 * number
-        lengths = settings.epochs, settings.batch_size
-        deque(
-            Descent(module, self.shards, loss, *lengths, seed, 1 / scale).run(settings.lr), maxlen=0
-        )
+        lengths = settings.epochs, settings.batch_size, settings.seed * 10_007 + 100 * number
+        descent = Descent(module, self.shards, loss, *lengths, 1 / scale)
+        deque(descent.run(settings.lr), maxlen=0)
 
     def _chunks(self, *streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
         size = self.settings.batch_size
