@@ -28,7 +28,8 @@ def simple_norm(op: Operation, module: SimpleNorm | SimpleNorm2d, x: Followed) -
     + 2 unit) |x|, so s by 4 D / sqrt(d - 1), and a fibre by |x| times that over eps; doubled for
     the roundings of what follows.
     """
-    p, last = op.precision, not isinstance(module, SimpleNorm2d)
+    p = op.precision
+    last = not isinstance(module, SimpleNorm2d)
     d = x.shape[-1 if last else 1]
     deviation = least_deviation(op, float(module.eps), d)
 

@@ -356,7 +356,8 @@ def require_same_program(
     converted = copy.deepcopy(model).to(precision.dtype).eval()
     try:
         other = trace_model(converted, example_of(converted, size), *tables)
-        steps, others = _program(traced, precision.dtype), _program(other, torch.float64)
+        steps = _program(traced, precision.dtype)
+        others = _program(other, torch.float64)
         if steps != others:
             raise Untraceable(first_other_step(others, steps))
         for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):

@@ -254,7 +254,8 @@ def interpolate_linearly(ctx: Context, x: Any, end: Any, weight: Any) -> Value:
     share = as_tensor(ctx, weight).detach().double()
     ctx.require(bool(torch.isfinite(share).all()), "weights that are not finite numbers")
     weights = float(share) if isinstance(weight, (int, float)) else share
-    a, b = _multiple_of(ctx, x, (1.0 - weights) * _UP), _multiple_of(ctx, end, weights)
+    a = _multiple_of(ctx, x, (1.0 - weights) * _UP)
+    b = _multiple_of(ctx, end, weights)
     if isinstance(a, Value) and isinstance(b, Value):
         return add_values(ctx, a, b)
     # of constants, which are rounded here, only the size counts
