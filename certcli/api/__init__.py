@@ -44,8 +44,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds

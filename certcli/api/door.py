@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from certcli.api.arguments import (
-    READERS,
     fields_of,
     in_python,
     plain_value,
     read_choice,
     require_option_names,
 )
+from certcli.models.onnx.call import READERS
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError, one_line
 from certcli.system.options import choices
@@ -118,7 +118,8 @@ def run_command(name: str, source: str, path: Path, force: bool, options: dict[s
             if one is not None and one is not False:
                 words.append(f"--{option.replace('_', '-')}")
                 words += [] if one is True else [str(one)]
-    before, Sink.invocation = Sink.invocation, Invocation(silent=True)
+    before = Sink.invocation
+    Sink.invocation = Invocation(silent=True)
     try:
         program(words)([*words, "--", source], prog_name="certvit", standalone_mode=False)
     except Exception as failure:  # Typer's own: a value that an option does not take

@@ -114,7 +114,7 @@ class AttackedAccuracy(RobustAccuracy):
     """The accuracy that the attacks leave at one radius.
 
     Attributes:
-        examples: tensors by name (`attack.examples.collect`), a row for each image that fell at
+        examples: tensors by name (`attack.findings.collect`), a row for each image that fell at
             this radius or a smaller one; None unless asked for.
     """
 

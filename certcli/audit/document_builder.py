@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from certcli.audit import answer, gates
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, last_part, reproduce
+from certcli.audit.plan import AuditPlan, Clock, Typed, last_part, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
 from certcli.evaluation import image_doubts, threat

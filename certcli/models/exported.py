@@ -123,17 +123,13 @@ class _Reader:
             return Batch(size) if args[1] == 0 else size
         reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
         if reader is None or not inputs:
-            function = (_torch_function(name) if inputs else None) or target
+            builtins = [getattr(place, name, None) for place in (torch, functional) if inputs]
+            own = (each for each in builtins if isinstance(each, BuiltinFunctionType))
+            function = next(own, target)  # torch's function that is aten's operation
             return self.program.apply(function, *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
-
-
-def _torch_function(name: str) -> Any:
-    """Return torch's function that is aten's operation, with its arguments, or None."""
-    builtins = (getattr(place, name, None) for place in (torch, functional))
-    return next((each for each in builtins if isinstance(each, BuiltinFunctionType)), None)
 
 
 def _is_fresh(node: Any, user: fx.Node) -> bool:

@@ -3,6 +3,7 @@ logits and margins: no image of the neighbourhood leaves them, and they say what
 """
 
 import inspect
+import math
 import re
 from collections.abc import Callable
 from fractions import Fraction
@@ -161,6 +162,13 @@ def test_a_network_without_theorem_has_infinite_bounds() -> None:
     assert bool(bounds.upper.isinf().all())
     assert len(bounds.why) == 2
     assert not bool(bounds.in_top(2).any())
+
+
+def test_a_bound_that_is_not_known_is_infinite() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    for unknown in (-math.inf, math.inf):
+        found = logit_bounds_module._known_values(values, unknown)
+        assert found.tolist() == [unknown, math.inf, -math.inf, 1.0]
 
 
 def test_the_top_classes_are_counted() -> None:

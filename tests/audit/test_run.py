@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from certcli.attack.settings import AttackSettings
-from certcli.audit import judging, plan
+from certcli.audit import judging
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
-from certcli.audit.clock import Clock, EndsAfter, OutOfTime
+from certcli.audit.plan import Clock, EndsAfter, OutOfTime, last_part, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
@@ -141,9 +141,9 @@ def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     (tmp_path / "vit_tiny_patch16_224").mkdir()
     monkeypatch.chdir(tmp_path)
     as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
-    assert plan.unmistakable(typed) == as_typed
+    assert unmistakable(typed) == as_typed
     name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
-    assert plan.last_part(typed) == name
+    assert last_part(typed) == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
@@ -279,7 +279,7 @@ def test_a_ring_that_is_lost_is_followed_by_others(monkeypatch: pytest.MonkeyPat
         Deaf()
         turn_for_ever()
 
-    monkeypatch.setattr("certcli.audit.clock.AGAIN", 0.2)
+    monkeypatch.setattr("certcli.audit.plan.AGAIN", 0.2)
     with pytest.raises(OutOfTime), EndsAfter(0.05):
         work()
 

@@ -373,3 +373,9 @@ def test_enclosures_that_do_not_fit_are_refused_or_done_without(
         effort == "auto",
         effort != "auto",
     )
+
+
+def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> None:
+    opened = certvit.load(Net(), mean=0.0, std=1.0, input_size=SIZE)
+    slope = certvit.slope(opened, torch.rand(4, *SIZE)).value
+    assert 0.999 * 8**0.5 < slope <= 8**0.5 <= float(certvit.bound(opened).upper)

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 import certcli.system.compat  # noqa: F401
 from certcli.certify.local import LocalCertifier
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
-from certcli.certify.options import EFFORTS, Local
+from certcli.certify.options import Effort, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import pixel_ball
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.evaluation.threat import Norm
 from certcli.models import build
 from certcli.models.build import load_double
@@ -130,7 +130,7 @@ def linear(images: Tensor, share: float, norm: Norm) -> tuple[Any, nn.Module, Te
 
 
 CLAIMING = [
-    *(("local", effort, norm) for effort in EFFORTS for norm in NORMS),
+    *(("local", effort, norm) for effort in get_args(Effort) for norm in NORMS),
     *((method.name, None, "l2") for method in METHODS if method.name not in ("local", "patch")),
 ]
 CASES = list(

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.lipschitz import as_executed
 from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
-from certcli.certify.options import ARITHMETICS, REAL, Local, Smoothing
+from certcli.certify.options import REAL, Arithmetic, Local, Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.cli.certify.demands import PROVING as SPOKEN_OF
@@ -279,7 +279,7 @@ def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPa
 def test_the_command_line_knows_the_arithmetics(tmp_path: Path) -> None:
     path = tmp_path / "any.safetensors"
     path.touch()
-    assert (REAL, *PRECISIONS) == ARITHMETICS
+    assert (REAL, *PRECISIONS) == get_args(Arithmetic)
     given = ("--dataset", "digits", "--limit", 4, "--arithmetic", "float32")
     for method in ("auto", "smoothing", "patch"):
         commands.certvit("certify", path, "--method", method, *given, code=2)

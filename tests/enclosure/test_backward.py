@@ -21,9 +21,9 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.layers import affine, arranged

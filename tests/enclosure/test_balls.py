@@ -27,6 +27,7 @@ from certcli.nn.layers import MaxMin
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
+from tests.helpers.grids import EVERY
 
 
 def context() -> BallContext:
@@ -137,6 +138,10 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
         lambda x: ruled(F.linear, x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
     "zeros around": (lambda x: layers.arranged(F.pad, x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
+    "hard swish": (lambda x: ruled(F.hardswish, x), F.hardswish),
+    "softsign": (lambda x: ruled(F.softsign, x), F.softsign),
+    "exp": (lambda x: ruled(torch.exp, x), torch.exp),
+    "log": (lambda x: ruled(torch.log, x.shift(40 + 0 * G)), lambda t: torch.log(t + 40)),
     "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 
@@ -418,3 +423,20 @@ def test_a_rare_token_gains_what_the_others_lose(size: float) -> None:
     moved[0, 0, 2, 1] -= size
     far = (part(moved[0]) - part(tokens[0]))[0, 0].norm()
     assert 0.05 < float(far / found.fibre[0, 0, 0]) <= 1
+
+
+@pytest.mark.parametrize("kind", ["plain", *["relu"] * EVERY])
+def test_no_attack_succeeds_within_the_radius(kind: str) -> None:
+    model = network(kind)
+    pixels = torch.cat([image(seed) for seed in range(2)])
+    labels = model(pixels).argmax(1)
+    certifier = LocalCertifier(model, SIZE, Local(effort="norms"))
+    radii = certifier.by_norms(pixels, labels)
+    assert (radii > 1e-7).all()
+    alone = torch.cat(
+        [certifier.by_norms(x[None], y[None]) for x, y in zip(pixels, labels, strict=True)]
+    )
+    assert torch.allclose(alone, radii, rtol=1e-9)
+    for x, y, radius in zip(pixels, labels, radii, strict=True):
+        moved = x + radius * directions(model, x[None], int(y), 30).view(-1, *SIZE)
+        assert (model(moved).argmax(1) == y).all()

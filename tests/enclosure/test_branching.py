@@ -18,8 +18,8 @@ from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import Ascent, proven
 from certcli.enclosure.zonotopes.backward import Node, descend, least
 from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.search import Tree, Unit
 from certcli.system.errors import DataError, NoBoundError, UsageError

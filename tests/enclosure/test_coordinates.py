@@ -10,8 +10,8 @@ import certcli.system.compat  # noqa: F401
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.space import Coordinates, coordinates_of
 from certcli.models.pixels import PixelModel

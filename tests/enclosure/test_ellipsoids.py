@@ -1,16 +1,21 @@
 """Groups of symbols, ellipsoids of fibres and of linear images: they hold what they stand for, whatever a factor is."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
 
+from certcli.enclosure.zonotopes import columns, ellipsoids
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.columns import (
     Block,
     gamma,
+    lengths,
     reach_of,
     reach_of_differences,
 )
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -25,9 +30,11 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     spectral,
 )
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.products import crossing, scaled, squares
 from certcli.enclosure.zonotopes.rules.layers import affine
+from tests.enclosure.test_zonotopes import outside
+from tests.enclosure.test_zonotopes import symbols as symbols_of
+from tests.helpers.enclosure_cases import CASES, forms
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -340,3 +347,43 @@ def test_a_linear_image_counts_the_rounding_of_what_cancels() -> None:
     assert float(gram.matrix[0, 0, 0].abs()) < 1e-12 * length
     assert float(gram.lengths[0, 0]) >= 2 * length
     assert float(enclosing([gram], torch.zeros(1, 3).double()).lengths[0, 0]) >= 2 * length
+
+
+def smaller_groups(columns: Tensor, width: int) -> Tensor:
+    return lengths(columns, width) / width**0.5
+
+
+def without_the_sum(parts: object, slack: Tensor) -> Tensor:
+    """As if all groups shared one ball."""
+    return root(parts, slack) / 3  # type: ignore[arg-type]
+
+
+def without_symbols(x: Form, _: Tensor) -> Form:
+    return x
+
+
+PLANTED: dict[str, tuple[object, str, Callable[..., object], str]] = {
+    "a group of another norm": (columns, "lengths", smaller_groups, "linear"),
+    "groups of one ball": (ellipsoids, "root", without_the_sum, "reduction, mixed"),
+    "dropped symbols": (ellipsoids, "grouped", without_symbols, "reduction, mixed"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_wrong_rule_for_groups_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the law that nothing leaves an enclosure, at given symbols."""
+    module, attribute, planted, row = PLANTED[name]
+    case = next(case for case in CASES if case.name == row)
+    inputs = forms(case, 0.5, True, 2, mixed=True)
+    points = symbols_of(400, 2)
+    far, free = outside(case, inputs, *points)
+    assert (far <= free).all()
+    monkeypatch.setattr(module, attribute, planted)
+    if row == "linear":
+        (x,) = inputs
+        columns = x.box
+        values = torch.tensordot(points[1], columns, dims=1)
+        assert (values.abs() > reach_of(columns, x.blocks)).any()
+        return
+    far, free = outside(case, inputs, *points)
+    assert (far > free).any()

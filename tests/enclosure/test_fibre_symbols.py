@@ -17,7 +17,7 @@ from timm.layers.attention import Attention
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.columns import Block, reach_of
-from certcli.enclosure.zonotopes.domain import with_space
+from certcli.enclosure.zonotopes.domain import l2_ball, with_space
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import (
     Operand,
@@ -25,7 +25,6 @@ from certcli.enclosure.zonotopes.fibre_attention import (
     head_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
 from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.enclosure.zonotopes.space import Space
@@ -166,7 +165,7 @@ def at_corners(seed: int, boxed: bool) -> tuple[float, float]:
     q, k, of_q, of_k = torch.randn(4, 3, generator=generator).double()
     zeros = torch.rand(4, 3, generator=generator) < (0.6, 0.6, 0.3, 0.3)[seed % 4]
     q, k, of_q, of_k = torch.stack([q, 2 * k, of_q, of_k]).masked_fill(zeros, 0.0)
-    size = 10.0 ** -(seed % 3) / 2
+    size = 10.0 ** -(0, 1, 2, 8)[seed // 4 % 4] / 2  # at the last one the linear part is all
     moves = [(size * of_q, q), (size * of_k, k), (0 * of_q, k)]
     queries, keys, values = (
         Operand.of(of_one_number(scale, centre, column, boxed))

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from certcli.enclosure.slopes.products import inner
 from certcli.enclosure.zonotopes import ellipsoids, pointwise, products
 from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
-from certcli.enclosure.zonotopes.pointwise import EXP, activation, apply, joint_activation
+from certcli.enclosure.zonotopes.pointwise import activation, apply, joint_activation
 from certcli.enclosure.zonotopes.products import matrix_product
 from certcli.enclosure.zonotopes.rules.attention import AVERAGES, SCORES, attend, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
+from certcli.engine.curves import EXP, GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms
@@ -40,6 +41,13 @@ def along(squares_on: bool, fibres: int = 1) -> Form:
     sizes = SIZES if squares_on else (SIZES[0], SIZES[1] + SIZES[2])
     gens = torch.tensor(sizes).double()[:, None, None, None] * u
     return Form(Space(1, squares_on, 999), 0 * u, gens, 0 * u, (Block.fresh(1),))
+
+
+def test_an_inner_product_sums_what_its_entries_share() -> None:
+    """n (1, .., 1) times itself is UNITS at n = 1."""
+    x = along(False)
+    x = replace(x, gens=torch.ones_like(x.gens) * torch.tensor([0.0, 1.0])[:, None, None, None])
+    assert float(inner(x, x).interval()[1]) >= UNITS
 
 
 def without_symbol(x: Form) -> Form:
@@ -365,3 +373,17 @@ def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
         assert ("first_1" in own) == (entries > 0)
         assert own <= allowed
     torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-7)
+
+
+def a_quarter(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
+    gram = exact_gram(first, second, shape)
+    return gram._replace(matrix=gram.matrix / 4)
+
+
+def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "of_matrix_products", a_quarter)
+    x, y = factors(0)
+    form = matrix_product(x, y, AVERAGES, keyed=False)
+    assert form is not None
+    further, _ = excess(form, x, y, draw(200, BATCH * ROWS * COLUMNS, seed=7))
+    assert (further > 0).any()

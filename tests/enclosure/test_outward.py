@@ -35,11 +35,11 @@ from certcli.enclosure.zonotopes.backward import (
     lower,
 )
 from certcli.enclosure.zonotopes.cuts import Remainder
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
@@ -291,6 +291,8 @@ SLOPES = (
     ("l2-normalize", "l2"),
     ("batch-norm-folded", "squares"),
     ("clamp", "squares"),
+    ("spelled-rounded-jumps", "squares"),
+    ("adaptive-max", "l2"),
 )
 """Rows of networks whose gradients reach every rounding on the way back."""
 

@@ -34,6 +34,7 @@ from certcli.enclosure.zonotopes import columns
 from certcli.enclosure.zonotopes.ascent import hinges, proven
 from certcli.enclosure.zonotopes.backward import HingeChoice, Node, ParabolaChoice, descend, lower
 from certcli.enclosure.zonotopes.columns import gamma
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import (
@@ -42,15 +43,14 @@ from certcli.enclosure.zonotopes.margins import (
     lower_bounds,
     normalised_margins,
 )
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply, relu
+from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine, joined
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
-from certcli.engine.curves import GELU, GELU_TANH, Curve
+from certcli.engine.curves import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.nn.norms import FloorNorm, Spread

@@ -17,8 +17,8 @@ from timm.models.vision_transformer import VisionTransformer
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, affordable
 from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.trace import executed
@@ -305,3 +305,27 @@ def test_networks_of_timm_are_proven_near_an_image_and_no_attack_succeeds_there(
     assert row.radius >= 1e-3
     moved = pixels + row.radius * directions(model, pixels, label, 40).view(-1, *spec.size)
     assert (model(moved).argmax(1) == label).all()
+
+
+def test_order_reduction_stays_sound() -> None:
+    model = network("plain")
+    pixels = image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    assert largest_share(local, pixels, label, 0.01, 128, 60) <= 1
+
+
+def test_images_in_a_linf_ball() -> None:
+    model = network("relu")
+    pixels = image()
+    local = LocalNetwork(model, SIZE)
+    label = int(model(pixels).argmax())
+    radius = 2e-4
+    bounds = local.margins(linf_ball(pixels, radius, limit=4000), label)
+    assert (bounds > 0).all()
+    others = [j for j in range(4) if j != label]
+    corners = (
+        torch.randn(400, *SIZE, generator=torch.Generator().manual_seed(0)).double().sign() * radius
+    )
+    logits = model(pixels + corners)
+    assert (logits[:, label : label + 1] - logits[:, others] >= bounds).all()

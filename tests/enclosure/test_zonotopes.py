@@ -13,10 +13,22 @@ from certcli.enclosure.zonotopes.columns import matrices, quadratic_radius, runs
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.margins import descent, lower_bounds
-from certcli.enclosure.zonotopes.pointwise import EXP, LOG, RECIPROCAL, RSQRT, SQRT, apply
+from certcli.enclosure.zonotopes.pointwise import apply
 from certcli.enclosure.zonotopes.products import squares
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.engine.curves import GELU, GELU_TANH, Curve
+from certcli.engine.curves import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SIGMOID,
+    SILU,
+    SQRT,
+    TANH,
+    Curve,
+)
 from tests.helpers.enclosure_cases import BALL, BLOCKS, BOX, CASES, Case, evaluate, forms
 from tests.helpers.grids import EVERY, crossed
 
@@ -222,6 +234,23 @@ def test_rounding_of_functions_is_covered(f: Curve) -> None:
                 <= slack
                 <= 1e-10 * (1 + abs(c) + abs(value) / value**2)
             )
+
+
+@pytest.mark.parametrize(
+    "f",
+    [EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SIGMOID, SILU, SQRT, TANH],
+    ids=lambda f: f.name,
+)
+def test_derivatives_are_those_of_the_function(f: Curve) -> None:
+    x = torch.linspace(0.3, 4, 50).double() if f.relative else torch.linspace(-4, 4, 50).double()
+    x.requires_grad_(True)
+    (first,) = torch.autograd.grad(f.value(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+    (third,) = torch.autograd.grad(second.sum(), x)
+    assert torch.allclose(first, f.first(x), atol=1e-12)
+    assert torch.allclose(second, f.second(x), atol=1e-11)
+    one_sign = bool((third >= 0).all() or (third <= 0).all())
+    assert float(third.abs().max()) <= f.third if f.third else one_sign
 
 
 @pytest.mark.parametrize("f", [GELU, GELU_TANH], ids=lambda f: f.name)

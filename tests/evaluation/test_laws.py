@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint import record, schema
+from certcli.cli.shared.command import typed_share
 from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     Decoded,
@@ -35,7 +36,7 @@ from certcli.evaluation.evidence_schema import (
 )
 from certcli.evaluation.perturbation import Region, image_norms
 from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import read_records, require_share
+from certcli.evaluation.records import read_records
 from certcli.evaluation.threat import (
     Norm,
     Patch,
@@ -145,11 +146,10 @@ def test_radii_are_finite_and_not_negative(radii: list[float]) -> None:
 
 def test_radii_ascend_and_shares_are_shares() -> None:
     assert require_radii([0.5, 0.0, 0.5]) == (0.0, 0.5)
-    assert require_share(0.0, "--gate") == 0.0
-    assert require_share(1.0, "--gate") == 1.0
-    for wrong in (-1e-9, 1.0000001, math.nan):
-        with pytest.raises(UsageError):
-            require_share(wrong, "--gate")
+    assert [typed_share(text) for text in ("0", "1", "9/10")] == [0.0, 1.0, 0.9]
+    for wrong in ("-1e-9", "1.0000001", "nan"):
+        with pytest.raises(ValueError, match="share"):
+            typed_share(wrong)
 
 
 @pytest.mark.parametrize(

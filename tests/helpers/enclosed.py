@@ -16,9 +16,9 @@ from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.backward import lower
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm

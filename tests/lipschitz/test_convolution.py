@@ -382,3 +382,15 @@ def test_only_a_padding_of_zeros_is_one_of_zeros(mode: str) -> None:
     assert not pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=(0, 1), padding_mode=mode))
     assert pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=0, padding_mode=mode))
     assert pads_with_zeros(torch.nn.Conv2d(1, 1, 3, padding=1))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_torus_lies_above_the_dense_matrix(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _only_the_torus(monkeypatch)
+    weight = _weight(name, kind)
+    options = _options(name)
+    bound = conv_norm(weight, **options)
+    assert bound >= _dense_norm(weight, options) * (1.0 - ORACLE)

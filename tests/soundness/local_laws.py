@@ -19,8 +19,8 @@ from certcli.certify.options import BRANCH, NORMS, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import pointwise
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed

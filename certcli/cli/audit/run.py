@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from certcli.audit import document_builder, gates
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record

@@ -234,7 +234,8 @@ def report_certificates(
     checkpoint = options.source.read(sink)
     if demand is None:
         size = checkpoint.record.input.size[1:]
-        demand, threats = demands.patch_demand(target.minimum, options.patches, size)
+        patches = [Threat("patch", patch) for patch in options.patches.sizes(size)]
+        demand, threats = demands.demand_of(target.minimum, patches, size)
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())

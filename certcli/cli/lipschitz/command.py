@@ -53,7 +53,9 @@ class NearImages:
             raise UsageError("--norm is of --around", "--around 0.01")
         for radius in self.around:
             if not 0 < radius < math.inf:
-                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
+                raise UsageError(
+                    f"--around {radius:g}: a radius is a finite number above 0", "--around 0.1"
+                )
 
 
 @group("Views")

@@ -39,6 +39,7 @@ import typer
 from typer.models import ArgumentInfo, OptionInfo
 
 from certcli.cli.shared import inputs
+from certcli.evaluation.threat import parse_number
 from certcli.system import errors, reading
 from certcli.system.options import NOTE, Option, choices, require_choices
 
@@ -67,10 +68,7 @@ class Writes:
 
 def typed_share(text: str) -> float:
     """Return a share of the images, in [0, 1], which a gate demands."""
-    try:
-        value = float(text)
-    except ValueError as failure:
-        raise ValueError(f"'{text}' is not a number") from failure
+    value = parse_number(text)
     if not 0 <= value <= 1:
         raise ValueError(f"{text} is no share of the images: 0.9 demands 90 %")
     return value

@@ -117,9 +117,8 @@ def self_attention(
     Source: Theorem 5.1.
     """
     arith = ctx.arith
-    folded = ctx.fold(x, *qkv_map)
-    x = folded
-    qkv = folded.pending
+    x = ctx.fold(x, *qkv_map)
+    qkv = x.pending
     assert qkv is not None
     radius = x.size.fibre
     ctx.require(
@@ -127,8 +126,7 @@ def self_attention(
         "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)",
     )
     weights = qkv.effective(arith)
-    if weights is None:
-        raise AssertionError("a linear layer has a matrix")
+    assert weights is not None
     inner = weights.shape[0] // 3
     width = inner // heads
     ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")

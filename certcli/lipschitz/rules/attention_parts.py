@@ -215,8 +215,7 @@ def head_maps(
         pending = folded.pending
         assert pending is not None
         matrix = pending.effective(ctx.arith)
-        if matrix is None:
-            raise AssertionError("a linear layer has a matrix")
+        assert matrix is not None
         size = folded.size.fibre
         place = f"{ctx.path}.{name}"
         maps.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))

@@ -182,12 +182,6 @@ def center_norm_bound(ctx: Context, module: CenterNorm, x: Value) -> Value:
     )
 
 
-@rules.module(LayerScale)
-def layer_scale_bound(ctx: Context, module: LayerScale, x: Value) -> Value:
-    """x -> gamma * x on the last axis: folded into the linear map before it."""
-    return scale_features(ctx, x, module.gamma, -1)
-
-
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     """Return gain * x along an axis, multiplied into what waits there, else pending."""
     x = _with_features(ctx, x, axis)
@@ -196,6 +190,9 @@ def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     if isinstance(waiting, (Affine, Convolution)):
         return replace(x, waiting=waiting.scaled(ctx.arith, gain, ctx.path))
     return replace(x, waiting=Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,)))
+
+
+rules.module(LayerScale)(lambda ctx, module, x: scale_features(ctx, x, module.gamma, -1))
 
 
 def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
-from certcli.lipschitz.rules.moves import permuted_axes
+from certcli.lipschitz.rules.moves import moved
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
@@ -127,11 +127,11 @@ def rms_norm_function(
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
-    x = permuted_axes(ctx, ctx.settle(x), (0, 2, 3, 1))
+    x = moved(ctx, ctx.settle(x), Tensor.permute, (0, 2, 3, 1))
     normal = row_norm_bound(
         ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
     )
-    return permuted_axes(ctx, normal, (0, 3, 1, 2))
+    return moved(ctx, normal, Tensor.permute, (0, 3, 1, 2))
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
@@ -243,8 +243,7 @@ def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
     ctx.require(order in (2, 2.0, "fro"), "another norm than l2")
-    one = ctx.arith.const(1.0)
-    return ctx.chain(x, one, "a norm has slope 1", total=lambda: x.size.total)
+    return ctx.chain(x, ctx.arith.const(1.0), "a norm has slope 1", total=lambda: x.size.total)
 
 
 @rules.module(GlobalResponseNorm)

@@ -308,7 +308,4 @@ def divide_bound(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Val
     return by_number(ctx, a, quotient * (1 + 2.0**-50) + math.copysign(UNDERFLOW, quotient))
 
 
-@rules.method("neg")
-@rules.function(operator.neg, torch.neg)
-def negative_bound(ctx: Context, x: Value) -> Value:
-    return by_number(ctx, x, -1.0)
+rules.method("neg")(rules.function(operator.neg, torch.neg)(lambda ctx, x: by_number(ctx, x, -1.0)))
