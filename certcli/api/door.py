@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from certcli.api.arguments import (
+    READERS,
     fields_of,
     in_python,
     plain_value,
     read_choice,
     require_option_names,
 )
-from certcli.models.onnx.call import READERS
 from certcli.system.ambient import as_stated
 from certcli.system.errors import CertvitError, UsageError, one_line
 from certcli.system.options import choices

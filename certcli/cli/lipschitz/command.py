@@ -63,6 +63,13 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
+    other: str | None = option(
+        None,
+        "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
+        "--compare",
+        metavar="CKPT",
+        mark=Reads(),
+    )
     plot: Plot = None
 
 
