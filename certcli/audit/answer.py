@@ -20,14 +20,13 @@ from certcli.evaluation.threat import (
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
-from certcli.report.shares import nearest_published
+from certcli.report.shares import DENOISER, nearest_published
 
 CORRECT = "correct images"
 PENALTY = 0.2
 """Weight of the enclosure penalty that small networks are advised."""
 LITTLE_ATTENTION = 0.01
-"""Largest weight of an attention branch below which the answer says that attention hardly takes
-part."""
+"""Weight of attention branches, at most, from which on they hardly take part."""
 
 
 def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
@@ -61,6 +60,8 @@ def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
             f"Attention hardly takes part: its largest weight in a residual sum is "
             f"{rounded_up(weight, 2)} (a plain network has 1)."
         )
+    if best_proof(findings, plan) is None and plan.suits_denoiser(findings):
+        sentences.append(DENOISER)
     if findings.own:
         sentences.append(
             "The images have no labels: shares are of the network's own answers, and its accuracy is not measured."
@@ -187,8 +188,8 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         ]
     if findings.clean is None:  # nothing was judged: nothing else can be advised
         return [longer]
-    late = {item.stage for item in findings.skipped if item.for_time}
-    short = late & {"bound", "clean", "attack", "smoothing"}
+    short = {item.stage for item in findings.skipped if item.for_time}
+    short &= {"bound", "clean", "attack", "smoothing"}
     counts = [
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]

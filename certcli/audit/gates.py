@@ -59,6 +59,8 @@ class AuditFindings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
     Attributes:
+        input: channels, height and width of an image.
+        gpu: whether this machine has one, for its advice.
         exhibits: fooled images with their pixels.
         sample: the first image.
         patched_pair: an image without and with a patch.
@@ -70,7 +72,9 @@ class AuditFindings:
     """
 
     parameters: int = 0
+    input: tuple[int, int, int] = (0, 0, 0)
     changed: bool = False
+    gpu: bool = False
     bound: GlobalBound | None = None
     slope: Slope | None = None
     attention_weight: float | None = None

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal
 
-from certcli.audit.gates import FailOn
+from certcli.audit.gates import AuditFindings, FailOn
 from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.processes import ALONE, Team
@@ -23,6 +23,8 @@ from certcli.system.reading import is_absent
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
+IMAGENET = 224
+"""Pixels a side from which on an image is of ImageNet's size."""
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9
 (validation digits)."""
@@ -95,6 +97,17 @@ class AuditPlan:
     def noise(self) -> float:
         """Return the sigma of smoothing: as it was typed, or enough for its radius."""
         return self.sigma if self.sigma is not None else max(self.least, self.reach / FARTHEST)
+
+    def suits_denoiser(self, findings: AuditFindings) -> bool:
+        """Whether a published diffusion model fits the images, and none stands before the network.
+        Without a GPU it takes minutes an image.
+        """
+        channels, *sides = findings.input
+        fits = channels == 3 and min(sides) >= IMAGENET and not any(side % 32 for side in sides)
+        judged = findings.dataset is not None and findings.failing is None
+        return (
+            fits and judged and findings.gpu and self.denoiser is None and self.tries("smoothing")
+        )
 
     def tries(self, method: str) -> bool:
         return not self.methods or method in self.methods

@@ -351,3 +351,40 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
     assert options == ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
     assert float(model.normalize.mean[0]) == 0.5
     assert list(better_statistics(model, images, [True] * 40)) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "gpu", "wanted"),
+    [
+        ((3, 224, 224), {}, True, True),
+        ((3, 256, 256), {}, True, True),
+        ((3, 224, 224), {}, False, False),
+        ((3, 32, 32), {}, True, False),
+        ((1, 224, 224), {}, True, False),
+        ((3, 225, 225), {}, True, False),
+        ((3, 224, 224), {"denoiser": Path("d")}, True, False),
+        ((3, 224, 224), {"methods": ("local",)}, True, False),
+    ],
+)
+def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it(
+    size: tuple[int, int, int], changes: dict[str, Any], gpu: bool, wanted: bool
+) -> None:
+    """And no command names a file that is nowhere."""
+    findings = found(29, 29)
+    findings.input = size
+    findings.gpu = gpu
+    plan = AuditPlan(radii=(0.12,), **changes)
+    assert (summary_text.DENOISER in summary_text.verdict_sentences(findings, plan)) is wanted
+    steps = summary_text.next_steps(findings, plan, Typed("net", dataset="d"))
+    assert summary_text.UNET not in " ".join(steps)
+
+
+@pytest.mark.parametrize(("classes", "shift"), [(2, 1), (3, 1), (5, 2), (2, 0)])
+def test_classes_in_another_order_are_told_from_chance(classes: int, shift: int) -> None:
+    labels = torch.arange(30 * classes) % classes
+    names = tuple("abcde"[:classes])
+    images = Images("made", "all", names, labels, torch.arange(len(labels)), lambda _: labels)
+    said = permutation_doubt(images, ((labels + shift) % classes).tolist(), classes)
+    assert (said is not None and f"a {shift}, b {(1 + shift) % classes}" in said) == (shift > 0)
+    guesses = torch.randint(classes, labels.shape, generator=torch.Generator().manual_seed(0))
+    assert permutation_doubt(images, guesses.tolist(), classes) is None

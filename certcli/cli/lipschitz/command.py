@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from certcli.cli.shared import groups
-from certcli.cli.shared.command import Plot, command, group
+from certcli.cli.shared.command import Plot, Reads, command, group
 from certcli.evaluation.threat import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
