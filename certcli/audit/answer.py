@@ -1,5 +1,4 @@
-"""The answer, in one sentence and in several, its change in words, a published network beside it, and what
-to do next: from what was measured, and from nothing else."""
+"""The answer in words, a published network beside it, and what to do next: by what was measured."""
 
 import math
 import shlex
@@ -396,6 +395,6 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
 
 
 def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
-    """Return the figures of a published network; nothing where none sees such images."""
+    """Return the figures of a published network, if one sees such images."""
     published = None if findings.stopped else nearest_published(size)
     return "" if published is None else f"For comparison, {published.sentence}"

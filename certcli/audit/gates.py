@@ -114,9 +114,9 @@ class AuditFindings:
         """Return the row of an image, which stages extend."""
         return self.rows.setdefault(index, {"index": index, "label": label})
 
-    def records(self) -> list[ImageRow]:
-        """Return a row an image, with the name of its file if it has one."""
-        file_of = {} if self.images is None else self.images.file_of
+    def records(self, files: bool = True) -> list[ImageRow]:
+        """Return a row an image, with the name of its file if it has one and `files` are named."""
+        file_of = {} if self.images is None or not files else self.images.file_of
         return [
             ImageRow(file=file_of.get(index), **row) for index, row in sorted(self.rows.items())
         ]

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal
@@ -48,6 +48,7 @@ class AuditPlan:
         denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds.
         limit: images at most, as it was typed.
+        anonymous: the document names neither folders and files of images nor the processor.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -63,6 +64,7 @@ class AuditPlan:
     budget: float = 120.0
     limit: int | None = None
     denoiser: Path | None = None
+    anonymous: bool = False
 
     def _at_gates(self, *quantities: str) -> list[float]:
         return [
@@ -151,8 +153,16 @@ class Typed:
             return f"--dataset {self.trained_on} --data-dir FOLDER"
         return "--dataset FOLDER"
 
+    def anonymous(self) -> "Typed":
+        """Return the words for a page that others read: files and folders without those above."""
+        dataset, folder = (
+            None if name is None else _last_part(name) for name in (self.dataset, self.data_dir)
+        )
+        source = _last_part(self.source)
+        return replace(self, source=source, dataset=dataset, data_dir=folder)
 
-def last_part(typed: str) -> str:
+
+def _last_part(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
     return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
 
@@ -166,13 +176,16 @@ def unmistakable(typed: str) -> str:
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
     words = ["certvit", "audit", *typed.network, *typed.images()]
+    denoiser = None if plan.denoiser is None else str(plan.denoiser)
+    if denoiser is not None and plan.anonymous:
+        denoiser = _last_part(denoiser)
     options: dict[str, Sequence[str]] = {
         "-e": [radius_key(radius) for radius in plan.radii],
         "-a": plan.attacks,
         "--method": plan.methods,
         "--patch": plan.patches,
         "--sigma": [] if plan.sigma is None else [f"{plan.sigma:g}"],
-        "--denoiser": [] if plan.denoiser is None else [str(plan.denoiser)],
+        "--denoiser": [] if denoiser is None else [denoiser],
         "--limit": [] if plan.limit is None else [str(plan.limit)],
         "--seed": [str(plan.seed)],
         "--time-budget": [f"{plan.budget:g}s"],
@@ -181,7 +194,7 @@ def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
         "--fail-on": [gate.text for gate in plan.gates],
     }
     named = (word for name, values in options.items() for value in values for word in (name, value))
-    return shlex.join([*words, *named])
+    return shlex.join([*words, *named, *["--anonymous"] * plan.anonymous])
 
 
 FINISHING = 0.04
