@@ -309,7 +309,8 @@ class Trainer:
                 self.settings, steps=about.steps, validation_limit=about.validation_limit
             )
             self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
-            self.best, self.best_epoch = about.best, about.best_epoch
+            self.best = about.best
+            self.best_epoch = about.best_epoch
             best = state.under("best.")
             net = state.under("net.")
             for name, value in self.model.net.state_dict().items():
