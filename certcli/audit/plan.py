@@ -10,12 +10,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Literal
 
-from certcli.audit.gates import FailOn
+from certcli.audit.gates import AuditFindings, FailOn
 from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
 from certcli.system.processes import ALONE, Team
@@ -23,6 +23,8 @@ from certcli.system.reading import is_absent
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
+IMAGENET = 224
+"""Pixels a side from which on an image is of ImageNet's size."""
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9
 (validation digits)."""
@@ -46,6 +48,7 @@ class AuditPlan:
         denoiser: path of one that noisy images pass before a smoothed network.
         budget: wall seconds.
         limit: images at most, as it was typed.
+        anonymous: the document names neither folders and files of images nor the processor.
     """
 
     radii: tuple[float, ...] = (0.12, 0.5)
@@ -61,6 +64,7 @@ class AuditPlan:
     budget: float = 120.0
     limit: int | None = None
     denoiser: Path | None = None
+    anonymous: bool = False
 
     def _at_gates(self, *quantities: str) -> list[float]:
         return [
@@ -95,6 +99,17 @@ class AuditPlan:
     def noise(self) -> float:
         """Return the sigma of smoothing: as it was typed, or enough for its radius."""
         return self.sigma if self.sigma is not None else max(self.least, self.reach / FARTHEST)
+
+    def suits_denoiser(self, findings: AuditFindings) -> bool:
+        """Whether a published diffusion model fits the images, and none stands before the network.
+        Without a GPU it takes minutes an image.
+        """
+        channels, *sides = findings.input
+        fits = channels == 3 and min(sides) >= IMAGENET and not any(side % 32 for side in sides)
+        judged = findings.dataset is not None and findings.failing is None
+        return (
+            fits and judged and findings.gpu and self.denoiser is None and self.tries("smoothing")
+        )
 
     def tries(self, method: str) -> bool:
         return not self.methods or method in self.methods
@@ -138,8 +153,16 @@ class Typed:
             return f"--dataset {self.trained_on} --data-dir FOLDER"
         return "--dataset FOLDER"
 
+    def anonymous(self) -> "Typed":
+        """Return the words for a page that others read: files and folders without those above."""
+        dataset, folder = (
+            None if name is None else _last_part(name) for name in (self.dataset, self.data_dir)
+        )
+        source = _last_part(self.source)
+        return replace(self, source=source, dataset=dataset, data_dir=folder)
 
-def last_part(typed: str) -> str:
+
+def _last_part(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
     return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
 
@@ -153,13 +176,16 @@ def unmistakable(typed: str) -> str:
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
     words = ["certvit", "audit", *typed.network, *typed.images()]
+    denoiser = None if plan.denoiser is None else str(plan.denoiser)
+    if denoiser is not None and plan.anonymous:
+        denoiser = _last_part(denoiser)
     options: dict[str, Sequence[str]] = {
         "-e": [radius_key(radius) for radius in plan.radii],
         "-a": plan.attacks,
         "--method": plan.methods,
         "--patch": plan.patches,
         "--sigma": [] if plan.sigma is None else [f"{plan.sigma:g}"],
-        "--denoiser": [] if plan.denoiser is None else [str(plan.denoiser)],
+        "--denoiser": [] if denoiser is None else [denoiser],
         "--limit": [] if plan.limit is None else [str(plan.limit)],
         "--seed": [str(plan.seed)],
         "--time-budget": [f"{plan.budget:g}s"],
@@ -168,7 +194,7 @@ def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
         "--fail-on": [gate.text for gate in plan.gates],
     }
     named = (word for name, values in options.items() for value in values for word in (name, value))
-    return shlex.join([*words, *named])
+    return shlex.join([*words, *named, *["--anonymous"] * plan.anonymous])
 
 
 FINISHING = 0.04

@@ -67,7 +67,9 @@ def run(
     model = build.load(checkpoint, device)
     findings = gates.AuditFindings(
         parameters=sum(weight.numel() for weight in model.parameters()),
+        input=model.input_size,
         changed=bool(checkpoint.record.surgery),
+        gpu=torch.cuda.is_available(),
         attention_weight=attention_weight(model),
     )
     denoiser = None
