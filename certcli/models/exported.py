@@ -20,7 +20,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
-from certcli.models.onnx.program import Program, ReadGraph, on_meta, shape_of
+from certcli.models.onnx.program import Program, on_meta, shape_of
 from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
@@ -67,7 +67,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
                 "torch.export.export(model.eval(), (one image,)), without decompositions",
             ) from failure
     join(reader.program)
-    return ReadGraph(reader.program.root, reader.program.graph).eval(), reader.size
+    return reader.program.network(), reader.size
 
 
 class _Reader:
@@ -187,10 +187,17 @@ def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
             Refused,
             "a factor, or a quotient that is rounded",
         )
-        numbers = [float(each) if isinstance(each, (int, float)) else each for each in (a, b)]
+        numbers = [_as_number(*each) for each in ((a, b), (b, a))]
         return program.apply(function, *numbers)
 
     return reader
+
+
+def _as_number(value: Any, other: Any) -> Any:
+    """Return a number, or a constant of one that is spread over a node, as a float."""
+    alone = isinstance(value, Tensor) and value.numel() == 1 and isinstance(other, fx.Node)
+    alone = alone and value.dim() <= len(shape_of(other))
+    return float(value) if alone or isinstance(value, (int, float)) else value
 
 
 def _aten_convolution(
@@ -309,6 +316,7 @@ _READERS: dict[str, Callable[..., Any]] = {
     "adaptive_avg_pool2d": lambda p, x, size: p.apply(nn.AdaptiveAvgPool2d(size), x),
     "permute": lambda p, x, order: p.apply("permute", x, list(order)),
     "select": lambda p, x, dim, index: _op(p, "Gather", x, torch.tensor(index), axis=dim),
+    "expand_as": lambda p, x, other: _op(p, "Expand", x, torch.tensor(shape_of(other))),
     "squeeze": lambda p, x, dim: p.apply("squeeze", x, dim),
     "unsqueeze": lambda p, x, dim: p.apply("unsqueeze", x, dim),
     "cat": lambda p, parts, dim=0: _op(p, "Concat", *parts, axis=dim),

@@ -20,20 +20,16 @@ from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
-from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.attention_variants import (
     FLOOR,
-    ConvAttention,
     CosineAttention,
     L2Attention,
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
 from certcli.rounding.arithmetics import LinearMap, Precision, Stored, compounded, covers, largest
-from certcli.rounding.executed_layers import require_plain_convolutions
 from certcli.rounding.operation_errors import (
     Followed,
     Operation,
@@ -306,30 +302,6 @@ def gated_positional(op: Operation, module: GPSA, x: Followed) -> Rounding:
     heads = _dot_products(op, [*qk, *values], module.num_heads, module.scale)
     proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, _gates(op, module, x.shape[-2]), normalised=True)
-
-
-@rules.module(ConvAttention)
-@covers("any order")
-def token_convolution(
-    op: Operation, module: ConvAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False
-) -> Rounding:  # fmt: skip
-    """Two linear maps: of all tokens, then of each."""
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    conv, (images, tokens, _) = module.convolution, x.shape
-    require_plain_convolutions(op)
-    pads = padding_of(conv.padding, conv.kernel_size, conv.dilation)
-    geometry = Geometry(conv.stride, pads, conv.dilation, conv.groups, (tokens,))
-    mixed = op.map(conv.weight, conv.bias, geometry)
-    proj = op.map(module.proj.weight, module.proj.bias)
-    root = as_real(float(images * tokens)).sqrt()
-
-    def rounding(sizes: Sizes) -> Real:
-        total = sizes(x).total
-        error = mixed.rounding(total, x.rows)
-        reach = mixed.norm * total + mixed.shift * root + error
-        return (proj.norm + proj.moved) * error + proj.rounding(reach, x.rows)
-
-    return rounding
 
 
 def _placed_scores(

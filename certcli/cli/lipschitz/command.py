@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from certcli.cli.shared import groups
-from certcli.cli.shared.command import Plot, command, group
+from certcli.cli.shared.command import Plot, Reads, command, group
 from certcli.evaluation.threat import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -63,6 +63,13 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
+    other: str | None = option(
+        None,
+        "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
+        "--compare",
+        metavar="CKPT",
+        mark=Reads(),
+    )
     plot: Plot = None
 
 

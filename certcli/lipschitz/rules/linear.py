@@ -240,8 +240,10 @@ def batch_norm_bound(
 ) -> Value:
     """Eval mode: gain weight / sqrt(var + eps), shift a channel, folded into a convolution."""
     ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
-    mean, variance = ctx.constant_tensor(running_mean), ctx.constant_tensor(running_var)
-    weight, bias = ctx.optional_tensor(weight), ctx.optional_tensor(bias)
+    mean = ctx.constant_tensor(running_mean)
+    variance = ctx.constant_tensor(running_var)
+    weight = ctx.optional_tensor(weight)
+    bias = ctx.optional_tensor(bias)
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")

@@ -108,7 +108,7 @@ def read_folded(call: Call) -> Any:
 @reads_operators("Mod")
 def read_modulo(call: Call) -> Any:
     call.require(call.attribute("fmod", 0) == 0, "fmod")
-    a, b = call.tensor(0), call.tensor(1)
+    a, b = map(call.tensor, (0, 1))
     call.require(not a.is_floating_point() and bool((b != 0).all()), "other than whole numbers")
     return call.apply(torch.remainder, a, b)
 
@@ -170,7 +170,7 @@ def read_parametric_relu(call: Call) -> Any:
 @reads_operators("Clip")
 def read_clip(call: Call) -> Any:
     if call.opset >= 11:
-        low, high = call.scalar(1), call.scalar(2)
+        low, high = map(call.scalar, (1, 2))
     else:
         low, high = call.attribute("min", None), call.attribute("max", None)
     return call.apply(torch.clamp, call.value(), low, high)
@@ -207,8 +207,8 @@ def read_where(call: Call) -> Any:
 @reads_operators("Shape")
 def read_shape(call: Call) -> Any:
     sizes = list(call.shape())
-    sizes = sizes[call.attribute("start", 0) : call.attribute("end", len(sizes))]
-    return torch.tensor(sizes, dtype=torch.int64)
+    first = call.attribute("start", 0)
+    return torch.tensor(sizes[first : call.attribute("end", len(sizes))], dtype=torch.int64)
 
 
 @reads_operators("Size")
@@ -219,8 +219,7 @@ def read_size_operator(call: Call) -> Any:
 @reads_operators("ConstantOfShape")
 def read_filled(call: Call) -> Any:
     value = call.attribute("value", torch.zeros(1))
-    sizes = call.numbers(0) or []
-    return call.apply("expand", value.reshape(()), sizes)
+    return call.apply("expand", value.reshape(()), call.numbers(0) or [])
 
 
 @reads_operators("Range")

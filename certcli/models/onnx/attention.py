@@ -68,8 +68,8 @@ class Rows:
     factors: Tensor | None = None
 
     def is_same_map(self, other: "Rows") -> bool:
-        same = self.tokens is other.tokens and torch.equal(self.weight, other.weight)
-        return same and torch.equal(self.bias, other.bias)
+        maps = ((self.weight, other.weight), (self.bias, other.bias))
+        return self.tokens is other.tokens and all(torch.equal(*each) for each in maps)
 
     def scaled(self, factor: float) -> nn.Linear:
         """Return the map of the tokens, times a factor."""
@@ -104,8 +104,8 @@ def _head_rows(program: Program, node: Any, *, transposed: bool = False) -> Rows
     normed, factors = _source_of_unit_rows(program, entries.source)
     if normed is not None:
         rows = _head_rows(program, normed)
-        require_like(rows.factors is None and rows.entries.factor == 1)
-        require_like(is_in_order(entries, shape_of(normed)))
+        require_like(is_in_order(entries, shape_of(normed)), rows.factors is None)
+        require_like(rows.entries.factor == 1)
         return replace(rows, factors=factors * entries.factor)
     layer = module_of(program, entries.source, nn.Linear)
     require_like(layer is not None and len(shape_of(entries.source)) == 3)
@@ -125,12 +125,11 @@ def _source_of_unit_rows(program: Program, node: Any) -> tuple[Any, Tensor]:
     summed = with_number(radicand, operator.add)
     if summed is None or summed[1] != EPS or summed_squares(summed[0]) is not w:
         return None, constant
-    if len(shape_of(w)) != 4 or shape_of(summed[0]) != (*shape_of(w)[:3], 1):
-        return None, constant
-    heads = shape_of(w)[1]
-    if constant.numel() != 1 and not is_of_heads(constant, (heads, 1, 1)):
-        return None, constant
-    return w, constant.reshape(-1).expand(heads).double()
+    shape = shape_of(w)
+    whole = len(shape) == 4 and shape_of(summed[0]) == (*shape[:3], 1)
+    if whole and (constant.numel() == 1 or is_of_heads(constant, (shape[1], 1, 1))):
+        return w, constant.reshape(-1).expand(shape[1]).double()
+    return None, constant
 
 
 def is_of_heads(constant: Tensor, shape: tuple[int, ...]) -> bool:
@@ -142,8 +141,7 @@ def _of_tokens(index: Tensor, width: int) -> Tensor:
     """Return the features (...) where entry i of (n, ...) is these features of token i."""
     first = index[0]
     steps = torch.arange(len(index)).reshape(-1, *[1] * first.dim()) * width
-    require_like(torch.equal(index, first + steps))
-    require_like(int(first.min()) >= 0 and int(first.max()) < width)
+    require_like(torch.equal(index, first + steps), int(first.min()) >= 0, int(first.max()) < width)
     return first
 
 
@@ -169,15 +167,13 @@ def join_attention(program: Program, node: Any) -> None:
     with program.graph.inserting_before(user):
         moving = program.apply(module, rows[0].tokens, **masks)
         values = _mixed_values(program, rows[2], mixing)
-        of_values = torch.ones(()) if rows[2].factors is None else rows[2].factors
+        of_values = torch.ones(1) if rows[2].factors is None else rows[2].factors
         fixed = program.apply(_scaled_columns(columns, of_values, bias), values)
         user.replace_all_uses_with(program.apply(operator.add, fixed, moving))
 
 
 def _scaled_columns(weight: Tensor, factors: Tensor, bias: Tensor | None) -> nn.Linear:
     """Return the map (out, h e) of heads times these factors (h,)."""
-    if bool((factors == 1).all()):
-        return linear_module(weight, bias)
     columns = factors.double().repeat_interleave(weight.shape[1] // len(factors))
     return linear_module(weight.double() * columns, bias)
 
@@ -196,12 +192,16 @@ def _mixed_values(program: Program, rows: Rows, matrices: Tensor) -> fx.Node:
         norm = nn.RMSNorm(width, EPS / width)
         weight = torch.full((width,), width**-0.5, dtype=torch.float64)
         result = program.apply(with_weights(norm, weight=weight), result)
-    result = program.apply("permute", result, [0, 3, 2, 1])
-    result = program.apply("reshape", result, [-1, width, whole])
-    result = program.apply(linear_module(torch.block_diag(*matrices), None), result)
-    result = program.apply("reshape", result, [-1, width, heads, tokens])
-    result = program.apply("permute", result, [0, 3, 2, 1])
-    return program.apply("reshape", result, [-1, tokens, heads * width])
+    for target, *args in (
+        ("permute", [0, 3, 2, 1]),
+        ("reshape", [-1, width, whole]),
+        (linear_module(torch.block_diag(*matrices), None),),
+        ("reshape", [-1, width, heads, tokens]),
+        ("permute", [0, 3, 2, 1]),
+        ("reshape", [-1, tokens, heads * width]),
+    ):
+        result = program.apply(target, result, *args)
+    return result
 
 
 def _gated_weights(program: Program, node: Any) -> tuple[Any, Any, Any]:
@@ -227,8 +227,7 @@ def _softmax_scores(program: Program, node: Any) -> Scores:
     require_like(scores.source.target in (operator.truediv, operator.sub))
     first, second = scores.source.args
     product = moved_entries(first)
-    require_like(getattr(product.source, "target", None) is torch.matmul)
-    require_like(is_in_order(product, shape))
+    require_like(argument_of(product.source, torch.matmul), is_in_order(product, shape))
     factor = scores.factor * product.factor
     if scores.source.target is operator.truediv:
         return Scores(product.source, factor, divisor=second, **positions)
@@ -252,8 +251,8 @@ def _without_positions(
     constant = constant.expand(shape_of(inner)).reshape(shape)
     of_heads = torch.equal(constant, constant[:1].expand(shape))
     kind, one = ("bias", constant[0]) if of_heads else ("mask", constant[:, 0])
-    require_like(of_heads or torch.equal(constant, constant[:, :1].expand(shape)))
-    require_like(kind not in positions)
+    alike = of_heads or torch.equal(constant, constant[:, :1].expand(shape))
+    require_like(alike, kind not in positions)
     positions[kind] = one
     return _without_positions(program, inner, shape, positions)
 
@@ -301,8 +300,8 @@ def _attention_module(program: Program, rows: list[Rows], scores: Scores) -> tup
         return _timm_module(query, plain, factor), 1.0
     squared = _head_rows(program, scores.squared)
     share = scores.square * squared.entries.factor**2
-    require_like(query.is_same_map(key) and query.is_same_map(squared))
-    require_like(squared.factors is None and 0 < 2 * share == factor)
+    same = query.is_same_map(key) and query.is_same_map(squared) and squared.factors is None
+    require_like(same, 0 < 2 * share == factor)
     scale = near_one(math.sqrt(share * math.sqrt(query.weight.shape[1])))
     if query.is_same_map(value):
         return _lipschitz_module(L2Attention, [query.scaled(scale)], query, scores), 1 / scale
@@ -347,8 +346,8 @@ def _floor_of_lengths(node: Any, rows: list[Rows]) -> float:
     require_like(argument_of(first, torch.maximum) is not None)
     floor, ceiling = entries.source.args[1:]
     require_like(isinstance(floor, float) and ceiling is None and 2**-60 < floor < 1)
-    heads = rows[0].entries.index.shape[:2]
-    require_like(entries.factor == 1 and is_in_order(entries, (*heads, 1, 1)))
+    shape = (*rows[0].entries.index.shape[:2], 1, 1)
+    require_like(entries.factor == 1, is_in_order(entries, shape))
     pairs = []
     for product in (*first.args, largest.args[1]):
         require_like(getattr(product, "target", None) is operator.mul)
@@ -362,9 +361,8 @@ def _row_of_length(node: Any, rows: list[Rows]) -> int:
     inner = argument_of(node, torch.amax)
     length = node if inner is None else inner
     whole = argument_of(length, torch.linalg.vector_norm)
-    require_like(whole is not None and length.args[1] == 2 and is_over_last(length, 2))
-    require_like(inner is None or is_over_last(node))
-    require_like(len(shape_of(node)) == 2)
+    of_rows = whole is not None and length.args[1] == 2 and is_over_last(length, 2)
+    require_like(of_rows, inner is None or is_over_last(node), len(shape_of(node)) == 2)
     entries = moved_entries(whole)
     for place, each in enumerate(rows):
         index = each.entries.index if place else each.entries.index.flatten(2)

@@ -11,7 +11,7 @@ from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which 
 from certcli.models.onnx.call import Call, NoReader, read_call
 from certcli.models.onnx.file import operator_name, opset_of, required, tensor_of
 from certcli.models.onnx.patterns import join
-from certcli.models.onnx.program import LARGEST_TENSOR, Program, ReadGraph
+from certcli.models.onnx.program import LARGEST_TENSOR, Program
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 _TYPES = {1: torch.float32, 11: torch.float64}
@@ -60,8 +60,7 @@ def network_of_onnx(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]
         raise CheckpointError(f"{path}: its result does not depend on its input")
     program.graph.output(result)
     join(program)
-    net = ReadGraph(program.root, program.graph)
-    return net.to(_dtype(net, dtype)).eval(), size
+    return program.network(), size
 
 
 def _stored_tensor(path: Path, tensor: Any) -> Tensor:
@@ -115,10 +114,3 @@ def _attribute_value(value: Any) -> Any:
     if isinstance(value, (int, float, bytes)):
         return value
     return tensor_of(value) if hasattr(value, "data_type") else tuple(value)
-
-
-def _dtype(net: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """Return float32 if every tensor has its equal there."""
-    wide = [each for each in net.state_dict().values() if each.dtype == torch.float64]
-    exact = dtype == torch.float32 and all(torch.equal(one, one.float().double()) for one in wide)
-    return torch.float32 if exact else torch.float64

@@ -10,9 +10,9 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from certcli.models.onnx.attention import join_attention
+from certcli.models.onnx.attention import is_of_heads, join_attention
 from certcli.models.onnx.layers import layer_norm_module, linear_module, with_weights
 from certcli.models.onnx.program import (
     Entries,
@@ -32,6 +32,7 @@ from certcli.models.onnx.program import (
     with_row,
     without_factor,
 )
+from certcli.models.pixels import PixelNormalize
 from certcli.nn.layers import MaxMin
 from certcli.nn.norms import FloorNorm
 from certcli.system.errors import Refused
@@ -108,10 +109,7 @@ def join_layer_norm(program: Program, node: Any) -> None:
     square = argument_of(_source_of_mean(variance), torch.square)
     require_like(x is not None and _source_of_centring(square) is x)
     width = shape_of(x)[-1]
-    last, weight, bias = node, torch.ones(width), None
-    with suppress(Refused):
-        last, weight = with_row(program, last, operator.mul, width)
-        last, bias = with_row(program, last, operator.add, width)
+    last, weight, bias = _weights_behind(program, node, width)
     if summed is not None:
         require_like(least > 0)
         module = layer_norm_module(weight, bias, least)
@@ -124,6 +122,16 @@ def join_layer_norm(program: Program, node: Any) -> None:
     program.replace(last, module, x)
 
 
+def _weights_behind(program: Program, node: Any, width: int) -> tuple[Any, Tensor, Any]:
+    """Return the last node of a norm, times a row and plus a row where it has them, and the rows."""
+    weight = torch.ones(width)
+    bias = None
+    with suppress(Refused):
+        node, weight = with_row(program, node, operator.mul, width)
+        node, bias = with_row(program, node, operator.add, width)
+    return node, weight, bias
+
+
 def join_rms_norm(program: Program, node: Any) -> None:
     """x / sqrt(mean(x^2) + eps) over the last axis, times w. Of the sum of d squares in place of their
     mean it is 1 / sqrt(d) times one of eps / d, rounded to float64.
@@ -131,16 +139,17 @@ def join_rms_norm(program: Program, node: Any) -> None:
     x, radicand = over_root(node)
     summed, eps = with_number(radicand, operator.add) or (None, 0.0)
     require_like(isinstance(x, fx.Node) and summed is not None)
-    last, width = node, shape_of(x)[-1]
+    width = shape_of(x)[-1]
     weight = torch.ones(width)
     if x is argument_of(_source_of_mean(summed), torch.square):
         with suppress(Refused):
-            last, weight = with_row(program, node, operator.mul, width)
+            node, weight = with_row(program, node, operator.mul, width)
     else:
         require_like(x is summed_squares(summed) and len(shape_of(summed)) == len(shape_of(x)))
-        weight, eps = weight.double() * width**-0.5, eps / width
+        weight = weight.double() * width**-0.5
+        eps = eps / width
     require_like(eps > 0)
-    program.replace(last, with_weights(nn.RMSNorm(width, eps), weight=weight), x)
+    program.replace(node, with_weights(nn.RMSNorm(width, eps), weight=weight), x)
 
 
 def _source_of_centring(node: Any) -> Any:
@@ -153,6 +162,19 @@ def _source_of_mean(node: Any) -> Any:
     """Return what a node averages over the last axis, which stays."""
     source = argument_of(node, torch.mean)
     return source if source is not None and node.args[2] and is_over_last(node) else None
+
+
+def join_pixels(program: Program, node: Any) -> None:
+    """(x - m) / s, m and s > 0 a number a channel: the normalisation of pixels."""
+    inner, std = with_constant(program, node, operator.truediv) or (None, torch.ones(()))
+    x, mean = with_constant(program, inner, operator.sub) or (None, torch.ones(()))
+    require_like(x is not None and node.args[0] is inner and inner.args[0] is x)
+    shape = (*shape_of(x)[1:2], 1, 1)
+    of_channels = is_of_heads(mean, shape) and is_of_heads(std, shape)
+    require_like(len(shape_of(x)) == 4, of_channels, bool((std > 0).all()))
+    program.replace(
+        node, PixelNormalize(tuple(mean.flatten().tolist()), tuple(std.flatten().tolist())), x
+    )
 
 
 def join_centring(program: Program, node: Any) -> None:
@@ -192,12 +214,13 @@ def join_roll(program: Program, node: Any) -> None:
     parts, axis = node.args
     require_like(all(isinstance(each, fx.Node) and each.target == "narrow" for each in parts))
     (x, a, start, size), (y, b, first, before) = (each.args for each in parts)
-    require_like((first, before, start + size) == (0, start, shape_of(x)[axis]))
-    require_like(x is y and a == b == axis)
+    whole = (first, before, start + size) == (0, start, shape_of(x)[axis])
+    require_like(whole, x is y, a == b == axis)
     program.replace(node, torch.roll, x, size, axis)
 
 
 _PATTERNS = (
+    join_pixels,
     join_linear,
     join_gates,
     join_layer_norm,

@@ -24,9 +24,9 @@ MOST_ENTRIES = 2**26
 _MOVES = ("reshape", "permute", "squeeze", "unsqueeze", "narrow", "index_select", operator.getitem)
 
 
-def require_like(condition: object) -> None:
+def require_like(*conditions: object) -> None:
     """Raise Refused unless a node is as a pattern asks."""
-    if not condition:
+    if not all(conditions):
         raise Refused("it is not alike")
 
 
@@ -113,6 +113,14 @@ class Program:
         with self.graph.inserting_before(node):
             node.replace_all_uses_with(self.apply(target, *args, **kwargs))
 
+    def network(self) -> nn.Module:
+        """Return the finished network, in float64 if one of its tensors has no equal in the image's type."""
+        net = ReadGraph(self.root, self.graph).eval()
+        dtype = self.image.meta["value"].dtype
+        wide = [each for each in net.state_dict().values() if each.dtype == torch.float64]
+        exact = all(torch.equal(each, each.to(dtype).double()) for each in wide)
+        return net.to(dtype if exact else torch.float64) if wide else net
+
     def _stored(self, value: Any) -> Any:
         """Return the node of a constant."""
         if not isinstance(value, Tensor):
@@ -131,7 +139,9 @@ def _run_operation(target: Target, args: Any, kwargs: Any) -> Any:
         return getattr(args[0], target)(*args[1:], **kwargs)
     if isinstance(target, nn.Module) and _leaves(args, Tensor)[0].is_meta:
         parts = [*target.named_parameters(), *target.named_buffers()]
-        return torch.func.functional_call(target, {n: p.to("meta") for n, p in parts}, args, kwargs)
+        dtype = _leaves(args, Tensor)[0].dtype  # whatever the weights' is until all are made alike
+        shapes = {n: p.to("meta", dtype if p.is_floating_point() else None) for n, p in parts}
+        return torch.func.functional_call(target, shapes, args, kwargs)
     return target(*args, **kwargs)
 
 
@@ -227,8 +237,8 @@ def with_row(program: Program, node: fx.Node, function: Any, width: int) -> tupl
     user = next(iter(node.users), node)
     require_like(len(node.users) == 1)
     inner, row = with_constant(program, user, function) or (None, torch.ones(()))
-    require_like(inner is node and row.shape[-1:] == (width,) and row.numel() == width)
-    require_like(row.dim() <= len(shape_of(node)) and row.is_floating_point())
+    require_like(inner is node, row.is_floating_point(), row.shape[-1:] == (width,))
+    require_like(row.numel() == width, row.dim() <= len(shape_of(node)))
     return user, row.reshape(-1)
 
 
