@@ -218,16 +218,15 @@ def l2_untied_value_attention(
     tokens = x.shape[-2]
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
     require_bounded_tokens(ctx, inputs, what)
-    arith = ctx.arith
     tied = tied_logits(ctx, module, mask, tokens)
     gate = gates_of_layer(ctx, module, tokens)
     rows = short_rows(ctx, module, mask, tied, query, tokens)
     temperature = _temperature(ctx, module)
     moving = [radius * t * temperature for radius, t in zip(value.reach, rows.moving, strict=True)]
     constant = combined(
-        arith, [(gate.averaging(rows.averaging), value), (gate.scale(moving), query)]
+        ctx.arith, [(gate.averaging(rows.averaging), value), (gate.scale(moving), query)]
     )
-    shown = f" of norm at most {inputs.size.fibre}" if arith.rigorous else ""
+    shown = f" of norm at most {inputs.size.fibre}" if ctx.arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
     return mixed_heads(ctx, module, inputs, constant, why, lambda: value.norms)
 

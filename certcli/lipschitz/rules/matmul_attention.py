@@ -87,10 +87,9 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
     """Bound the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
-    arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
-        norm = arith.minimum(norm, x.size.fibre_along(axis) * arith.root(x.shape[other]))
+        norm = ctx.arith.minimum(norm, x.size.fibre_along(axis) * ctx.arith.root(x.shape[other]))
     return norm
 
 
@@ -294,12 +293,11 @@ def attention_bound(
 
 def _heads_together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
     """Bound |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2), max w_h |W|."""
-    arith = ctx.arith
-    coarse = arith.largest(weights) * part.whole
+    coarse = ctx.arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):
         return coarse
-    fine = arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])
-    return arith.minimum(coarse, fine)
+    fine = ctx.arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])
+    return ctx.arith.minimum(coarse, fine)
 
 
 @fused_attention(rules)

@@ -324,12 +324,11 @@ def fold(
     """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
     times = math.prod(windows_of(k, s, d) for k, s, d in taps)
-    arith = ctx.arith
-    factor = arith.const(up(math.sqrt(times), 1))
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
     return ctx.chain(
         x,
         factor,
         f"a pixel is a sum over at most {times} windows: sqrt({times})",
         total=lambda: factor * x.size.total,
-        peak=lambda: arith.const(float(times)) * x.size.peak,
+        peak=lambda: ctx.arith.const(float(times)) * x.size.peak,
     )

@@ -72,9 +72,8 @@ def row_norm_bound(
     ctx.require(sizes == [x.shape[-1]], "a norm over several axes, or of another width")
     ctx.require(eps is not None and eps > 0, "a norm with eps = 0 is not Lipschitz")
     d = x.shape[-1]
-    arith = ctx.arith
     if d == 1 and centered:
-        zero = arith.const(0.0)
+        zero = ctx.arith.const(0.0)
         normal = ctx.chain(
             x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape
         )
@@ -155,7 +154,6 @@ def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value)
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7;
     gamma stays pending.
     """
-    arith = ctx.arith
     axis = -3 if isinstance(module, (SimpleNorm2d, SimpleNorm2dFp32)) else -1
     d = x.shape[axis]
     eps = float(module.eps)
@@ -165,14 +163,14 @@ def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value)
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
     ctx.require(
-        not (arith.rigorous and not longest.finite),
+        not (ctx.arith.rigorous and not longest.finite),
         "division by the deviation without centring, of a tensor without a bound on its size",
     )
-    steepest = arith.const(up(1 / math.sqrt(eps), 4))
+    steepest = ctx.arith.const(up(1 / math.sqrt(eps), 4))
     old = x.size
     normal = ctx.chain(
         x,
-        steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
+        steepest + longest * ctx.arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
         f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}; its scale is folded into the next map",
         lambda: steepest * longest,
         axis=axis,
@@ -199,14 +197,13 @@ def group_norm_function(
     and bias stay pending.
     """
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
-    arith = ctx.arith
     count = math.prod(x.shape)  # of all windows, which may lie on the first axis
     normal = ctx.chain(
         x,
-        arith.const(up(1.0 / math.sqrt(eps), 4)),
+        ctx.arith.const(up(1.0 / math.sqrt(eps), 4)),
         f"normalisation of groups: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map",
-        total=lambda: arith.const(up(math.sqrt(count), 2)),
-        peak=lambda: arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
+        total=lambda: ctx.arith.const(up(math.sqrt(count), 2)),
+        peak=lambda: ctx.arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
     )
     axis = 1 - len(x.shape)
     gain = ctx.optional_tensor(weight)
