@@ -58,7 +58,8 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
     two images, and reading the state twice.
     """
     with torch.no_grad(), _random_states_saved():
-        example, generator = example_of(model, size), torch.Generator().manual_seed(20)
+        example = example_of(model, size)
+        generator = torch.Generator().manual_seed(20)
         images = [noise_like(example, generator), noise_like(example, generator).round()]
         refuse_hooks(model)  # before anything runs: training mode would change statistics
         first, _ = _run_one_image(model, images[0], watch=False)

@@ -98,24 +98,8 @@ class Rounded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            return _StraightThrough.apply(x)
+            return x + (torch.round(x) - x).detach()  # both are exact
         return torch.round(x)
-
-
-class _StraightThrough(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.round(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class ClippedReLU(nn.Module):

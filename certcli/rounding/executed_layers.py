@@ -28,6 +28,7 @@ from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.rules.convolution import numbers, padding_of, pads_with_zeros
+from certcli.nn.attention_variants import ConvAttention
 from certcli.nn.layers import (
     ChannelRoll,
     ClippedReLU,
@@ -259,6 +260,30 @@ def transposed_convolution(
     layer.terms = module.weight[:, 0].numel() // module.groups
     layer.out = module.out_channels
     return lambda sizes: layer.rounding(sizes(x).total, op.entries // layer.out)
+
+
+@rules.module(ConvAttention)
+@covers("any order")
+def token_convolution(
+    op: Operation, module: ConvAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False
+) -> Rounding:  # fmt: skip
+    """Two linear maps: of all tokens, then of each."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    conv, (images, tokens, _) = module.convolution, x.shape
+    require_plain_convolutions(op)
+    pads = padding_of(conv.padding, conv.kernel_size, conv.dilation)
+    geometry = Geometry(conv.stride, pads, conv.dilation, conv.groups, (tokens,))
+    mixed = op.map(conv.weight, conv.bias, geometry)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    root = as_real(float(images * tokens)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        total = sizes(x).total
+        error = mixed.rounding(total, x.rows)
+        reach = mixed.norm * total + mixed.shift * root + error
+        return (proj.norm + proj.moved) * error + proj.rounding(reach, x.rows)
+
+    return rounding
 
 
 @covers("any order")

@@ -63,7 +63,6 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     """gamma ||A| |B|| <= |A|_F times |B|'s norm, itself <= sqrt(k) times its longest of k rows."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         return _constant_matrix(op, a, b)
-    p = op.precision
     terms = a.shape[-1]
     rows = a.shape[-2]
     out = b.shape[-1]
@@ -78,10 +77,10 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
         second = sizes(b)
         of_right = min(second.total, second.fibre * as_real(float(terms)).sqrt())
         of_left = min(first.total, first.fibre * as_real(float(rows)).sqrt())
-        if not p.sums.fits(first.fibre * of_right):
+        if not op.precision.sums.fits(first.fibre * of_right):
             return INF
         size = min(first.total * copies[0] * of_right, second.total * copies[1] * of_left)
-        return size * p.products(terms) + p.lost(terms, op.entries)
+        return size * op.precision.products(terms) + op.precision.lost(terms, op.entries)
 
     return rounding
 

@@ -22,7 +22,7 @@ from certcli.engine.moves import Move
 from certcli.lipschitz.context import Context, Walk
 from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.rules.add_sub import _convex_shares
+from certcli.lipschitz.rules.joined import _convex_shares
 from certcli.lipschitz.rules.lipschitz_attention import _with_bias
 from certcli.lipschitz.rules.moves import rearranged_bound
 from certcli.lipschitz.value import Affine, Size, Value

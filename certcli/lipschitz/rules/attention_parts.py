@@ -50,13 +50,12 @@ def by_head(
         without: The terms without biases, bounds from above.
         terms_of: Computes them from biases B (m, h, n, n), each (h,): differentiable, within SLACK.
     """
-    arith = ctx.arith
     if biases is None:
-        return [[arith.const(value)] * heads for value in without]
+        return [[ctx.arith.const(value)] * heads for value in without]
     parts = terms_of(biases)
-    if not arith.rigorous:
+    if not ctx.arith.rigorous:
         return [list(part.unbind()) for part in parts]
-    return [[arith.const(up(value * (1 + SLACK))) for value in part.tolist()] for part in parts]
+    return [[ctx.arith.const(up(value * (1 + SLACK))) for value in part.tolist()] for part in parts]
 
 
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
@@ -215,8 +214,7 @@ def head_maps(
         pending = folded.pending
         assert pending is not None
         matrix = pending.effective(ctx.arith)
-        if matrix is None:
-            raise AssertionError("a linear layer has a matrix")
+        assert matrix is not None
         size = folded.size.fibre
         place = f"{ctx.path}.{name}"
         maps.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))

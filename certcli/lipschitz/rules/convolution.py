@@ -50,7 +50,8 @@ def convolution_bound(
 ) -> Value:
     """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     ctx.require(isinstance(x, Value), "a convolution whose weight depends on the image")
-    weight, bias = ctx.constant_tensor(weight), ctx.optional_tensor(bias)
+    weight = ctx.constant_tensor(weight)
+    bias = ctx.optional_tensor(bias)
     axes = weight.dim() - 2
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
     axis = -axes - 1

@@ -182,12 +182,6 @@ def center_norm_bound(ctx: Context, module: CenterNorm, x: Value) -> Value:
     )
 
 
-@rules.module(LayerScale)
-def layer_scale_bound(ctx: Context, module: LayerScale, x: Value) -> Value:
-    """x -> gamma * x on the last axis: folded into the linear map before it."""
-    return scale_features(ctx, x, module.gamma, -1)
-
-
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     """Return gain * x along an axis, multiplied into what waits there, else pending."""
     x = _with_features(ctx, x, axis)
@@ -196,6 +190,9 @@ def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     if isinstance(waiting, (Affine, Convolution)):
         return replace(x, waiting=waiting.scaled(ctx.arith, gain, ctx.path))
     return replace(x, waiting=Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,)))
+
+
+rules.module(LayerScale)(lambda ctx, module, x: scale_features(ctx, x, module.gamma, -1))
 
 
 def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
@@ -243,8 +240,10 @@ def batch_norm_bound(
 ) -> Value:
     """Eval mode: gain weight / sqrt(var + eps), shift a channel, folded into a convolution."""
     ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
-    mean, variance = ctx.constant_tensor(running_mean), ctx.constant_tensor(running_var)
-    weight, bias = ctx.optional_tensor(weight), ctx.optional_tensor(bias)
+    mean = ctx.constant_tensor(running_mean)
+    variance = ctx.constant_tensor(running_var)
+    weight = ctx.optional_tensor(weight)
+    bias = ctx.optional_tensor(bias)
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")

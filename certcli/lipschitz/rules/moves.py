@@ -299,20 +299,9 @@ def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
     return candidates[0] if candidates else None
 
 
-def permuted_axes(ctx: Context, x: Value, order: Sequence[int]) -> Value:
-    """Return x.permute(order)."""
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.permute, tuple(order)))
-    return value
-
-
-def reshaped_bound(ctx: Context, x: Value, after: Shape) -> Value:
-    """Return x.reshape(after)."""
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.reshape, (tuple(after),)))
-    return value
-
-
-def transposed_axes(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.transpose, (dim0, dim1)))
+def moved(ctx: Context, x: Value, move: Any, *arguments: Any) -> Value:
+    """Return move(x, *arguments), for a move of one result, such as Tensor.permute."""
+    value: Value = rearranged_bound(ctx, x, Move(move, arguments))
     return value
 
 
@@ -335,12 +324,11 @@ def fold(
     """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
     times = math.prod(windows_of(k, s, d) for k, s, d in taps)
-    arith = ctx.arith
-    factor = arith.const(up(math.sqrt(times), 1))
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
     return ctx.chain(
         x,
         factor,
         f"a pixel is a sum over at most {times} windows: sqrt({times})",
         total=lambda: factor * x.size.total,
-        peak=lambda: arith.const(float(times)) * x.size.peak,
+        peak=lambda: ctx.arith.const(float(times)) * x.size.peak,
     )

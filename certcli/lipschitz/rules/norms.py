@@ -23,7 +23,7 @@ from torch.nn import functional
 from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
-from certcli.lipschitz.rules.moves import permuted_axes
+from certcli.lipschitz.rules.moves import moved
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
@@ -72,9 +72,8 @@ def row_norm_bound(
     ctx.require(sizes == [x.shape[-1]], "a norm over several axes, or of another width")
     ctx.require(eps is not None and eps > 0, "a norm with eps = 0 is not Lipschitz")
     d = x.shape[-1]
-    arith = ctx.arith
     if d == 1 and centered:
-        zero = arith.const(0.0)
+        zero = ctx.arith.const(0.0)
         normal = ctx.chain(
             x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape
         )
@@ -127,11 +126,11 @@ def rms_norm_function(
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
-    x = permuted_axes(ctx, ctx.settle(x), (0, 2, 3, 1))
+    x = moved(ctx, ctx.settle(x), Tensor.permute, (0, 2, 3, 1))
     normal = row_norm_bound(
         ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
     )
-    return permuted_axes(ctx, normal, (0, 3, 1, 2))
+    return moved(ctx, normal, Tensor.permute, (0, 3, 1, 2))
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
@@ -155,7 +154,6 @@ def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value)
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7;
     gamma stays pending.
     """
-    arith = ctx.arith
     axis = -3 if isinstance(module, (SimpleNorm2d, SimpleNorm2dFp32)) else -1
     d = x.shape[axis]
     eps = float(module.eps)
@@ -165,14 +163,14 @@ def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value)
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
     ctx.require(
-        not (arith.rigorous and not longest.finite),
+        not (ctx.arith.rigorous and not longest.finite),
         "division by the deviation without centring, of a tensor without a bound on its size",
     )
-    steepest = arith.const(up(1 / math.sqrt(eps), 4))
+    steepest = ctx.arith.const(up(1 / math.sqrt(eps), 4))
     old = x.size
     normal = ctx.chain(
         x,
-        steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
+        steepest + longest * ctx.arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
         f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}; its scale is folded into the next map",
         lambda: steepest * longest,
         axis=axis,
@@ -199,14 +197,13 @@ def group_norm_function(
     and bias stay pending.
     """
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
-    arith = ctx.arith
     count = math.prod(x.shape)  # of all windows, which may lie on the first axis
     normal = ctx.chain(
         x,
-        arith.const(up(1.0 / math.sqrt(eps), 4)),
+        ctx.arith.const(up(1.0 / math.sqrt(eps), 4)),
         f"normalisation of groups: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map",
-        total=lambda: arith.const(up(math.sqrt(count), 2)),
-        peak=lambda: arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
+        total=lambda: ctx.arith.const(up(math.sqrt(count), 2)),
+        peak=lambda: ctx.arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
     )
     axis = 1 - len(x.shape)
     gain = ctx.optional_tensor(weight)
@@ -243,8 +240,7 @@ def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
     ctx.require(order in (2, 2.0, "fro"), "another norm than l2")
-    one = ctx.arith.const(1.0)
-    return ctx.chain(x, one, "a norm has slope 1", total=lambda: x.size.total)
+    return ctx.chain(x, ctx.arith.const(1.0), "a norm has slope 1", total=lambda: x.size.total)
 
 
 @rules.module(GlobalResponseNorm)

@@ -187,8 +187,9 @@ def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     x = ctx.spread(x, (*ctx.shape[:-2], *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
-    arith = ctx.arith
-    sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))
+    sigma = ctx.arith.largest(
+        ctx.arith.sigmas([ctx.arith.matrix(block) for block in blocks], ctx.path)
+    )
     axis = -2 if is_left else -1
     return ctx.chain(
         x,
@@ -245,21 +246,20 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
             x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor)))
         )
     pending = x.pending
-    arith = ctx.arith
     if isinstance(x.waiting, Convolution):
         gain = torch.full(
             (x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device
         )
-        return replace(x, waiting=x.waiting.scaled(arith, gain, ctx.path))
+        return replace(x, waiting=x.waiting.scaled(ctx.arith, gain, ctx.path))
     if pending is not None:
-        bias = None if pending.bias is None else arith.scale(pending.bias, factor)
+        bias = None if pending.bias is None else ctx.arith.scale(pending.bias, factor)
         after = replace(pending, bias=bias, result=None)
         if pending.matrix is None:  # up to the sign of the map, which no norm sees
             return replace(
                 x,
                 waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0),
             )
-        return replace(x, waiting=replace(after, matrix=arith.scale(pending.matrix, factor)))
+        return replace(x, waiting=replace(after, matrix=ctx.arith.scale(pending.matrix, factor)))
     return scaled_bound(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
 
 
@@ -308,7 +308,4 @@ def divide_bound(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Val
     return by_number(ctx, a, quotient * (1 + 2.0**-50) + math.copysign(UNDERFLOW, quotient))
 
 
-@rules.method("neg")
-@rules.function(operator.neg, torch.neg)
-def negative_bound(ctx: Context, x: Value) -> Value:
-    return by_number(ctx, x, -1.0)
+rules.method("neg")(rules.function(operator.neg, torch.neg)(lambda ctx, x: by_number(ctx, x, -1.0)))

@@ -84,8 +84,7 @@ def _reduce(
 
     plain = replace(x, waiting=None)
     old = x.size
-    arith = ctx.arith
-    factor, size = arith.const(constant), arith.const(growth)
+    factor, size = ctx.arith.const(constant), ctx.arith.const(growth)
     # with a map pending, the size bounds speak of the fibres along its axis before it, which may be
     # longer
     axis = place(old.axis if pending is None else pending.axis)
@@ -155,9 +154,8 @@ def deviation_bound(
     var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
     """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
-    arith = ctx.arith
     if ctx.kind.startswith("std"):
-        slope = arith.const(up(1 / math.sqrt(divisor), 2))
+        slope = ctx.arith.const(up(1 / math.sqrt(divisor), 2))
         return ctx.chain(
             x,
             slope,
@@ -167,10 +165,10 @@ def deviation_bound(
         )
     longest = _longest_spread(x, axes)
     ctx.require(
-        not (arith.rigorous and not longest.finite),
+        not (ctx.arith.rigorous and not longest.finite),
         "the variance of a tensor without a bound on its size",
     )
-    share = arith.const(up(1 / divisor, 1))
+    share = ctx.arith.const(up(1 / divisor, 1))
     return ctx.chain(
         x,
         (longest + longest) * share,
@@ -242,11 +240,10 @@ def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
         x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0,
         "tokens in no square windows",
     )
-    arith = ctx.arith
-    root = arith.const(float(side // windows))
+    root = ctx.arith.const(float(side // windows))
     return ctx.chain(
         x,
-        arith.const(1.0),
+        ctx.arith.const(1.0),
         "the length of each channel over each window: slope 1",
         lambda: root * x.size.fibre_along(-1),
         total=lambda: x.size.total,
