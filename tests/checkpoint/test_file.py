@@ -66,6 +66,19 @@ def test_written_is_read(tmp_path: Path, layout: dict, seed: int) -> None:
     assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
 
 
+def test_weights_whose_test_does_not_fit_into_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A byte a float32: 100 of them."""
+    path = tmp_path / "a.safetensors"
+    Checkpoint({"w": torch.zeros(100), "b": torch.zeros(1)}, record()).write(path)
+    monkeypatch.setattr(checkpoint_module, "free_bytes", lambda: 100)
+    Checkpoint.read(path)
+    monkeypatch.setattr(checkpoint_module, "free_bytes", lambda: 99)
+    with pytest.raises(CheckpointError, match=r"'w' of .* too many for the free memory"):
+        Checkpoint.read(path)
+
+
 def test_digest_sees_names_shapes_types_and_bits() -> None:
     base = {"a": torch.zeros(4)}
     others = [

@@ -22,7 +22,7 @@ from certcli.enclosure.balls.ball import rules as balls
 from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine import activations
 from certcli.engine.attention import require_no_mask
-from certcli.engine.curves import NAMED, STEEP, Curve, derivative, unknown_derivative
+from certcli.engine.curves import NAMED, STEEP, Curve, Named, derivative, unknown_derivative
 from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.context import rules as lipschitz
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)
@@ -81,6 +81,14 @@ def test_slopes_and_sizes_are_within_their_bounds(name: str) -> None:
         (value.abs() <= f.growth * X.abs() + f.offset + 1e-15).all()
     )
     assert float(value.abs().max()) <= f.limit
+
+
+@pytest.mark.parametrize(("name", "named"), zip(CURVES, NAMED, strict=True))
+def test_a_curve_is_the_function_that_it_is_entered_for(name: str, named: Named) -> None:
+    options = REQUIRED.get(named.describe.__name__, {})
+    functions = [] if "power" in name else named.functions  # a power asks for its exponent
+    for function in functions:
+        assert torch.allclose(function(X.clone(), **options), CURVES[name].value(X), atol=1e-12)
 
 
 SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown_derivative]

@@ -83,6 +83,8 @@ def test_threats_of_two_norms_have_no_order_and_no_common_shares() -> None:
         Threat("patch", 0.5)
     with pytest.raises(UsageError):
         Threat("l2", math.nan)
+    with pytest.raises(TypeError, match="no radius"):
+        assert Threat("patch", Patch(1, 1)).radius
 
 
 @pytest.mark.parametrize("threat", [threat for threat in ALL if threat.size != 0], ids=str)

@@ -213,7 +213,9 @@ def unfolded_and_folded(net: nn.Module, x: Tensor) -> Tensor:
 def add_product(net: nn.Module, x: Tensor) -> Tensor:
     rows = x.reshape(-1, 8)
     y = torch.addmm(input=net.s, mat1=rows, mat2=net.t, beta=-2.0, alpha=3.0)
-    z = torch.addmm(net.parts[0](rows), rows[:, :4] @ net.t[:4], torch.eye(3).to(x), beta=0.5)
+    z = torch.addmm(
+        net.parts[0](rows), rows[:, :4] @ net.t[:4], torch.eye(3).to(x), beta=0.5, alpha=0.5
+    )
     return (y.addmm(rows, net.t) + z).reshape(-1, 12)
 
 
