@@ -356,8 +356,8 @@ def require_same_program(
     converted = copy.deepcopy(model).to(precision.dtype).eval()
     try:
         other = trace_model(converted, example_of(converted, size), *tables)
-        steps = _program(traced, precision.dtype)
-        others = _program(other, torch.float64)
+        steps = _program_of(traced, precision.dtype)
+        others = _program_of(other, torch.float64)
         if steps != others:
             raise Untraceable(first_other_step(others, steps))
         for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):
@@ -367,7 +367,7 @@ def require_same_program(
         raise NoRule(f"the network in {precision.name} is not the proven one: {reason}") from reason
 
 
-def _program(traced: Trace, precision: torch.dtype) -> list[str]:
+def _program_of(traced: Trace, precision: torch.dtype) -> list[str]:
     """Return each call with its arguments, shape and precision in words, which equal those of the
     same call in another graph; this precision stands for float64."""
     places: dict[fx.Node, str] = {}
