@@ -1,12 +1,11 @@
 """Assertions about networks for pytest, whose failures show figures. Documented in docs/api.md."""
 
-from typing import Annotated, Any
+from typing import Any, Unpack
 
 from certcli import api
 from certcli.api import arguments
-from certcli.api.arguments import MethodOptions, Radius, Words
 from certcli.api.door import speaks_python
-from certcli.attack.settings import AttackSettings
+from certcli.api.options import AttackOptions, MethodOptions, Radius, Words
 from certcli.certify.methods import Method
 from certcli.evaluation.intervals import PASSED, UNDECIDED, Demand, judge_all
 from certcli.evaluation.threat import Norm, Threat
@@ -29,7 +28,7 @@ def assert_certified(
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: MethodOptions,
+    **options: Unpack[MethodOptions],
 ) -> Share:
     """Fail unless the share of images certified and correct at a radius (pixel l2) reaches
     `at_least`; return the share.
@@ -82,7 +81,7 @@ def assert_robust(
     norm: Norm = "l2",
     device: str = "cpu",
     batch_size: int = 128,
-    **settings: Annotated[Any, AttackSettings],
+    **settings: Unpack[AttackOptions],
 ) -> float:
     """Fail unless the share of images that withstand the attacks at a radius reaches `at_least`;
     return it.

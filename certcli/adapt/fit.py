@@ -197,7 +197,8 @@ class Adapter(Adaptation):
         if new.kind == "tokens":
             self._move((old.run, self.old), (new.run, self.new))
             return []
-        x, y = self._subset(self.old, new), self._subset(self.new, new)
+        x = self._subset(self.old, new)
+        y = self._subset(self.new, new)
         scale = 1.0
         if new.kind == "merge":
             parts = [new.module.norm]
@@ -361,17 +362,16 @@ class Adapter(Adaptation):
         weight = (1 / deviation.clamp_min(1e-2 * float(deviation.mean()) + 1e-12)).float()
 
         def loss(shard: int, rows: Tensor, _seed: int | None) -> Tensor:
-            inputs, goal = self.new[shard][rows], self.old[shard][rows] / scale
+            inputs = self.new[shard][rows]
+            goal = self.old[shard][rows] / scale
             with mixed_precision(inputs):
                 output = run(inputs)
             return ((output.float() - goal) * weight).square().mean()
 
         settings = self.settings
-        seed = settings.seed * 10_007 + 100 * number
-        lengths = settings.epochs, settings.batch_size
-        deque(
-            Descent(module, self.shards, loss, *lengths, seed, 1 / scale).run(settings.lr), maxlen=0
-        )
+        lengths = settings.epochs, settings.batch_size, settings.seed * 10_007 + 100 * number
+        descent = Descent(module, self.shards, loss, *lengths, 1 / scale)
+        deque(descent.run(settings.lr), maxlen=0)
 
     def _chunks(self, *streams: Tensor) -> Iterator[tuple[Tensor, ...]]:
         size = self.settings.batch_size

@@ -246,7 +246,8 @@ class Keeper(Adaptation):
         if self.reference is not None:
             judged = asdict(self.reference.compare(self.reference.logits(self.student)))
         everyone = self.team.everyone([judged, upper])
-        fidelity, upper = Fidelity(**everyone[0][0]), everyone[-1][1]
+        fidelity = Fidelity(**everyone[0][0])
+        upper = everyone[-1][1]
         right = fidelity.right_after
         rung = Rung(
             changes=changes,

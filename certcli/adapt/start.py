@@ -103,8 +103,7 @@ def fit_layer(
     if keep:
         rows = [layer.weight.detach().T, *([layer.bias.detach()[None]] if offset else [])]
         prior = torch.cat(rows)
-    outputs = layer.out_features
-    solution = best_affine_map(shards, pairs, layer, outputs, ridge, prior, offset)
+    solution = best_affine_map(shards, pairs, layer, layer.out_features, ridge, prior, offset)
     layer.weight.data.copy_(solution[: layer.in_features].T.to(layer.weight))
     if offset:
         layer.bias.data.copy_(solution[-1].to(layer.bias))
@@ -213,8 +212,7 @@ def perform_surgery(
         student = PixelModel(record.input, net).eval().to(device)
         family = adapted_family(teacher.net)
         tokens = token_counts(teacher, record.input.size)
-        scales = carry_over(teacher.net, net, family, tokens)
-    return student, scales
+        return student, carry_over(teacher.net, net, family, tokens)
 
 
 def head_layers(net: Any) -> list[nn.Linear]:

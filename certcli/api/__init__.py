@@ -10,13 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any, overload
+from typing import Annotated, Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from certcli.api import arguments
-from certcli.api.arguments import MethodOptions, Radii, Radius, Words
 from certcli.api.door import run_command, speaks_python
 from certcli.api.networks import (
     Data,
@@ -29,6 +28,15 @@ from certcli.api.networks import (
     network,
     open_classifier,
     save,
+)
+from certcli.api.options import (
+    AttackOptions,
+    AuditOptions,
+    CertifyOptions,
+    PatchOptions,
+    Radii,
+    Radius,
+    Words,
 )
 from certcli.api.results import (
     AsTyped,
@@ -44,8 +52,7 @@ from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
@@ -148,7 +155,7 @@ def certify(
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
-    **options: MethodOptions,
+    **options: Unpack[CertifyOptions],
 ) -> Certificates:
     """Return one certificate an image.
 
@@ -160,7 +167,7 @@ def certify(
     """
     checkpoint = open_classifier(source)
     kind = type(options_of_method(method, {}))
-    chosen = kind.of(arguments.read_options(kind, options, method))
+    chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
     if denoiser is not None:
@@ -203,7 +210,7 @@ def predict(
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
-    **options: Annotated[Any, Patches],
+    **options: Unpack[PatchOptions],
 ) -> list[Prediction]:
     """Return the class of each image (n, c, h, w), and the most likely ones (`top`).
 
@@ -213,7 +220,7 @@ def predict(
         top: The number of most likely classes; a defence lists none.
     """
     checkpoint = open_classifier(source)
-    patches = Patches(**arguments.read_options(Patches, options, "predict"))
+    patches = Patches(**arguments.read_options(Patches, PatchOptions, options, "predict"))
     predictor = Predictor(checkpoint, torch.device(device), defence, patches, top)
     chosen = judged_images(checkpoint, images, None, labelled=False)
     return [
@@ -233,7 +240,7 @@ def attack(
     device: str = "cpu",
     batch_size: int = 128,
     return_examples: bool = False,
-    **settings: Annotated[Any, AttackSettings],
+    **settings: Unpack[AttackOptions],
 ) -> AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending.
 
@@ -242,7 +249,9 @@ def attack(
         settings: Of the attacks.
     """
     checkpoint = open_classifier(source)
-    chosen = AttackSettings(**arguments.read_options(AttackSettings, settings, "attack"))
+    chosen = AttackSettings(
+        **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
+    )
     (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
     stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
@@ -283,7 +292,7 @@ def audit(
     seconds: float = 120.0,
     fail_on: Words = (),
     device: str = "cpu",
-    **settings: Annotated[Any, AuditPlan],
+    **settings: Unpack[AuditOptions],
 ) -> AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
@@ -298,7 +307,7 @@ def audit(
     plan = AuditPlan(
         gates=tuple(gates.parse_gate(text) for text in fail_on),
         budget=seconds,
-        **arguments.read_options(AuditPlan, settings, "audit"),
+        **arguments.read_options(AuditPlan, AuditOptions, settings, "audit"),
     )
     judged = None if images is None else judged_images(checkpoint, images, labels)
     judged = None if judged is None else judged.limit(plan.limit, plan.seed).in_turn(plan.seed)

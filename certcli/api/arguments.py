@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.options import Local, Patches, Proof, Smoothing
 from certcli.checkpoint import file
 from certcli.checkpoint.record import LARGEST_SIDE
 from certcli.evaluation.threat import Patch, Threat, parse_radius
@@ -86,14 +85,8 @@ def require_option_names(passed: Iterable[str], allowed: Iterable[str], where: s
 _RADII = frozenset(("radii", "sigma", "enough", "step_size"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
 _AUTO = "auto"
-_INTERNAL = frozenset(("classes", "restart", "gates", "budget", "denoiser_file", "denoiser_module"))
-"""Fields of options that the functions set themselves."""
-Radius = float | str
-"""In pixel units: a finite number >= 0, or a quotient such as "8/255"."""
-Radii = Radius | Sequence[Radius]
-Words = str | Sequence[str]
-MethodOptions = Annotated[Any, Proof, Local, Smoothing, Patches]
-"""Of all methods of certificates."""
+_FIELDS = {"radii": "at"}
+"""Names of Python for fields of options that are called otherwise."""
 LARGEST = 2**63 - 1
 """Whole numbers beyond it fit into no seed, and into no count of images."""
 _SHOWN = 40
@@ -317,19 +310,24 @@ type names its values is read by `choice`.
 """
 
 
-def fields_of(kind: type) -> dict[str, str]:
-    """Return the keyword arguments that an options class offers, and their fields."""
-    names = [item.name for item in fields(kind) if item.name not in _INTERNAL]
-    return {"radii" if name == "at" else name: name for name in names}
+def fields_of(kind: Any, offered: Any) -> dict[str, str]:
+    """Return those keyword arguments of a TypedDict that an options class has, and their fields."""
+    names = {item.name for item in fields(kind)}
+    offers = offered.__annotations__
+    pairs = {name: name if name in names else _FIELDS.get(name, name) for name in offers}
+    return {name: field for name, field in pairs.items() if field in names}
 
 
-def read_options(kind: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
+def read_options(kind: Any, offered: Any, values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return values for fields of an options class, in the types that its annotations name.
 
+    Args:
+        offered: the TypedDict of the keyword arguments.
+
     Raises:
-        UsageError: a name is not offered, or a value has another type.
+        UsageError: a name is not offered or no field, or a value has another type.
     """
-    chosen = fields_of(kind)
+    chosen = fields_of(kind, offered)
     require_option_names(values, chosen, where)
     hints = get_type_hints(kind)
     return {

@@ -10,7 +10,6 @@ from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
 from certcli.api.arguments import (
     READERS,
-    fields_of,
     in_python,
     plain_value,
     read_choice,
@@ -32,7 +31,7 @@ RENAMED = {
 
 
 class Signature:
-    """A function's parameters, with those of its `**options: Annotated[Any, *classes or commands]`."""
+    """A function's parameters, with those of its `**options: Unpack[TypedDict]`, or `Annotated[Any, command]`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
@@ -40,13 +39,13 @@ class Signature:
         self.parameters = inspect.signature(function).parameters
         taken = [one for one in self.parameters.values() if one.kind is one.VAR_KEYWORD]
         self.names = [name for name in self.parameters if name not in [one.name for one in taken]]
-        self.kinds = [kind for one in taken for kind in get_args(self.hints[one.name])[1:]]
+        self.kinds = [get_args(self.hints[one.name])[-1] for one in taken]
 
     @cached_property
     def options(self) -> set[str]:
-        """Names of the options: the fields of classes, and what the commands named take."""
+        """Names of the options: keys of TypedDicts, and what the commands named take."""
         offers = (
-            options_of_command(kind) if isinstance(kind, str) else fields_of(kind)
+            options_of_command(kind) if isinstance(kind, str) else get_type_hints(kind)
             for kind in self.kinds
         )
         return {name for offered in offers for name in offered} - {*self.names}

@@ -1,5 +1,4 @@
-"""The answer, in one sentence and in several, its change in words, a published network beside it, and what
-to do next: from what was measured, and from nothing else."""
+"""The answer in words, a published network beside it, and what to do next: by what was measured."""
 
 import math
 import shlex
@@ -20,14 +19,13 @@ from certcli.evaluation.threat import (
 from certcli.images.datasets import PHOTOGRAPHS
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
-from certcli.report.shares import nearest_published
+from certcli.report.shares import DENOISER, nearest_published
 
 CORRECT = "correct images"
 PENALTY = 0.2
 """Weight of the enclosure penalty that small networks are advised."""
 LITTLE_ATTENTION = 0.01
-"""Largest weight of an attention branch below which the answer says that attention hardly takes
-part."""
+"""Weight of attention branches, at most, from which on they hardly take part."""
 
 
 def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
@@ -61,6 +59,8 @@ def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
             f"Attention hardly takes part: its largest weight in a residual sum is "
             f"{rounded_up(weight, 2)} (a plain network has 1)."
         )
+    if best_proof(findings, plan) is None and plan.suits_denoiser(findings):
+        sentences.append(DENOISER)
     if findings.own:
         sentences.append(
             "The images have no labels: shares are of the network's own answers, and its accuracy is not measured."
@@ -187,8 +187,8 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         ]
     if findings.clean is None:  # nothing was judged: nothing else can be advised
         return [longer]
-    late = {item.stage for item in findings.skipped if item.for_time}
-    short = late & {"bound", "clean", "attack", "smoothing"}
+    short = {item.stage for item in findings.skipped if item.for_time}
+    short &= {"bound", "clean", "attack", "smoothing"}
     counts = [
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]
@@ -395,6 +395,6 @@ def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
 
 
 def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
-    """Return the figures of a published network; nothing where none sees such images."""
+    """Return the figures of a published network, if one sees such images."""
     published = None if findings.stopped else nearest_published(size)
     return "" if published is None else f"For comparison, {published.sentence}"

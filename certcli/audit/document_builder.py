@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from certcli.audit import answer, gates
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, last_part, reproduce
+from certcli.audit.plan import AuditPlan, Clock, Typed, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
 from certcli.evaluation import image_doubts, threat
@@ -22,6 +21,11 @@ from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
 from certcli.report import document, page
 from certcli.system.reading import is_absent
+
+LEFT_OUT = (
+    "Left out (--anonymous): the folders in commands, the path in a repository, the names of the images' files, and the "
+    "processor."
+)
 
 
 def compose(
@@ -32,7 +36,7 @@ def compose(
     typed: Typed,
     device: torch.device,
 ) -> document.Audit:
-    """Return the document. Its commands are the ones to type."""
+    """Return the document. Its commands are the ones to type, unless the plan is anonymous."""
     record = checkpoint.record
     size = checkpoint.record.input.size
     clean = findings.clean
@@ -40,6 +44,8 @@ def compose(
     doubts += (
         [] if clean is None else image_doubts.accuracy_doubts(clean.hits, clean.images, checkpoint)
     )
+    named = typed.anonymous()
+    shown = named if plan.anonymous else typed
     same = (
         "bound",
         "slope",
@@ -59,13 +65,13 @@ def compose(
         command="audit",
         checkpoint=checkpoint.digest,
         network=document.Network(
-            name=last_part(typed.source).removeprefix("./"),
+            name=named.source.removeprefix("./"),
             arch=record.arch,
             classes=record.classes,
             input=list(size),
             parameters=findings.parameters,
             reading=checkpoint.reading.to_json(),
-            path=path_in_repository(Path(typed.source)),
+            path=None if plan.anonymous else path_in_repository(Path(typed.source)),
         ),
         headline=answer.headline(findings, plan, size),
         points=answer.points(findings, plan, size),
@@ -75,7 +81,7 @@ def compose(
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=answer.next_steps(findings, plan, typed),
+        next=answer.next_steps(findings, plan, shown),
         gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
             document.LineageStep(
@@ -83,18 +89,19 @@ def compose(
             )
             for step in record.lineage
         ],
-        reproduce=reproduce(plan, findings.precision, typed),
+        reproduce=reproduce(plan, findings.precision, shown),
         budget=clock.budget,
         seconds=round(clock.spent, 2),
         computed=round(clock.computed(), 2),
         versions=versions(),
         date=now(),
         machine=document.Machine(
-            cpu=processor(),
+            cpu="" if plan.anonymous else processor(),
             threads=torch.get_num_threads(),
             device=str(device),
         ),
-        records=findings.records(),
+        records=findings.records(files=not plan.anonymous),
+        left_out=LEFT_OUT if plan.anonymous else "",
         **fields,
     )
 
@@ -132,8 +139,14 @@ def path_in_repository(file: Path) -> str | None:
 EACH = "Each: the image, what changes (around grey, magnified), the changed image."
 
 
-def pictures_of(findings: gates.AuditFindings, names: Sequence[str]) -> dict[str, page.Gallery]:
-    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled")."""
+def pictures_of(
+    findings: gates.AuditFindings, names: Sequence[str], anonymous: bool = False
+) -> dict[str, page.Gallery]:
+    """Return galleries: a fooled image ("first"), a patch ("patch"), all ("fooled").
+
+    anonymous: without the names of files.
+    """
+    images = None if anonymous else findings.images
     galleries: dict[str, page.Gallery] = {}
     examples: list[page.Figure] = []
     if findings.patched_pair is not None and findings.patch_attack is not None:
@@ -150,7 +163,7 @@ def pictures_of(findings: gates.AuditFindings, names: Sequence[str]) -> dict[str
     if findings.exhibits:
         shown = next((row for row in findings.exhibits if row.as_8bit), findings.exhibits[0])
         galleries["first"] = page.Gallery("", "", [_first_figure(shown, names)])
-        fooled = [_fooled(row, names, findings.images) for row in findings.exhibits]
+        fooled = [_fooled(row, names, images) for row in findings.exhibits]
         galleries["fooled"] = page.Gallery("Images that were fooled", EACH, fooled)
     return galleries
 

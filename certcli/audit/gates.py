@@ -59,6 +59,8 @@ class AuditFindings:
     """Measured and proven results. A stage that was not done leaves None, and a line in `skipped`.
 
     Attributes:
+        input: channels, height and width of an image.
+        gpu: whether this machine has one, for its advice.
         exhibits: fooled images with their pixels.
         sample: the first image.
         patched_pair: an image without and with a patch.
@@ -70,7 +72,9 @@ class AuditFindings:
     """
 
     parameters: int = 0
+    input: tuple[int, int, int] = (0, 0, 0)
     changed: bool = False
+    gpu: bool = False
     bound: GlobalBound | None = None
     slope: Slope | None = None
     attention_weight: float | None = None
@@ -110,9 +114,9 @@ class AuditFindings:
         """Return the row of an image, which stages extend."""
         return self.rows.setdefault(index, {"index": index, "label": label})
 
-    def records(self) -> list[ImageRow]:
-        """Return a row an image, with the name of its file if it has one."""
-        file_of = {} if self.images is None else self.images.file_of
+    def records(self, files: bool = True) -> list[ImageRow]:
+        """Return a row an image, with the name of its file if it has one and `files` are named."""
+        file_of = {} if self.images is None or not files else self.images.file_of
         return [
             ImageRow(file=file_of.get(index), **row) for index, row in sorted(self.rows.items())
         ]

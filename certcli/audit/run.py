@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from certcli.audit import attacking, gates, judging, schedule
-from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.plan import AUTO, AuditPlan
+from certcli.audit.plan import AUTO, AuditPlan, Clock, EndsAfter, OutOfTime
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.noise import Classifier
@@ -68,7 +67,9 @@ def run(
     model = build.load(checkpoint, device)
     findings = gates.AuditFindings(
         parameters=sum(weight.numel() for weight in model.parameters()),
+        input=model.input_size,
         changed=bool(checkpoint.record.surgery),
+        gpu=torch.cuda.is_available(),
         attention_weight=attention_weight(model),
     )
     denoiser = None

@@ -261,11 +261,9 @@ def write_shards(
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU of which no two share memory, as the format demands."""
-    separate: dict[str, Tensor] = {}
-    memories = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        memory = plain.untyped_storage().data_ptr()
-        separate[name] = plain.clone() if memory in memories else plain
-        memories.add(memory)
+    separate = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    owners: dict[int, str] = {}
+    for name, tensor in separate.items():
+        if owners.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
+            separate[name] = tensor.clone()
     return separate

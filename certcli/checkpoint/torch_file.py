@@ -342,8 +342,10 @@ def _require_names(content: IO[bytes]) -> None:
             Refused,
             "its pickle makes millions of objects",
         )
-        if opcode.name in ("GLOBAL", "INST"):
-            names.add(_current_name(str(argument)))
+        if opcode.name in ("GLOBAL", "INST"):  # as torch looks it up: names of Python 2 translated
+            module, _, name = str(argument).partition(" ")
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            names.add(f"{IMPORT_MAPPING.get(module, module)}.{name}")
         elif opcode.name == "STACK_GLOBAL":
             raise Refused("it names a type in a way that torch.save does not")
         elif opcode.name == "REDUCE":
@@ -357,14 +359,6 @@ def _require_names(content: IO[bytes]) -> None:
         Refused,
         "it copies a long text many times",
     )
-
-
-def _current_name(argument: str) -> str:
-    """Return "module.name" as torch looks it up: names of Python 2 are translated."""
-    module, _, name = argument.partition(" ")
-    if (module, name) in NAME_MAPPING:
-        module, name = NAME_MAPPING[(module, name)]
-    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def _is_plain_name(name: str) -> bool:

@@ -290,17 +290,19 @@ def register_arithmetic(
 
     @spelled(table, "quotient")
     def divide(ctx: Any, x: Any, y: Any) -> Any:
-        """By a number, or by one number a row."""
+        """By constants, or by one number a row."""
         x, y = settle(x), settle(y)
         moving = isinstance(x, kind)
         if moving and isinstance(y, kind) and y.shape == (*x.shape[:-1], 1):
             return ratio(x, y)
         raise_if(
-            not moving or not isinstance(y, (int, float)) or y == 0,
+            not moving or isinstance(y, kind),
             NoRule,
-            "a division by something other than a number",
+            "a division by something other than constants, or one number a row",
         )
-        return x.over(x.centre.new_tensor(y))
+        divisor = constant_operand(y, x.centre, x.shape)
+        raise_if(bool((divisor == 0).any()), NoRule, "a division by 0")
+        return x.over(divisor)
 
 
 def register_sums(table: RuleTable, settle: Settle, reduce: Callable[..., Any]) -> None:

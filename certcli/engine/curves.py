@@ -94,7 +94,7 @@ def smooth(name: str, value: Scalar, **facts: Any) -> Curve:
 def derivative(f: Curve) -> Curve:
     """Return f' as a curve, for an f without breaks."""
     third = 0.0 if f.third == 0 else f.fourth
-    facts = {"third": third, "bend": f.third, "relative": f.relative}
+    facts: dict[str, Any] = {"third": third, "bend": f.third, "relative": f.relative}
     return Curve(
         f"the slope of {f.name}", f.first, f.second, _autograd_derivative(f.second), **facts
     )

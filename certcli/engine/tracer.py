@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from certcli.models.build import own_name
 from certcli.models.weights import is_torch_tensor
@@ -101,11 +100,19 @@ class Proxy(fx.Proxy):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value; proxies are none."""
-    return [part for part in tree_leaves(value) if isinstance(part, Tensor)]
+    return [part for part in _leaves_in(value) if isinstance(part, Tensor)]
+
+
+def _leaves_in(value: Any) -> list[Any]:
+    """Return what tuples, lists, slices and dictionaries of any class hold; torch's own trees know
+    neither slices nor subclasses."""
+    leaves: list[Any] = []
+    fx.node.map_aggregate(value, leaves.append)
+    return leaves
 
 
 def _holds_proxy(value: Any) -> bool:
-    return any(isinstance(part, fx.Proxy) for part in tree_leaves(value))
+    return any(isinstance(part, fx.Proxy) for part in _leaves_in(value))
 
 
 @dataclass

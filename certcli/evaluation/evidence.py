@@ -1,8 +1,7 @@
-"""A statement of a file and what became of it: all that `certvit verify` says is a list of these.
+"""The decoder of evidence: what agrees with its structure, and with itself; and claims, statements of a file
+and what became of them: all that `certvit verify` says is a list of these.
 
-The decoder of evidence: what agrees with its structure, and with itself.
-
-Whatever of it is shown is either recomputed by `certvit verify` or in UNVERIFIED_FIELDS.
+Whatever of evidence is shown is either recomputed by `certvit verify` or in UNVERIFIED_FIELDS.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,9 +1,6 @@
-"""Words of which options of several rooms take one. No torch here: `--help` reads them.
-
-Radii and norms as text: keys that read back exactly, and figures rounded to what holds.
-
-How much an attacker may change: the radius of a ball in l2 or linf, or a patch's size.
-"""
+"""How much an attacker may change: the radius of a ball in l2 or linf, or a patch's size; radii and norms as
+text, keys that read back exactly, and figures rounded to what holds; words of which options of several
+rooms take one. No torch here: `--help` reads them."""
 
 from __future__ import annotations
 

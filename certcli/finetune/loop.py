@@ -17,7 +17,7 @@ from certcli.checkpoint.schema import TrainingFields
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
-from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.bounds import ChainBound
 from certcli.finetune.objective import Objective, Teacher
 from certcli.finetune.option_texts import share_done
 from certcli.finetune.penalties import RAMP
@@ -49,27 +49,16 @@ RETRACTIONS = 6
 epoch may be the best."""
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the
-    estimate*.
-
-    Attributes:
-        masked: accuracy where a part of each validation image is seen, of runs that train on parts.
-        noisy: accuracy under the noise of the training, of runs under noise.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Epoch(Quality):
+    """One epoch: its mean training loss, and the quality of the weights at its end."""
 
     epoch: int
     step: int
     loss: float
-    clean: float
-    certified_estimate: float | None
     lr: float
     images_per_second: float
-    norm_estimate: float | None
     best: bool
-    masked: float | None = None
-    noisy: float | None = None
 
 
 def require_labels(images: Images, classes: int) -> None:
@@ -228,14 +217,10 @@ class Trainer:
                 epoch=self.epoch,
                 step=self.step,
                 loss=losses / (self.step - before),
-                clean=quality.clean,
-                certified_estimate=quality.certified,
                 lr=self.optimisers[0].param_groups[0]["lr"],
                 images_per_second=count / elapsed,
-                norm_estimate=quality.norm,
                 best=improved,
-                masked=quality.masked,
-                noisy=quality.noisy,
+                **vars(quality),
             )
 
     def learn(self, train: Images, positions: Tensor, share: float) -> float:
@@ -324,7 +309,8 @@ class Trainer:
                 self.settings, steps=about.steps, validation_limit=about.validation_limit
             )
             self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
-            self.best, self.best_epoch = about.best, about.best_epoch
+            self.best = about.best
+            self.best_epoch = about.best_epoch
             best = state.under("best.")
             net = state.under("net.")
             for name, value in self.model.net.state_dict().items():

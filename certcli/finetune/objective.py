@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 from certcli.checkpoint.record import Record
 from certcli.finetune.augment import Adversary, Hiding, augment_batch
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
-from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.bounds import ChainBound
 from certcli.finetune.losses.local import LocalEnclosure
 from certcli.finetune.penalties import RAMP, EnclosurePenalty
 from certcli.finetune.settings import FinetuneSettings

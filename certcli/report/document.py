@@ -294,7 +294,7 @@ class Audit(_Part):
         reference: the same figures of a published network.
         date: UTC, ISO 8601.
         changes: against the audit of --compare.
-        left_out: what a document of an older version does not say.
+        left_out: what an anonymous document does not say.
         computed: seconds of the CPU, like those of its stages; all of them on another device.
     """
 

@@ -363,6 +363,15 @@ def require_same_program(
         for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):
             if not _is_stored(traced, name, other.constants[name], precision):
                 raise Untraceable(f"the constant '{name}' is another one")
+        for name in (str(node.target) for node in other.graph.nodes if node.op == "call_module"):
+            leaves = [
+                graph.root.get_submodule(name).state_dict().values() for graph in (traced, other)
+            ]
+            if not all(
+                torch.equal(exact.to(stored.dtype), stored)
+                for exact, stored in zip(*leaves, strict=True)
+            ):
+                raise Untraceable(f"the weights of '{name}' are other ones")
     except Untraceable as reason:
         raise NoRule(f"the network in {precision.name} is not the proven one: {reason}") from reason
 

@@ -269,7 +269,7 @@ def sums_by(size: int, count: int) -> list[list[Tensor]]:
         shards = Shards(count, Spoken(rank, size, store))
 
         def per_shard(shard: int) -> list[Tensor]:
-            rows = images[shards.images(shard)]
+            rows = images[shard :: shards.number]
             return [rows.sum(0), rows.T @ rows]
 
         results[rank] = shards.total(per_shard, [torch.zeros(5), torch.zeros(5, 5)])
@@ -301,7 +301,7 @@ def test_an_epoch_meets_every_image_once_in_batches_of_the_size_asked_for(
     for batch in shards.batches(batch_size, torch.Generator().manual_seed(0)):
         met.append(
             [
-                range(count)[shards.images(shard)][row]
+                range(count)[shard :: shards.number][row]
                 for shard, rows in batch.items()
                 for row in rows.tolist()
             ]

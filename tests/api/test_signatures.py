@@ -3,11 +3,13 @@ logits and margins: no image of the neighbourhood leaves them, and they say what
 """
 
 import inspect
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 import certvit
 import certvit.testing
 from certcli import api
-from certcli.api import door
+from certcli.api import door, options
 from certcli.api.arguments import fields_of
 from certcli.attack.settings import AttackSettings
 from certcli.audit.plan import AuditPlan
@@ -36,13 +38,25 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **{name: getattr(certvit, name) for name in api.FUNCTIONS},
     **{name: getattr(certvit.testing, name) for name in certvit.testing.__all__ if name[0] == "a"},
 }
-OPTIONS: dict[str, Any] = {
-    "predict": Patches,
-    "attack": AttackSettings,
-    "audit": AuditPlan,
-    **{name: type(options_of_method(name, {})) for name in get_args(Method)},
+OPTIONS: dict[str, tuple[Any, Any, set[str]]] = {
+    "predict": (Patches, options.PatchOptions, set()),
+    "attack": (AttackSettings, options.AttackOptions, {"classes", "restart"}),
+    "audit": (AuditPlan, options.AuditOptions, {"gates", "budget"}),
+    **{
+        name: (type(options_of_method(name, {})), options.CertifyOptions, set())
+        for name in get_args(Method)
+    },
 }
-"""The class of the options."""
+"""The class of the options, what a caller may set of it, and what the functions set themselves."""
+OPTIONS["smoothing"][2].update(("batch_size", "denoiser", "denoiser_file", "denoiser_module"))
+WIDER: dict[Any, tuple[Any, ...]] = {
+    options.Radii: (Sequence[float], tuple[float, ...]),
+    options.Words: (list[str], tuple[str, ...]),
+    options.Radius: (float,),
+    options.Radius | None: (float | None,),
+    str | Path | None: (Path | None,),
+}
+"""Types of keyword arguments -> those of the fields that they are read into."""
 
 
 def test_the_names_of_methods_are_those_of_the_registry() -> None:
@@ -51,15 +65,20 @@ def test_the_names_of_methods_are_those_of_the_registry() -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_are_the_fields_of_the_room(name: str) -> None:
-    named = door.Signature(FUNCTIONS[name if name in FUNCTIONS else "certify"]).names
-    chosen = set(fields_of(OPTIONS[name])) - {*named}
+    kind, offered, internal = OPTIONS[name]
+    chosen = fields_of(kind, offered)
+    assert {*chosen.values(), *internal} == {item.name for item in fields(kind)}
+    types = get_type_hints(kind)
+    for keyword, hint in get_type_hints(offered).items():
+        if keyword in chosen:
+            assert types[chosen[keyword]] in (hint, *WIDER.get(hint, ())), keyword
     rows = re.findall(
         r"^\| (.*) \| (.*) \|$",
         PAGE.partition("| options of |")[2].partition("\n\n")[0],
         re.MULTILINE,
     )
     (names,) = [row[1] for row in rows if name in re.findall(r"[\w-]+", row[0])]
-    assert set(re.findall(r"`(\w+)`", names)) == chosen
+    assert set(re.findall(r"`(\w+)`", names)) == set(chosen)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -161,6 +180,13 @@ def test_a_network_without_theorem_has_infinite_bounds() -> None:
     assert bool(bounds.upper.isinf().all())
     assert len(bounds.why) == 2
     assert not bool(bounds.in_top(2).any())
+
+
+def test_a_bound_that_is_not_known_is_infinite() -> None:
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    for unknown in (-math.inf, math.inf):
+        found = logit_bounds_module._known_values(values, unknown)
+        assert found.tolist() == [unknown, math.inf, -math.inf, 1.0]
 
 
 def test_the_top_classes_are_counted() -> None:

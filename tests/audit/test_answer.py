@@ -35,7 +35,7 @@ from certcli.report.document import (
     Share,
     from_json,
 )
-from certcli.report.shares import Part, nearest_published, published
+from certcli.report.shares import DENOISER, UNET, Part, nearest_published, published
 from tests.audit.conftest import QUICK, SUFFIXES
 from tests.helpers.commands import attempt, document
 
@@ -351,3 +351,29 @@ def test_other_pixel_statistics_that_fit_better_are_named() -> None:
     assert options == ["--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225"]
     assert float(model.normalize.mean[0]) == 0.5
     assert list(better_statistics(model, images, [True] * 40)) == []
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "gpu", "wanted"),
+    [
+        ((3, 224, 224), {}, True, True),
+        ((3, 256, 256), {}, True, True),
+        ((3, 224, 224), {}, False, False),
+        ((3, 32, 32), {}, True, False),
+        ((1, 224, 224), {}, True, False),
+        ((3, 225, 225), {}, True, False),
+        ((3, 224, 224), {"denoiser": Path("d")}, True, False),
+        ((3, 224, 224), {"methods": ("local",)}, True, False),
+    ],
+)
+def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it(
+    size: tuple[int, int, int], changes: dict[str, Any], gpu: bool, wanted: bool
+) -> None:
+    """And no command names a file that is nowhere."""
+    findings = found(29, 29)
+    findings.input = size
+    findings.gpu = gpu
+    plan = AuditPlan(radii=(0.12,), **changes)
+    assert (DENOISER in verdict_sentences(findings, plan)) is wanted
+    steps = next_steps(findings, plan, Typed("net", dataset="d"))
+    assert UNET not in " ".join(steps)

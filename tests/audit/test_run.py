@@ -16,12 +16,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from certcli.attack.settings import AttackSettings
-from certcli.audit import judging, plan
+from certcli.audit import judging
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
-from certcli.audit.clock import Clock, EndsAfter, OutOfTime
+from certcli.audit.plan import Clock, EndsAfter, OutOfTime, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
@@ -133,6 +134,39 @@ def test_what_is_shown_to_be_typed_works_here(
     certvit(*shlex.split(table["next"][0])[1:], "--quiet")
 
 
+def test_an_anonymous_document_names_no_folder_and_says_so(
+    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secret = tmp_path / "of somebody"
+    (secret / "photos").mkdir(parents=True)
+    Image.new("L", (8, 8), 99).save(secret / "photos" / "holiday.png")
+    shutil.copy(workshop / "certified.safetensors", secret / "net.safetensors")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "audit",
+        secret / "net.safetensors",
+        "--dataset",
+        secret / "photos",
+        "-a",
+        "fgsm",
+        "-q",
+    )
+    reports = [part for name in ("r.json", "r.html") for part in ("--report", name)]
+    certvit(*words, *reports)
+    assert "of somebody" in Path("r.json").read_text()
+    assert "holiday" in Path("r.json").read_text()
+    certvit(*words, *reports, "--anonymous", "--force")
+    for name in reports[1::2]:
+        text = html.unescape(Path(name).read_text())
+        assert "of somebody" not in text
+        assert "holiday" not in text
+        assert "Left out" in text
+    table = json.loads(Path("r.json").read_text())
+    assert table["machine"]["cpu"] == ""
+    assert table["network"]["path"] is None
+    assert table["reproduce"].endswith("--anonymous")
+
+
 @pytest.mark.parametrize("typed", ["vit_tiny_patch16_224", "sub/vit_tiny_patch16_224", "elsewhere"])
 def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     typed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -141,9 +175,9 @@ def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     (tmp_path / "vit_tiny_patch16_224").mkdir()
     monkeypatch.chdir(tmp_path)
     as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
-    assert plan.unmistakable(typed) == as_typed
+    assert unmistakable(typed) == as_typed
     name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
-    assert plan.last_part(typed) == name
+    assert Typed(typed).anonymous().source == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
@@ -279,7 +313,7 @@ def test_a_ring_that_is_lost_is_followed_by_others(monkeypatch: pytest.MonkeyPat
         Deaf()
         turn_for_ever()
 
-    monkeypatch.setattr("certcli.audit.clock.AGAIN", 0.2)
+    monkeypatch.setattr("certcli.audit.plan.AGAIN", 0.2)
     with pytest.raises(OutOfTime), EndsAfter(0.05):
         work()
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from certcli.audit import gates, schedule
-from certcli.audit.clock import Clock
+from certcli.audit.plan import Clock
 from certcli.evaluation.intervals import Sample
 
 

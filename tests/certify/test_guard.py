@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -29,6 +30,7 @@ from certcli.cli.certify.demands import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
 from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
+from certcli.models import build
 from certcli.rounding import PRECISIONS
 from certcli.system.ambient import SETTINGS
 from certcli.system.errors import NoBoundError, UsageError
@@ -119,6 +121,22 @@ def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
 
 
 MADE = chain()
+
+
+SMALL = build.initialise(
+    "certvit_vit_digits", {"depth": 1, "embed_dim": 8, "num_heads": 1, "patch_size": 4}
+)
+
+
+def rewritten(change: Callable[..., Any], **options: Any) -> str:
+    """Return the digest of a small network after a command that writes one."""
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "source.safetensors")
+        SMALL.write(source, False)
+        target = Path(folder, "target.safetensors")
+        return change(source, target, dataset="digits", limit=20, **options).digest
+
+
 Run = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 BRIEF = {"attacks": ("fgsm",), "methods": ("lipschitz",), "radii": (0.1,)}
 RUNS: dict[str, Run] = {
@@ -131,6 +149,9 @@ RUNS: dict[str, Run] = {
         for row in certvit.certify(net, x, y, method="smoothing", sigma=0.5, samples=50)
     ],
     "predict": lambda net, x, y: certvit.predict(net, x),
+    "adapt": lambda net, x, y: rewritten(certvit.adapt, epochs=0),
+    "constrain": lambda net, x, y: rewritten(certvit.constrain),
+    "finetune": lambda net, x, y: rewritten(certvit.finetune, loss="ce", steps=1),
     "audit": lambda net, x, y: certvit.audit(net, x, y, seconds=20.0, **BRIEF).clean,
     **{
         f"attack {name}": lambda net, x, y, name=name: list(

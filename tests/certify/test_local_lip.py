@@ -240,6 +240,29 @@ def test_a_radius_by_another_bound_on_rounding_is_found_again() -> None:
     ]
 
 
+def test_a_constant_unit_costs_nothing() -> None:
+    """Half of the units can never be on; the global bound counts their large weights, the local one
+    does not.
+    """
+    model = network("maxmin")
+    net = (
+        nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, 4))
+        .double()
+        .requires_grad_(False)
+    )
+    net[1].bias[:10] = -1e3
+    net[1].weight[:10] *= 30
+    model.net = net.eval()
+    pixels = images(8)
+    labels = model(pixels).argmax(1).tolist()
+    plain = LipschitzCertifier(model, prove_network(model, CLASSES)).batch(range(8), pixels, labels)
+    local = LocalLipCertifier(model, CLASSES, SIZE).batch(range(8), pixels, labels)
+    assert all(
+        row.radius > 5 * other.radius and row.rung == "local-lip"
+        for row, other in zip(local, plain, strict=True)
+    )
+
+
 def test_of_a_linear_network_the_radius_is_the_distance_to_the_boundary() -> None:
     model = network("linear")
     pixels = images(8) * 0.2 + 0.4

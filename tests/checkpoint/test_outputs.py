@@ -10,9 +10,7 @@ import os
 import shutil
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -23,7 +21,6 @@ from certcli.checkpoint.outputs import (
     Outputs,
     discard_state,
     last_command,
-    read_state,
     require_own_state,
 )
 from certcli.checkpoint.tensor_files import INDEX, PART_OF, orphans, read_metadata
@@ -358,17 +355,3 @@ def test_orphans_are_a_killed_runs_files_and_nobody_elses(tmp_path: Path) -> Non
     named = {"metadata": {}, "weight_map": {"x": killed.name}}
     (tmp_path / "other.safetensors.index.json").write_text(json.dumps(named))
     assert orphans(index) == []
-
-
-KEY = "about"
-
-
-@dataclass
-class Fields:
-    identity: str
-    step: int
-    digest: str = ""
-
-
-def read(path: Path, identity: str = "run") -> tuple[Any, dict[str, torch.Tensor]]:
-    return read_state(path, KEY, Fields, "a run", identity)

@@ -138,6 +138,10 @@ OPERATIONS: dict[str, tuple[Callable[[Near], Near], Callable[[Tensor], Tensor]]]
         lambda x: ruled(F.linear, x, MATRIX, MATRIX[:, 0]), lambda t: F.linear(t, MATRIX, MATRIX[:, 0])
     ),
     "zeros around": (lambda x: layers.arranged(F.pad, x, (1, 0, 2, 0)), lambda t: F.pad(t, (1, 0, 2, 0))),
+    "hard swish": (lambda x: ruled(F.hardswish, x), F.hardswish),
+    "softsign": (lambda x: ruled(F.softsign, x), F.softsign),
+    "exp": (lambda x: ruled(torch.exp, x), torch.exp),
+    "log": (lambda x: ruled(torch.log, x.shift(40 + 0 * G)), lambda t: torch.log(t + 40)),
     "MaxMin": (lambda x: layers.maxmin(context(), MaxMin(), x), MaxMin()),
 }  # fmt: skip
 

@@ -18,6 +18,7 @@ from certcli.enclosure.balls.network import NormsNetwork, _margins
 from certcli.enclosure.zonotopes import margins, pointwise, products
 from certcli.enclosure.zonotopes.columns import FUNCTION, Block, quadratic_radius
 from certcli.enclosure.zonotopes.domain import Enclosure, l2_ball
+from certcli.enclosure.zonotopes.ellipsoids import _gram_frobenius
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.margins import linear_margins, lower_bounds
 from certcli.enclosure.zonotopes.needed_tokens import _pointwise
@@ -144,6 +145,7 @@ def test_a_norm_of_many_entries_loses_as_much_as_their_squares() -> None:
     token = draw(1, 1, 1, n)
     found: Any = ruled(F.rms_norm, still(token), (n,), None, 1e-3)
     assert float(found.near.fibre) >= n / 2 * U * float(found.near.centre.norm())
+    assert float(_gram_frobenius(token[0])) >= (1 + n / 2 * U) * float(token.norm())
     _, low, high = mean_square(form(token[0]), Spread(1e-3))
     exact = float(token.square().sum() / n + 1e-3)
     assert float(low) <= exact * (1 - n * U) < exact * (1 + n * U) <= float(high)

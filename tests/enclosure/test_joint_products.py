@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional
 
+from certcli.enclosure.slopes.products import inner
 from certcli.enclosure.zonotopes import ellipsoids, pointwise, products
 from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.direction import divided
@@ -40,6 +41,13 @@ def along(squares_on: bool, fibres: int = 1) -> Form:
     sizes = SIZES if squares_on else (SIZES[0], SIZES[1] + SIZES[2])
     gens = torch.tensor(sizes).double()[:, None, None, None] * u
     return Form(Space(1, squares_on, 999), 0 * u, gens, 0 * u, (Block.fresh(1),))
+
+
+def test_an_inner_product_sums_what_its_entries_share() -> None:
+    """n (1, .., 1) times itself is UNITS at n = 1."""
+    x = along(False)
+    x = replace(x, gens=torch.ones_like(x.gens) * torch.tensor([0.0, 1.0])[:, None, None, None])
+    assert float(inner(x, x).interval()[1]) >= UNITS
 
 
 def without_symbol(x: Form) -> Form:

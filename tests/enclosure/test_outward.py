@@ -291,6 +291,8 @@ SLOPES = (
     ("l2-normalize", "l2"),
     ("batch-norm-folded", "squares"),
     ("clamp", "squares"),
+    ("spelled-rounded-jumps", "squares"),
+    ("adaptive-max", "l2"),
 )
 """Rows of networks whose gradients reach every rounding on the way back."""
 

@@ -210,10 +210,12 @@ def test_a_network_without_a_row_of_logits_is_refused(
 
 def test_attention_is_refused_what_is_not_the_tokens_of_one_image() -> None:
     x = Near.of(torch.rand(1, 2, 4, 6).double(), torch.zeros(1, 2, 4).double())
+    several = Near.of(torch.rand(1, 1, 2, 4, 6).double(), torch.zeros(1, 1, 2, 4).double())
     mix = attention().double().requires_grad_(False)
     for call in (
         lambda: of_tokens(context(), mix, x),
         lambda: heads(context(), x, x, x, None, None),
+        lambda: heads(context(), x, several, several, None, None),
     ):
         with pytest.raises(NoRule, match="attention over something other"):
             call()

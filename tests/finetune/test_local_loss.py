@@ -239,12 +239,12 @@ def test_a_penalised_network_whose_enclosure_takes_long_is_judged_by_clean_accur
     large = initialised_plain(depth=1, embed_dim=64)
     penalised = trainer_of(large, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
     assert LocalEnclosure(penalised.model).entries == ENCLOSED_ENTRIES + 64
-    assert penalised.enclosure is None
-    assert trainer_of(large, loss="local", epochs=2).enclosure is not None
+    assert penalised.validation.enclosure is None
+    assert trainer_of(large, loss="local", epochs=2).validation.enclosure is not None
     small = trainer_of(
         initialised_plain(depth=1), loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2
     )
-    assert small.enclosure is not None
+    assert small.validation.enclosure is not None
 
 
 def test_the_command_names_the_proof_that_it_trained_for(workshop: Path, tmp_path: Path) -> None:

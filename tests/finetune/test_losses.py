@@ -15,11 +15,12 @@ from torch.nn import functional
 from certcli.certify.chains.sequential import SequentialNetwork
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
-from certcli.finetune.losses.chain import ChainBound, worst_logits
-from certcli.finetune.losses.pairs import (
+from certcli.finetune.losses.bounds import (
     EMMA_FLOOR,
     HINGE_WEIGHT,
     TRADES_WEIGHT,
+    ChainBound,
+    worst_logits,
 )
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets

@@ -294,6 +294,23 @@ def zero_branch(branch: Callable[[nn.Module], nn.Module], bias: float = 0.0) -> 
     ))  # fmt: skip
 
 
+def scores_times(*factors: float) -> Callable[..., Tensor]:
+    def attend(net: nn.Module, x: Tensor) -> Tensor:
+        q, k, v = net.parts[0](x).chunk(3, -1)
+        scores = q @ k.mT
+        for factor in factors:
+            scores = scores * factor
+        return scores.softmax(-1) @ v
+
+    return attend
+
+
+def scores_times_two_numbers() -> Pair:
+    norm, maps = nn.LayerNorm(8, eps=0.1), nn.Linear(8, 24)
+    twice, once = (f(scores_times(*factors), maps) for factors in ((6.0, 0.5), (3.0,)))
+    return pair_on_tokens((seq(norm, twice), seq(norm, once)))
+
+
 def zero_scale() -> Pair:
     first, last = layers_of_tokens(8)
     dead = seq(nn.LayerNorm(8), nn.Linear(8, 8))
@@ -442,6 +459,7 @@ REWRITES: dict[str, Callable[[], Pair]] = {
     "a branch times 0": lambda: zero_branch(lambda dead: seq(nn.Linear(8, 8), nn.GELU(), times_number(0.0))),
     "a branch that ends in 0": lambda: zero_branch(lambda dead: seq(nn.Linear(8, 8), nn.GELU(), dead)),
     "a branch of scale 0": zero_scale,
+    "scores times two numbers": scores_times_two_numbers,
     "a branch whose BN is 0": zero_norm,
     "dropouts": lambda: pair_on_tokens(same(
         seq(nn.Linear(8, 8), nn.Linear(8, 5), entry_products()),

@@ -191,7 +191,14 @@ def test_block_jacobians_against_the_dense_matrix(plain: Checkpoint) -> None:
 
 
 def test_the_report_holds_what_was_asked_for(workshop: Path, tmp_path: Path) -> None:
-    found = report(workshop / "certified.safetensors", "--limit", 4)
+    found = report(
+        workshop / "certified.safetensors",
+        "--compare",
+        workshop / "plain.safetensors",
+        "--limit",
+        4,
+    )
+    assert found["compare"]["other_log10_upper"] > found["log10_upper"]
     assert found["lower"] <= found["upper"]
     layers = tmp_path / "layers.png"
     report(workshop / "plain.safetensors", "--no-estimate", "--plot", layers)

@@ -92,6 +92,12 @@ def attention_with_replaced_part() -> nn.Module:
     return Net(lambda m, x: m.attention(x.reshape(1, 4, 8)), attention=attention)
 
 
+def far_positions() -> nn.Module:
+    odd = L2Attention(AttentionShape(8, 2, 4, True, 8, True, gated=True))
+    nn.init.constant_(odd.pos_proj.bias, -2e5)
+    return Net(lambda m, x: m.odd(x.reshape(-1, 4, 8)), odd=odd)
+
+
 def overwritten_view(net: nn.Module, x: Tensor) -> Tensor:
     y = x * 2
     z = y.flatten(1)
@@ -198,7 +204,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "division by a length of 0": (
         lambda: Net(lambda m, x: functional.normalize(x, eps=0.0)),
-        "norm",
+        "by another norm",
     ),
     "norm without eps": (lambda: nn.LayerNorm(4, eps=0.0), "eps"),
     "norm by the variance without eps": (
@@ -272,6 +278,14 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         ),
         "windows of another size",
     ),
+    "a token that does not see itself": (
+        lambda: Net(
+            lambda m, x: m.odd(x.reshape(-1, 4, 8), mask=(1 - torch.eye(4)[None]).log()),
+            odd=L2Attention(AttentionShape(8, 2, 4, True, 8, True, (2, 2))),
+        ),
+        "does not see itself",
+    ),
+    "positional scores of -2e5": (far_positions, "positional scores beyond 1e5"),
     "two outputs": (lambda: Net(lambda m, x: (x, x)), "something other than one tensor"),
     "mask of the image": (lambda: Net(lambda m, x: torch.where(x.bool(), x, 2.0)), "bool"),
     "row masked altogether": (lambda: Net(masked_row), "masked altogether"),

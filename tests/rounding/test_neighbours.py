@@ -423,6 +423,34 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
         LipschitzCertifier(model, bound, "float64")
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("shift", "constant .* is another one"), ("head.weight", "weights of .* are other ones")],
+)
+def test_a_network_that_stores_other_numbers_is_another(name: str, words: str) -> None:
+    """In half precision the least of them is a unit larger than what it is rounded to: no farther
+    off than others are.
+    """
+
+    class Nudged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.flatten(1) + self.shift)
+
+        def _apply(self, *args: Any, **named: Any) -> nn.Module:
+            super()._apply(*args, **named)
+            numbers = self.get_parameter(name).data.flatten()
+            if numbers.dtype == torch.float16:
+                numbers[numbers.abs().argmin()] *= 1 + 2.0**-10
+            return self
+
+    with pytest.raises(NoRule, match=words):
+        NeighbourErrors(network(Nudged), SIZE, PRECISIONS["fp16"])
+
+
 def test_an_eps_that_vanishes_is_named() -> None:
     model = network(lambda: Tokens(nn.LayerNorm(6, eps=1e-6), attention()))
     with pytest.raises(

@@ -224,6 +224,7 @@ EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
     "sharp L2 attention": (lambda: l2(8.0), TOKENS, (1.0,)),
     "cosine attention": (cosine, TOKENS, (1.0,)),
     "mixing": (mixing, TOKENS, (1.0,)),
+    "the squares of a deviation": (lambda: Apply(torch.std, dim=1), (1, 48, 1), (65504 / 48) ** 0.5),
     "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (1.0,)),
     "convex residual": (lambda: given(ConvexResidual()), TOKENS, (1.0, 1e-6)),
     "convex residual, its branch": (lambda: given(ConvexResidual()), TOKENS, (1e-6, 1.0)),
@@ -284,6 +285,11 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "the square of a norm": (layer_norm, TOKENS, 128.0),
     "the mean of a CenterNorm": (centre, ROW, 65504 / WIDTH),
     "a sum whose parts are rounded up": (lambda: Apply(torch.sum, dim=1), (1, 48, 1), 1361.0),
+    "the squares of a deviation": (
+        lambda: Apply(torch.std, dim=1),
+        (1, 48, 1),
+        (65504 / 48) ** 0.5,
+    ),
     "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (65504 / 3) ** 0.5),
     "a BatchNorm's gain": (lambda: batch_norm(variance=1e-4), ROW, 65504 / 20),
     "a BatchNorm's gain alone": (

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.certify.around import _STEPS
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Moved
@@ -31,7 +32,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.norms import FloorNorm
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
-from certcli.rounding.neighbours import _STEPS, _floats
+from certcli.rounding.neighbours import _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.stepwise import Stepwise
 from tests.certify.test_local_lip import SIZE

@@ -15,7 +15,7 @@ from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.nn import functional as F
 
 from certcli.attack.judge import predict_classes
-from certcli.audit.clock import EndsAfter, OutOfTime
+from certcli.audit.plan import EndsAfter, OutOfTime
 from certcli.engine import table
 from certcli.lipschitz.network import bound_network
 from certcli.system import products

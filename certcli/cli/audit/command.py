@@ -136,6 +136,11 @@ class Reports:
         "--format",
         metavar="NAME",
     )
+    anonymous: bool = option(
+        False,
+        "Reports without folders, names of image files and the processor, as for a page that others "
+        "read.",
+    )
     compare: Path | None = option(
         None,
         "Earlier --report FILE.json to compare with.",

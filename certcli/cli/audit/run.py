@@ -7,8 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from certcli.audit import document_builder, gates
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
@@ -52,11 +51,13 @@ def report_audit(
     from certcli.models.open import open_checkpoint
 
     plan = options.plan(data.seed, machine.batch_size, data.limit)
+    plan = replace(plan, anonymous=reports.anonymous)
     clock = Clock(plan.budget, Sink.invocation.started, processes.team())
     output.claim(source, data, reports, options)
     _require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else _read_earlier(reports.compare)
-    sink, device = talk.sink(), machine.pick()
+    sink = talk.sink()
+    device = machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
     data = _first_images(checkpoint.record, data, sink)
     images = _audited_images(checkpoint.record, data, sink)
@@ -288,7 +289,11 @@ def _write_reports(
     files = [(path, path.suffix.lower()) for path in reports.report]
     files += [] if reports.html is None else [(reports.html, ".html")]
     for path, suffix in files:
-        pictures = {} if suffix != ".html" else document_builder.pictures_of(findings, names)
+        pictures = (
+            {}
+            if suffix != ".html"
+            else document_builder.pictures_of(findings, names, plan.anonymous)
+        )
         audit_page.save_text(path, audit_page.text_of(document, suffix, pictures))
         sink.note(f"wrote {path}")
     if reports.written != TEXT:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from certcli.cli.shared import groups
-from certcli.cli.shared.command import Plot, command, group
+from certcli.cli.shared.command import Plot, Reads, command, group
 from certcli.evaluation.threat import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
@@ -53,7 +53,9 @@ class NearImages:
             raise UsageError("--norm is of --around", "--around 0.01")
         for radius in self.around:
             if not 0 < radius < math.inf:
-                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
+                raise UsageError(
+                    f"--around {radius:g}: a radius is a finite number above 0", "--around 0.1"
+                )
 
 
 @group("Views")
@@ -61,6 +63,13 @@ class Views:
     """The tables and figures beside the bound."""
 
     layers: bool = option(False, "One row for each layer instead of each block.")
+    other: str | None = option(
+        None,
+        "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
+        "--compare",
+        metavar="CKPT",
+        mark=Reads(),
+    )
     plot: Plot = None
 
 

@@ -1,6 +1,7 @@
 """The work of `certvit lipschitz`: the bound, measured slopes, and what the views show."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,10 +59,7 @@ def report_bound(
     lower = measure_slope(audited, chosen, sink) if slope.estimate else None
     report = view.report_of(audited, lower)
     view.show_bound(audited, show.layers, sink)
-    if nearby is not None:
-        report["around"] = show_near_images(audited, nearby, chosen, sink)
-    elif show.plot is not None:
-        view.draw_bound(audited, show.plot, sink)
+    report |= show_views(audited, nearby, chosen, sink)
     view.explain_bound(audited, lower, report["attention_weight"], sink)
     gate = view.bound_gate(audited, maximum)
     sink.document({**report, "proof": audited.proven.bound.to_json()}, gate)
@@ -136,6 +134,22 @@ def _steepest(model: Any, images: Images, options: command.LipschitzOptions, sin
             best = max(best, value)
             bar.advance(remark=f">= {threat.rounded_down(best, 4)}")
     return best
+
+
+def show_views(
+    audited: view.Audited, near: AroundImages | None, options: command.LipschitzOptions, sink: Sink
+) -> dict[str, Any]:
+    documents: dict[str, Any] = {}
+    plot = options.views.plot
+    if near is not None:
+        documents["around"] = show_near_images(audited, near, options, sink)
+    elif plot is not None:
+        view.draw_bound(audited, plot, sink)
+    if options.views.other is not None:
+        second = replace(options.source, ckpt=options.views.other)
+        other = prove_source(second, options.machine, sink)
+        documents["compare"] = view.compare_bounds(audited, other, sink)
+    return documents
 
 
 Row = tuple[int, NearImage]

@@ -173,6 +173,19 @@ def draw_bound(audited: Audited, path: Path, sink: Sink) -> None:
     sink.note(f"wrote {path}")
 
 
+def compare_bounds(audited: Audited, other: Audited, sink: Sink) -> dict[str, Any]:
+    """Say a second network's bound, and the factor between both; return the report's part."""
+    upper = other.proven.upper
+    why = other.proven.bound.why
+    ours = log10_or_none(audited.proven.upper)
+    theirs = log10_or_none(upper)
+    said = str(upper) if upper.finite else f"none. {why}"
+    if ours is not None and theirs is not None:
+        said = f"{said}, 10^{theirs - ours:+.4f} times that of {audited.name}"
+    sink.text(f"upper bound of {other.name}:  {said}")
+    return {"other_log10_upper": theirs, "other_why": why}
+
+
 def bound_gate(audited: Audited, maximum: float | None) -> Gate:
     gate = Gate()
     upper = audited.proven.upper

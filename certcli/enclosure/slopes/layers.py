@@ -46,11 +46,7 @@ def through(weight: Tensor, gradient: Form) -> Form:
     return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
 
 
-def linear(ctx: PullContext, x: Form, weight: Tensor, bias: Tensor | None) -> Pulled:
-    return [(x, through(weight, ctx.gradient))]
-
-
-register_linear(pulls, Form, linear)
+register_linear(pulls, Form, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
 
 
 def convolution_transposed(
@@ -105,15 +101,6 @@ def batch_norm(
     return [(x, scaled.doubted(gamma(6) * scaled.size))]
 
 
-def normalise(
-    ctx: PullContext, x: Form, spread: Spread, weight: Any, bias: Any, center: bool
-) -> Pulled:
-    return [(x, norm(ctx, x, spread, weight, center))]
-
-
-register_norms(pulls, normalise)
-
-
 @pulls.function(F.normalize)
 def normalize(
     ctx: PullContext, x: Form, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
@@ -139,6 +126,12 @@ def norm(
         )
     out = by_row((gradient + negative(turned)).worked(), factor)
     return centred(out) if center else out
+
+
+register_norms(
+    pulls,
+    lambda ctx, x, spread, weight, bias, center: [(x, norm(ctx, x, spread, weight, center))],
+)
 
 
 def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
@@ -273,9 +266,10 @@ def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
 
 @spelled(pulls, "quotient")
 def divide(ctx: PullContext, x: Form, y: Any) -> Pulled:
-    """By a number; or by one number y a row: g / y, and -<g, x> / y^2."""
+    """By constants; or by one number y a row: g / y, and -<g, x> / y^2."""
     if not isinstance(y, Form):
-        return [(x, ctx.gradient.linear(lambda t: t / y, lambda t: t / abs(y), 1))]
+        divisor = constant_operand(y, x.centre, x.shape)
+        return [(x, ctx.gradient.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), 1))]
     inverse = ctx.once("inverse", lambda: apply(RECIPROCAL, y.worked()).solid())
     of_first = by_row(ctx.gradient.worked(), inverse)
     along = inner(of_first.worked(), x)

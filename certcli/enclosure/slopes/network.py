@@ -125,23 +125,22 @@ class Tape(Enclosure):
                 f"{where} ({kind}): called with arguments its derivative does not know ({failure})"
             ) from failure
 
-    def _at(self, node: fx.Node, argument: fx.Node, place: int | None, part: Form) -> Any:
-        """Return an argument with its part of the gradient; of one of its tensors by their place."""
+    def _at(self, node: fx.Node, argument: fx.Node, place: int | None, gradient: Form) -> Any:
+        """Return an argument, of which the node read one token or which it repeated, with its part of
+        the gradient; of one of its tensors by their place.
+        """
         if place is not None:
-            return argument, {place: part}
-        return argument, self._unread(node, argument, part)
-
-    def _unread(self, node: fx.Node, argument: fx.Node, gradient: Form) -> Form:
-        """Return the gradient at an argument of which the node read one token, or that it repeated."""
+            return argument, {place: gradient}
         value = self.values[argument]
         if gradient.shape == value.shape:
-            return gradient
+            return argument, gradient
         token = reads(
             self.ending.trace, node, self.needed.get(node), lambda m: type(m) in TOKENWISE
         )
         if token is None:
-            return transposed(gradient.worked(), lambda t: t.expand(gradient.shape), value)[0]
-        return placed(gradient, token, value.shape[1])
+            (summed_up,) = transposed(gradient.worked(), lambda t: t.expand(gradient.shape), value)
+            return argument, summed_up
+        return argument, placed(gradient, token, value.shape[1])
 
 
 def _meet(first: Any, second: Any) -> Any:

@@ -72,7 +72,7 @@ def _norm_of(traced: Trace, node: fx.Node, norms: tuple[type[nn.Module], ...]) -
 
 
 def _options_of_norm(
-    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any, **__: Any
+    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, *_: Any, **__: Any
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return shape, eps, weight and bias of a call of layer_norm."""
     return normalized_shape, eps, weight, bias

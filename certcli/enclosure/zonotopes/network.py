@@ -115,9 +115,10 @@ class LocalNetwork:
 
     def change(self, node: fx.Node, value: Any) -> Any:
         """Return the first map's result in fewer numbers than pixels, computed once."""
+        if node is not self.narrow or not isinstance(value, Form):
+            return value
         # the theorem is about forms of an l2 ball, with nothing in e e^T yet
-        other = not isinstance(value, Form) or value.space.boxed or bool(value.square.any())
-        if node is not self.narrow or other:
+        if value.space.boxed or bool(value.square.any()):
             return value
         if self.coordinates is None:
             if not bool(value.ball.any()):  # radius 0 says nothing of the map

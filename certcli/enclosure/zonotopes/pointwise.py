@@ -1,7 +1,7 @@
 """Relaxations of scalar functions applied entry by entry. Proofs: docs/local.md, sections 3 and 4."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -316,7 +316,9 @@ def relu(x: Form) -> Form:
     zero = torch.zeros_like(half)
     node = None if x.node is None else _hinge(x, x.node, low, high)
     fit = Fit(slope * x.centre + half, slope, zero, up(half + gamma(4) * x.size))
-    return replace(_linear_fit(x, fit), node=node)
+    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
+    slack = up(up(fit.slope.abs() * x.slack + fit.error) + gamma(8) * spread)
+    return Form(x.space, fit.constant, x.gens * fit.slope, slack, x.blocks, node)
 
 
 def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
@@ -333,13 +335,6 @@ def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
         x.shape, (node,), lambda rows: (), None, rounding,
         low=low, high=high, places=places, columns=columns, middle=middle, rest=rest,
     )  # fmt: skip
-
-
-def _linear_fit(x: Form, fit: Fit) -> Form:
-    """`apply_fit` without a square."""
-    slack = up(fit.slope.abs() * x.slack + fit.error)
-    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
-    return Form(x.space, fit.constant, x.gens * fit.slope, up(slack + gamma(8) * spread), x.blocks)
 
 
 _LONGER = 2.0
