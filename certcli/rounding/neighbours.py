@@ -25,12 +25,11 @@ ones; what was float64 has the precision of the arithmetic.
 import copy
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
@@ -44,7 +43,7 @@ from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
 from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
 from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
-from certcli.rounding.stepwise import Stepwise
+from certcli.rounding.stepwise import Stepwise, plain_kernels
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
@@ -315,23 +314,6 @@ class NeighbourErrors:
             errors.append(error if size.peak < self.precision.largest else INF)
             sizes.append(size.within_reach(error))
         return sizes, errors
-
-
-@contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Fused kernels are written out in operations; convolutions are sums of products."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 def _floats(values: Sequence[Real]) -> Tensor:
