@@ -8,8 +8,7 @@ from certcli.api.door import speaks_python
 from certcli.api.options import AttackOptions, MethodOptions, Radius, Words
 from certcli.certify.methods import Method
 from certcli.evaluation.intervals import PASSED, UNDECIDED, Demand, judge_all
-from certcli.evaluation.radii import Norm
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Norm, Threat
 from certcli.report.document import Share
 
 

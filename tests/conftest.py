@@ -48,14 +48,28 @@ def pytest_collection_finish() -> None:
 @functools.cache
 def _prepare() -> None:
     import torch
+    from hypothesis import HealthCheck, settings
 
     import certcli.system.compat  # noqa: F401 (before a test imports timm)
     from certcli.cli.shared.output import Sink
+    from tests.helpers.grids import EVERY
 
     if not torch.cuda.is_available():
         torch.cuda.manual_seed_all = lambda seed: (
             None
         )  # it keeps a stack trace for later in each call
+
+    # by default a drawn case that takes .2 s fails, as on a busy machine any may, and no two runs
+    # draw the same cases
+    settings.register_profile(
+        "cases",
+        max_examples=1000 if EVERY else 50,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.load_profile("cases")
 
     Sink.clock = staticmethod(float)  # it stands at 0: no output depends on how fast a machine is
 

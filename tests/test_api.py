@@ -22,7 +22,6 @@ from certcli.api import networks
 from certcli.api.arguments import in_python
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
-from certcli.models import build
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
@@ -129,19 +128,6 @@ def perceptron(width: int = 8, classes: int = 3) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
 
 
-def test_a_module_has_the_results_of_its_file(tiny: Checkpoint) -> None:
-    """A timm model in memory, with the checkpoint of the same weights as the reference."""
-    module = build.load(tiny)
-    for source in (module, module.net):
-        opened = certvit.load(source, **({} if source is module else DIGITS))
-        assert opened.record.input.size == tiny.record.input.size
-        assert str(certvit.bound(opened).upper) == str(certvit.bound(tiny).upper)
-        pixels = torch.rand(3, 1, 8, 8)
-        labels = torch.zeros(3, dtype=torch.long)
-        assert torch.equal(certvit.network(opened)(pixels), module(pixels))
-        assert certvit.certify(opened, pixels, labels) == certvit.certify(tiny, pixels, labels)
-
-
 def with_a_hook(module: nn.Sequential) -> None:
     module[2].register_forward_hook(lambda part, inputs, output: 9 * output)
 
@@ -167,8 +153,7 @@ def test_no_module_hides_a_factor(change: Callable[[nn.Sequential], None]) -> No
     """
     module = perceptron()
     change(module)
-    opened = certvit.load(module, **DIGITS)
-    bound_result = certvit.bound(opened)
+    bound_result = certvit.bound(certvit.load(module, **DIGITS))
     assert bound_result.upper.finite != (change is with_a_hook)
     x, y = torch.rand(2, 50, 1, 8, 8)
     outputs = [module((each - 0.5) / 0.5).detach() for each in (x, y)]

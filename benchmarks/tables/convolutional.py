@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.tables.layout import COUNTED, SOUND, Column, Row, Table
 from benchmarks.tables.networks import network_row
-from certcli.evaluation.radii import radius_key
+from certcli.evaluation.threat import radius_key
 
 _KEY = radius_key(36 / 255)
 """As documents spell the radius."""

@@ -22,7 +22,7 @@ from torchvision.transforms import v2
 from certcli.adapt.settings import AdaptSettings
 from certcli.images.labelled import transform_each
 from certcli.models.build import multiplies_bf16
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, raise_if
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 
@@ -78,19 +78,16 @@ class Shards:
     """Image i of `count` belongs to shard i mod `number`; this process works on the shards `own`."""
 
     def __init__(self, count: int, team: Team = ALONE, number: int = SHARDS) -> None:
-        if count < team.size:
-            raise UsageError(
-                f"{count} calibration images are too few for {team.size} processes",
-                "a larger --limit, or fewer processes",
-            )
+        raise_if(
+            count < team.size,
+            UsageError,
+            f"{count} calibration images are too few for {team.size} processes",
+            "a larger --limit, or fewer processes",
+        )
         self.count = count
         self.team = team
         self.number = min(max(number, team.size), count)
         self.own = range(team.rank, self.number, team.size)
-
-    def images(self, shard: int) -> slice:
-        """Return the slice of all images that belongs to the shard."""
-        return slice(shard, self.count, self.number)
 
     def size(self, shard: int, among: int | None = None) -> int:
         """Return the number of the shard's images among the first `among` of all."""
@@ -140,6 +137,17 @@ class Shards:
 
         difference, size = self.total(per_shard, [torch.zeros(2, dtype=torch.float64)])[0].tolist()
         return difference, size
+
+    def feature_deviations(self, stream: Stream) -> Tensor:
+        """Return the deviation (d,) float64 of each feature of a stream, on COMPARED images."""
+
+        def per_shard(shard: int) -> list[Tensor]:
+            rows = stream[shard][: self.size(shard, COMPARED)].flatten(0, -2).double()
+            return [rows.sum(0), rows.square().sum(0), torch.full_like(rows[0, :1], len(rows))]
+
+        features = next(iter(stream.values())).flatten(0, -2)[0].double()
+        total, squares, count = self.total(per_shard, [features, features, features[:1]])
+        return (squares / count - (total / count).square()).clamp_min(0).sqrt()
 
     def relative_error(self, pairs: Pairs) -> float:
         """Return |output - target|_F / |target|_F over the pairs of all shards."""

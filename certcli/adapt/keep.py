@@ -10,7 +10,7 @@ the squared logit errors of single changes nearly add up.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -71,15 +71,6 @@ class RaisedFloor:
     def change(self) -> str:
         return f"floor {self.floor:.3g}"
 
-    def to_json(self, placed: Mapping[str, "RaisedFloor"]) -> dict[str, Any]:
-        return {
-            "path": self.path,
-            "change": self.change,
-            "digits": self.digits,
-            "logits_error": self.error,
-            "taken": placed.get(self.path) is self,
-        }
-
 
 @dataclass(frozen=True)
 class Trade:
@@ -139,16 +130,11 @@ class Keeper(Adaptation):
             error = f"logit error {100 * candidate.error:.2g} %"
             yield f"{candidate.path}, {candidate.change}: {error}"
         self.trade = self._choose(self.team.agree(lambda: [asdict(each) for each in candidates]))
-        raised = self.trade.placed
-        self.records = [
-            replace(
-                part, after=f"FloorNorm, {raised[part.path].change}", error=raised[part.path].error
-            )
-            if part.path in raised
-            else part
-            for part in self.records
-        ]
-        yield f"{len(raised)} floors raised"
+        for number, part in enumerate(self.records):
+            if raised := self.trade.placed.get(part.path):
+                after = f"FloorNorm, {raised.change}"
+                self.records[number] = replace(part, after=after, error=raised.error)
+        yield f"{len(self.trade.placed)} floors raised"
 
     def result(self) -> Checkpoint:
         return self.derive(self.record.surgery, keep=self.keep)
@@ -161,18 +147,17 @@ class Keeper(Adaptation):
         norms differ by LayerNorm's eps alone.
         """
         old: dict[str, Any] = {path: self.teacher.net.get_submodule(path) for path in self.norms}
-        smallest = dict.fromkeys(old, math.inf)
-
-        def note(path: str, values: Tensor) -> None:
-            smallest[path] = min(smallest[path], float(values.min()))
-
         images = self.images
         blank = torch.stack([torch.full(images.shape[1:], value) for value in BLANK])
         count = at_once(self.settings.batch_size, images.shape[1:], images.device)
-        with fast_products(self.teacher), noting_deviations(old, note):
+        with fast_products(self.teacher), noting_deviations(old) as rows:
             self.teacher(blank.to(images.device))
             for part in images.split(count)[self.team.rank :: self.team.size]:
                 self.teacher(as_pixels(part))
+        smallest = {
+            path: min((float(values.min()) for values in parts), default=math.inf)
+            for path, parts in rows.items()
+        }
         everyone = self.team.everyone(smallest)
         for path, norm in self.norms.items():
             lowest = min(each[path] for each in everyone)
@@ -204,8 +189,7 @@ class Keeper(Adaptation):
 
     def _higher_floors(self) -> Iterator[RaisedFloor]:
         """Yield floors at quantiles of the deviations that lie above the present floor."""
-        rows: dict[str, list[Tensor]] = {path: [] for path in self.norms}
-        with noting_deviations(self.norms, lambda path, values: rows[path].append(values)):
+        with noting_deviations(self.norms) as rows:
             for pixels in self.images[:FITTING_IMAGES].split(self.settings.batch_size):
                 self.student(as_pixels(pixels))
         for path, parts in rows.items():
@@ -262,7 +246,8 @@ class Keeper(Adaptation):
         if self.reference is not None:
             judged = asdict(self.reference.compare(self.reference.logits(self.student)))
         everyone = self.team.everyone([judged, upper])
-        fidelity, upper = Fidelity(**everyone[0][0]), everyone[-1][1]
+        fidelity = Fidelity(**everyone[0][0])
+        upper = everyone[-1][1]
         right = fidelity.right_after
         rung = Rung(
             changes=changes,
@@ -279,18 +264,17 @@ class Keeper(Adaptation):
 
 
 @contextmanager
-def noting_deviations(
-    norms: Mapping[str, nn.Module], note: Callable[[str, Tensor], None]
-) -> Iterator[None]:
-    """Call note(path, deviations of the rows) at each call of a norm while the caller runs them."""
+def noting_deviations(norms: Mapping[str, nn.Module]) -> Iterator[dict[str, list[Tensor]]]:
+    """Yield path -> deviations of the rows at each call of a norm while the caller runs them."""
+    rows: dict[str, list[Tensor]] = {path: [] for path in norms}
 
     def hook(path: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        note(path, deviations(inputs[0]))
+        rows[path].append(deviations(inputs[0]))
 
     with ExitStack() as hooks:
         for path, norm in norms.items():
             hooks.enter_context(norm.register_forward_pre_hook(partial(hook, path)))
-        yield
+        yield rows
 
 
 def cheapest_first(candidates: Sequence[RaisedFloor]) -> list[RaisedFloor]:
@@ -314,11 +298,10 @@ def cheapest_first(candidates: Sequence[RaisedFloor]) -> list[RaisedFloor]:
 def with_unit_floors(record: Record, teacher: PixelModel) -> PixelModel:
     """Return the network after surgery: floors of 1, all other tensors as in the teacher."""
     net = build.build(record, initialise=True).requires_grad_(False)
-    tensors = dict(teacher.net.state_dict())
-    for name, value in net.state_dict().items():
-        if name not in tensors:  # a floor, or the gain and offset of a norm that had none
-            tensors[name] = (
-                torch.zeros_like(value) if name.endswith(".bias") else torch.ones_like(value)
-            )
-    net.load_state_dict(tensors, strict=True)
+    # of others than the teacher's: a floor, or the gain and offset of a norm that had none
+    fresh = {
+        name: torch.full_like(value, 0.0 if name.endswith(".bias") else 1.0)
+        for name, value in net.state_dict().items()
+    }
+    net.load_state_dict({**fresh, **teacher.net.state_dict()}, strict=True)
     return PixelModel(record.input, net).eval().to(next(teacher.parameters()).device)

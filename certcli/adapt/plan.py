@@ -32,7 +32,7 @@ from certcli.checkpoint.record import Replacement
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import floor_fits
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 from certcli.system.processes import ALONE, Team
 
 Half = Literal[1, 2]
@@ -59,11 +59,6 @@ class Family:
     end_norms: tuple[str, ...]
 
 
-def _vit_embed(net: Any, x: Tensor) -> Tensor:
-    embedded: Tensor = net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x))))
-    return embedded
-
-
 def _block_sections(net: Any) -> list[Section]:
     return [
         Section(f"blocks.{index}", "block", block, block) for index, block in enumerate(net.blocks)
@@ -74,11 +69,6 @@ def run_end(net: Any, x: Tensor) -> Tensor:
     """Return the logits of the stream that leaves the last section, in every family."""
     logits: Tensor = net.forward_head(net.norm(x))
     return logits
-
-
-def _swin_embed(net: Any, x: Tensor) -> Tensor:
-    embedded: Tensor = net.patch_embed(x)
-    return embedded
 
 
 def _swin_body(net: Any) -> list[Section]:
@@ -111,12 +101,18 @@ def _convit_body(net: Any) -> list[Section]:
     return steps
 
 
+_VIT = Family(
+    lambda net, x: net.norm_pre(net.patch_drop(net._pos_embed(net.patch_embed(x)))),
+    _block_sections,
+    ("norm_pre",),
+    ("norm", "fc_norm"),
+)
 FAMILIES: dict[type[nn.Module], Family] = {
-    VisionTransformer: Family(_vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")),
-    VisionTransformerDistilled: Family(
-        _vit_embed, _block_sections, ("norm_pre",), ("norm", "fc_norm")
+    VisionTransformer: _VIT,
+    VisionTransformerDistilled: _VIT,
+    SwinTransformer: Family(
+        lambda net, x: net.patch_embed(x), _swin_body, ("patch_embed.norm",), ("norm",)
     ),
-    SwinTransformer: Family(_swin_embed, _swin_body, ("patch_embed.norm",), ("norm",)),
     ConVit: Family(_convit_embed, _convit_body, (), ("norm",)),
 }
 KEEP = "--goal keep puts floors under the LayerNorms of any network and changes nothing else"
@@ -138,53 +134,44 @@ def adapted_family(net: nn.Module) -> Family:
     if family is None:
         kind = type(net).__name__
         names = ", ".join(each.__name__ for each in FAMILIES)
-        paths = attention_paths(net)
-        if not paths:
-            raise ArchitectureError(
-                f"this is a {kind}, which has no attention: there is none to replace", KEEP
-            )
+        words = ("attention", "attn", "gpsa", "mhsa", "xca")
+        paths = [
+            path
+            for path, part in net.named_modules()
+            if path and any(word in type(part).__name__.lower() for word in words)
+        ]
+        why = f"this is a {kind}, which has no attention: there is none to replace"
+        raise_if(not paths, ArchitectureError, why, KEEP)
         what = type(net.get_submodule(paths[0])).__name__
         raise ArchitectureError(
             f"adapt replaces attention and residuals in {names}; it knows neither the blocks of "
             f"{kind} nor a replacement for its {what} ({paths[0]})",
             KEEP,
         )
-    if getattr(net, "attn_pool", None) is not None:
-        raise ArchitectureError(
-            f"attn_pool is a {type(net.attn_pool).__name__}: adapt knows no pooling by attention"
-        )
+    pooling = getattr(net, "attn_pool", None)
+    raise_if(
+        pooling is not None,
+        ArchitectureError,
+        f"attn_pool is a {type(pooling).__name__}: adapt knows no pooling by attention",
+    )
     return family
-
-
-def attention_paths(net: nn.Module) -> list[str]:
-    """Return the paths of the modules whose class name says attention, from first to last."""
-    words = ("attention", "attn", "gpsa", "mhsa", "xca")
-    return [
-        path
-        for path, part in net.named_modules()
-        if path and any(w in type(part).__name__.lower() for w in words)
-    ]
 
 
 def require_known_blocks(net: nn.Module, family: Family) -> None:
     """Raise ArchitectureError with the path of the first block or MLP that differs from timm's."""
     blocks = [step for step in family.body(net) if step.kind == "block"]
-    if not blocks:
-        raise ArchitectureError(
-            f"this {type(net).__name__} has no blocks, so there is no attention to replace"
-        )
+    why = f"this {type(net).__name__} has no blocks, so there is no attention to replace"
+    raise_if(not blocks, ArchitectureError, why)
     for step in blocks:
+        mlp: Any = getattr(step.module, "mlp", None)
+        why = ""
         if type(step.module) not in _BLOCKS:
-            raise ArchitectureError(
-                f"{step.path} is a {type(step.module).__name__}, which adapt does not know"
-            )
-        mlp = step.module.mlp
-        if type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
-            raise ArchitectureError(
-                f"{step.path}.mlp is a {type(mlp).__name__}, which adapt does not know"
-            )
-        if not isinstance(mlp.norm, nn.Identity):
-            raise ArchitectureError(f"{step.path}.mlp has a norm inside, which adapt does not know")
+            why = f" is a {type(step.module).__name__}"
+        elif type(mlp) is not Mlp or not isinstance(mlp.fc1, nn.Linear):
+            why = f".mlp is a {type(mlp).__name__}"
+        elif not isinstance(mlp.norm, nn.Identity):
+            why = ".mlp has a norm inside"
+        raise_if(why, ArchitectureError, f"{step.path}{why}, which adapt does not know")
 
 
 def run_half(block: Any, half: Half, x: Tensor) -> Tensor:
@@ -232,11 +219,12 @@ def token_counts(model: Any, size: tuple[int, ...]) -> dict[str, int]:
 def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, ...]:
     """Return this architecture's replacements, in order. ArchitectureError: an unknown part."""
     record = checkpoint.record
-    if record.surgery:
-        raise ArchitectureError(
-            "this network is already an adapted network: adapt starts from a network as timm builds it",
-            "start from the checkpoint before adapt",
-        )
+    raise_if(
+        record.surgery,
+        ArchitectureError,
+        "this network is already an adapted network: adapt starts from a network as timm builds it",
+        "start from the checkpoint before adapt",
+    )
     net = build.own_network(checkpoint)
     if not settings.refit:
         return _floor_plan(net)
@@ -248,9 +236,8 @@ def plan(checkpoint: Checkpoint, settings: AdaptSettings) -> tuple[Replacement, 
     replacements: list[Replacement] = []
     for step in family.body(net):
         if step.kind == "block":
-            replacements += _block_plan(
-                step, settings, {"tokens": tokens[step.path]} if sized else {}
-            )
+            sizes = {"tokens": tokens[step.path]} if sized else {}
+            replacements += _block_plan(step, settings, sizes)
         elif step.kind == "merge":
             replacements += _norm_plan(step.module, f"{step.path}.norm", "norm", settings)
     for path in (*family.embed_norms, *family.end_norms):
@@ -268,14 +255,14 @@ def _floor_plan(net: nn.Module) -> tuple[Replacement, ...]:
         for path, part in net.named_modules()
         if path and floor_fits(part)
     ]
-    if not replacements:
-        norms = {
-            type(part).__name__ for part in net.modules() if "norm" in type(part).__name__.lower()
-        }
-        raise ArchitectureError(
-            f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
-            + (f"; its norms: {', '.join(sorted(norms))}" if norms else "")
-        )
+    names = {type(part).__name__ for part in net.modules()}
+    norms = ", ".join(sorted(name for name in names if "norm" in name.lower()))
+    raise_if(
+        not replacements,
+        ArchitectureError,
+        f"this {type(net).__name__} has no LayerNorm over the last dimension, so there is nothing to put a floor under"
+        + (f"; its norms: {norms}" if norms else ""),
+    )
     _try_out(net, replacements)
     return tuple(replacements)
 
@@ -300,21 +287,17 @@ def _block_plan(
     block = step.module
     replacements = [*_norm_plan(block, f"{path}.norm1", "norm1", settings)]
     replacements += _norm_plan(block, f"{path}.norm2", "norm2", settings)
-    attention = ATTENTIONS[settings.attention]
-    activation = ACTIVATIONS[settings.activation]
-    residual = RESIDUALS[settings.residual]
-    if attention is not None:
-        replacements.append(Replacement(f"{path}.attn", attention, attention_args))
-    if activation is not None:
-        replacements.append(Replacement(f"{path}.mlp.act", activation))
     # LayerScale is multiplied into the fitted output maps
-    replacements += [
-        Replacement(f"{path}.{name}", "identity")
-        for name in ("ls1", "ls2")
-        if not isinstance(getattr(block, name, nn.Identity()), nn.Identity)
+    scales = [getattr(block, name, nn.Identity()) for name in ("ls1", "ls2")]
+    identities = [None if isinstance(scale, nn.Identity) else "identity" for scale in scales]
+    parts: list[tuple[str, str | None, Mapping[str, Any]]] = [
+        (f"{path}.attn", ATTENTIONS[settings.attention], attention_args),
+        (f"{path}.mlp.act", ACTIVATIONS[settings.activation], {}),
+        (f"{path}.ls1", identities[0], {}),
+        (f"{path}.ls2", identities[1], {}),
+        (path, RESIDUALS[settings.residual], {}),
     ]
-    if residual is not None:
-        replacements.append(Replacement(path, residual))
+    replacements += [Replacement(at, kind, args) for at, kind, args in parts if kind is not None]
     return replacements
 
 
@@ -365,7 +348,10 @@ class Adaptation:
         self.record = replace(checkpoint.record, surgery=plan(checkpoint, settings))
         # the student has no digits beyond float32
         self.teacher = build.load(checkpoint, device, torch.float32)
-        self.identity = adaptation_identity(checkpoint.digest, settings, images)
+        content = tensors_digest({"images": images})
+        about = [checkpoint.digest, settings.parameters(), settings.seed, content]
+        # of the starting checkpoint, settings and images, which resumed runs share
+        self.identity = hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
         self.records: list[AdaptedPart] = []
         self._begin()
 
@@ -384,14 +370,3 @@ class Adaptation:
         return self.checkpoint.derive(
             tensors, "adapt", parameters, self.settings.seed, surgery=surgery
         )
-
-
-def adaptation_identity(parent_digest: str, settings: AdaptSettings, images: Tensor) -> str:
-    """Return a digest of the starting checkpoint, settings and images, which resumed runs share."""
-    about = [
-        parent_digest,
-        settings.parameters(),
-        settings.seed,
-        tensors_digest({"images": images}),
-    ]
-    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,11 @@
 """The settings of adapt, which are also its options. Importing this file imports no torch."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, raise_if
 from certcli.system.options import option
 from certcli.system.registry import one_of
 
@@ -42,13 +43,18 @@ def _widths(text: str) -> tuple[int, ...] | str:
     """Return the widths of --head; "keep" as it is."""
     if text == KEEP_HEAD:
         return KEEP_HEAD
-    try:
-        widths = tuple(int(part) for part in text.replace(",", " ").split())
-    except ValueError:
-        widths = ()
-    if not widths or any(width < 2 or width % 2 for width in widths):
-        raise UsageError(f"--head '{text}' is neither keep nor even widths", "--head 128,128")
+    parts = text.replace(",", " ").split()
+    widths = tuple(int(part) if part.isdecimal() else 0 for part in parts)
+    wrong = not widths or any(width < 2 or width % 2 for width in widths)
+    message = f"--head '{text}' is neither keep nor even widths"
+    raise_if(wrong, UsageError, message, "--head 128,128")
     return widths
+
+
+def _require_one(option: str, value: str, choices: Iterable[str]) -> None:
+    raise_if(
+        value not in choices, UsageError, f"unknown {option} '{value}'", one_of(value, choices)
+    )
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,7 @@ class AdaptSettings:
     refit: bool = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        if self.goal not in GOALS:
-            raise UsageError(f"unknown --goal '{self.goal}'", one_of(self.goal, GOALS))
+        _require_one("--goal", self.goal, GOALS)
         attention, norm, residual = GOALS[self.goal]
         self._default(attention=attention, norm=norm, residual=residual)
         others = self.residual == self.activation == "keep" and self.widths is None
@@ -124,32 +129,31 @@ class AdaptSettings:
         self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
         self._default(epochs=EPOCHS if self.refit else 0)
         self._default(distill=DISTILL if self.epochs > 0 else 0)
-        for name, value, choices in (
-            ("--attention", self.attention, ATTENTIONS),
-            ("--norm", self.norm, NORMS),
-            ("--residual", self.residual, RESIDUALS),
-            ("--activation", self.activation, ACTIVATIONS),
-        ):
-            if value not in choices:
-                raise UsageError(f"unknown {name} '{value}'", one_of(value, choices))
-        if self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1:
-            raise UsageError(
-                "--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive"
-            )
-        if self.distill > 0 and not self.refit:
-            raise UsageError(
-                "--distill trains new parts, and --goal keep alone fits none",
-                "--epochs 3 --distill 5",
-            )
+        _require_one("--attention", self.attention, ATTENTIONS)
+        _require_one("--norm", self.norm, NORMS)
+        _require_one("--residual", self.residual, RESIDUALS)
+        _require_one("--activation", self.activation, ACTIVATIONS)
+        raise_if(
+            self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1,
+            UsageError,
+            "--epochs must be at least -1, --distill at least 0, --lr and --batch-size positive",
+        )
+        raise_if(
+            self.distill > 0 and not self.refit,
+            UsageError,
+            "--distill trains new parts, and --goal keep alone fits none",
+            "--epochs 3 --distill 5",
+        )
         if self.keep is not None:
             from certcli.evaluation.fidelity import check_keep  # which imports torch
 
             check_keep(self.keep)
-            if self.refit:
-                raise UsageError(
-                    "--keep belongs to --goal keep, which chooses the parts itself",
-                    "drop --keep, or the options that name parts",
-                )
+        raise_if(
+            self.keep is not None and self.refit,
+            UsageError,
+            "--keep belongs to --goal keep, which chooses the parts itself",
+            "drop --keep, or the options that name parts",
+        )
 
     def _default(self, **values: Any) -> None:
         """Set the fields that are None."""
@@ -164,7 +168,6 @@ class AdaptSettings:
 
     def parameters(self) -> dict[str, Any]:
         """Return what the lineage records, and what a resumed run must share."""
-        left_out = {"seed", "goal", "keep"}
-        left_out |= {"refit"} if self.refit else set()
+        left_out = {"seed", "goal", "keep", *(["refit"] if self.refit else [])}
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         return {**values, "head": None if self.widths is None else list(self.widths)}

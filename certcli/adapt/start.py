@@ -8,8 +8,9 @@ t: with y_k = x_k / s_k and s_{k+1} = s_k / (1 - t), the old x + g(x) is (1 - t)
 import certcli.system.compat  # noqa: F401 (before timm: torchvision must be importable)
 
 # isort: split
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,8 +103,7 @@ def fit_layer(
     if keep:
         rows = [layer.weight.detach().T, *([layer.bias.detach()[None]] if offset else [])]
         prior = torch.cat(rows)
-    outputs = layer.out_features
-    solution = best_affine_map(shards, pairs, layer, outputs, ridge, prior, offset)
+    solution = best_affine_map(shards, pairs, layer, layer.out_features, ridge, prior, offset)
     layer.weight.data.copy_(solution[: layer.in_features].T.to(layer.weight))
     if offset:
         layer.bias.data.copy_(solution[-1].to(layer.bias))
@@ -212,14 +212,13 @@ def perform_surgery(
         student = PixelModel(record.input, net).eval().to(device)
         family = adapted_family(teacher.net)
         tokens = token_counts(teacher, record.input.size)
-        scales = carry_over(teacher.net, net, family, tokens)
-    return student, scales
+        return student, carry_over(teacher.net, net, family, tokens)
 
 
 def head_layers(net: Any) -> list[nn.Linear]:
     """Return the linear layers that read the network's last features."""
-    layers = [getattr(net, "head", None), getattr(net, "head_dist", None)]
-    layers[0] = getattr(layers[0], "fc", layers[0])
+    head = getattr(net, "head", None)
+    layers = [getattr(head, "fc", head), getattr(net, "head_dist", None)]
     return [layer for layer in layers if isinstance(layer, nn.Linear)]
 
 
@@ -302,3 +301,38 @@ def reads_linearly(block: Any, half: Half) -> bool:
             side % window for side, window in zip(resolution, block.window_size, strict=True)
         )
     return not padded and type(block.attn) in _LINEAR_READERS
+
+
+def fold_norms(net: Any) -> list[str]:
+    """Fold the centre norms of all blocks into the next linear maps; return these norms' paths."""
+    paths = []
+    halves: tuple[Half, ...] = (1, 2)
+    for step in adapted_family(net).body(net):
+        for half in halves if step.kind == "block" else ():
+            norm = getattr(step.module, f"norm{half}")
+            readers = branch_inputs(step.module, half)
+            # an offset moves into biases, and only linear maps may read the normed stream
+            foldable = readers and all(layer.bias is not None for layer in readers)
+            if isinstance(norm, CenterNorm) and foldable and reads_linearly(step.module, half):
+                for layer in readers:
+                    fold_center_norm(norm, layer)
+                setattr(step.module, f"norm{half}", nn.Identity())
+                paths.append(f"{step.path}.norm{half}")
+    return paths
+
+
+class _Reached(Exception):
+    """A run has reached the module whose input was asked for."""
+
+
+def capture_input(module: nn.Module, run: Callable[[], Any]) -> Tensor:
+    """Return the input of `module` during `run`, which ends there."""
+    captured: list[Tensor] = []
+
+    def stop(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        captured.append(inputs[0])
+        raise _Reached
+
+    with module.register_forward_pre_hook(stop), contextlib.suppress(_Reached):
+        run()
+    return captured[0]

@@ -6,16 +6,17 @@ tensor or array (n, c, h, w) with pixels in [0, 1] beside labels (n,), batches o
 in pixel units, a number or "8/255". Errors are CertvitError.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Unpack, overload
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from certcli.api import arguments
-from certcli.api.door import speaks_python
+from certcli.api.door import run_command, speaks_python
 from certcli.api.networks import (
     Data,
     Labels,
@@ -45,33 +46,32 @@ from certcli.api.results import (
     Certificates,
     ProvenBound,
 )
-from certcli.attack.examples import collect
+from certcli.attack.findings import collect
 from certcli.attack.run import attack_images, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import stages_of
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
 from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
-from certcli.evaluation import choices, perturbation
-from certcli.evaluation.radii import Norm
-from certcli.evaluation.threat import Patch, Threat
+from certcli.evaluation import perturbation
+from certcli.evaluation.threat import Defence, Norm, Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
 from certcli.lipschitz.bound import Estimate
 from certcli.lipschitz.estimate import measure
 from certcli.lipschitz.network import prove_checkpoint
+from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import UsageError
 
 __all__ = (  # noqa: RUF022 (in the order of the page)
     "load", "save", "history", "network", "images", "bound", "bounds", "slope", "certify", "shares", "predict", "attack",
-    "audit",
+    "audit", "adapt", "constrain", "finetune",
 )  # fmt: skip
 FUNCTIONS = __all__
 """The public functions, all of them documented."""
@@ -206,7 +206,7 @@ def predict(
     source: Network,
     images: Data,
     *,
-    defence: choices.Defence = "none",
+    defence: Defence = "none",
     prove: bool = False,
     top: int = MOST_LIKELY,
     device: str = "cpu",
@@ -327,3 +327,37 @@ def audit(
     )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
+
+
+def function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
+    """Return the command as a function, which writes a network and opens it: effect, its docstring."""
+
+    def change(
+        source: Network,
+        path: str | Path,
+        *,
+        force: bool = False,
+        **options: Annotated[Any, name],
+    ) -> OpenCheckpoint:
+        with TemporaryDirectory() as folder:
+            file = source
+            if not isinstance(source, str | Path):
+                file = Path(folder, "source.safetensors")
+                save(load(source), file)
+            run_command(name, str(file), Path(path), force, options)
+        return load(path)
+
+    change.__name__ = name
+    change.__doc__ = effect
+    return speaks_python(change)
+
+
+adapt = function_of_command(
+    "adapt", "Replace layers by Lipschitz layers, and write the network: as `certvit adapt`."
+)
+constrain = function_of_command(
+    "constrain", "Lower each layer's norm, and write the network: as `certvit constrain`."
+)
+finetune = function_of_command(
+    "finetune", "Train, and write the best epoch: as `certvit finetune`."
+)

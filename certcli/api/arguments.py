@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from certcli.certify.certificate import Certificate
-from certcli.checkpoint import arch_args, file
-from certcli.evaluation.radii import parse_radius
-from certcli.evaluation.threat import Patch, Threat
+from certcli.checkpoint import file
+from certcli.checkpoint.record import LARGEST_SIDE
+from certcli.evaluation.threat import Patch, Threat, parse_radius
 from certcli.system import errors, registry
 from certcli.system.errors import UsageError
 from certcli.system.options import choices
@@ -277,7 +277,7 @@ READERS: dict[str, Callable[[str, Any], Any]] = {
     "as_stated": answer,
     "weights": word,
     "features": answer,
-    "image_size": whole_number(1, arch_args.LARGEST_SIDE),
+    "image_size": whole_number(1, LARGEST_SIDE),
     "checkpoint": Reader((file.Checkpoint,), "a result of load is needed"),
     "path": path,
     "force": answer,

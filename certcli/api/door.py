@@ -4,13 +4,21 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from certcli.api.arguments import READERS, in_python, read_choice, require_option_names
+from certcli.api.arguments import (
+    READERS,
+    in_python,
+    plain_value,
+    read_choice,
+    require_option_names,
+)
 from certcli.system.ambient import as_stated
-from certcli.system.errors import CertvitError, UsageError
+from certcli.system.errors import CertvitError, UsageError, one_line
 from certcli.system.options import choices
-from certcli.system.watched import require_unchanged
+from certcli.system.reading import require_unchanged
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,19 +31,24 @@ RENAMED = {
 
 
 class Signature:
-    """A function's parameters, with those of its `**options: Unpack[TypedDict]`."""
+    """A function's parameters, with those of its `**options: Unpack[TypedDict]`, or `Annotated[Any, command]`."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = function.__name__
-        self.hints = get_type_hints(function)
+        self.hints = get_type_hints(function, include_extras=True)
         self.parameters = inspect.signature(function).parameters
-        self.options: set[str] = set()
-        for one in self.parameters.values():
-            if one.kind is one.VAR_KEYWORD:
-                self.options = set(get_type_hints(*get_args(self.hints[one.name])))
-        self.names = [
-            one.name for one in self.parameters.values() if one.kind is not one.VAR_KEYWORD
-        ]
+        taken = [one for one in self.parameters.values() if one.kind is one.VAR_KEYWORD]
+        self.names = [name for name in self.parameters if name not in [one.name for one in taken]]
+        self.kinds = [get_args(self.hints[one.name])[-1] for one in taken]
+
+    @cached_property
+    def options(self) -> set[str]:
+        """Names of the options: keys of TypedDicts, and what the commands named take."""
+        offers = (
+            options_of_command(kind) if isinstance(kind, str) else get_type_hints(kind)
+            for kind in self.kinds
+        )
+        return {name for offered in offers for name in offered} - {*self.names}
 
     def read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return keyword arguments as the function takes them.
@@ -71,6 +84,49 @@ class Signature:
         if names := choices(self.hints[name]):
             return read_choice(name, value, names)
         return READERS[name](name, value) if name in READERS else value
+
+
+_OF_FILES = frozenset(("output", "force", "quiet", "json", "help_all"))
+
+
+def options_of_command(name: str) -> list[str]:
+    """Return the keyword arguments of a command: its long options, but those of files and talk."""
+    from certcli.cli.main import COMMANDS
+    from certcli.cli.shared.command import info_of, spelling
+
+    parameters = inspect.signature(COMMANDS[name]).parameters.values()
+    longest = [spelling(one.name, info_of(one.annotation))[-1] for one in parameters]
+    names = [option[2:].replace("-", "_") for option in longest if option.startswith("--")]
+    return [name for name in names if name not in _OF_FILES]
+
+
+def run_command(name: str, source: str, path: Path, force: bool, options: dict[str, Any]) -> None:
+    """Run a command from file to file, without a word: options are read as they are typed.
+
+    Raises:
+        UsageError: the command refuses a value.
+    """
+    from certcli.cli.main import program
+    from certcli.cli.shared.output import Invocation, Sink
+
+    words = [name, "--output", str(path), *["--force"] * force]
+    for option, value in options.items():
+        plain = plain_value(value)
+        several = plain if isinstance(plain, (list, tuple)) else [plain]
+        for one in several:
+            if one is not None and one is not False:
+                words.append(f"--{option.replace('_', '-')}")
+                words += [] if one is True else [str(one)]
+    before = Sink.invocation
+    Sink.invocation = Invocation(silent=True)
+    try:
+        program(words)([*words, "--", source], prog_name="certvit", standalone_mode=False)
+    except Exception as failure:  # Typer's own: a value that an option does not take
+        if not hasattr(failure, "format_message"):
+            raise
+        raise UsageError(one_line(failure.format_message())) from failure
+    finally:
+        Sink.invocation = before
 
 
 def speaks_python(function: Callable[P, R]) -> Callable[P, R]:

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from certcli.certify.options import Arithmetic, Bands, Effort, Hiding, Masking
-from certcli.evaluation.choices import Pixels, Precision
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm, Pixels, Precision
 
 Radius = float | str
 """In pixel units: a finite number >= 0, or a quotient such as "8/255"."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from certcli.attack.run import RobustAccuracy
 from certcli.certify.certificate import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_percent,
     attacked_radius,
     percent_ends,
@@ -114,7 +114,7 @@ class AttackedAccuracy(RobustAccuracy):
     """The accuracy that the attacks leave at one radius.
 
     Attributes:
-        examples: tensors by name (`attack.examples.collect`), a row for each image that fell at
+        examples: tensors by name (`attack.findings.collect`), a row for each image that fell at
             this radius or a smaller one; None unless asked for.
     """
 

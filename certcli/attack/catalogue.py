@@ -9,7 +9,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from certcli.evaluation.radii import Norm, parse_number, radius_key
+from certcli.evaluation.threat import Norm, parse_number, radius_key
 from certcli.system.errors import UsageError
 from certcli.system.registry import Entry, Registry, one_of
 

@@ -16,7 +16,7 @@ from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
 from certcli.attack.watched_model import undisturbed
 from certcli.evaluation.perturbation import Region, per_image
-from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.evaluation.threat import attacked_radius, proven_radius
 
 
 @dataclass(frozen=True)

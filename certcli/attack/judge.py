@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms
-from certcli.evaluation.radii import confidence
 from certcli.evaluation.records import (
     PIXELS,
     read_records,
     require_same_images,
     require_same_network,
 )
+from certcli.evaluation.threat import confidence
 from certcli.images.labelled import Images
 from certcli.system.errors import ArchitectureError, DataError, UsageError, one_line
 from certcli.system.products import plain_products

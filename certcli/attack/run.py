@@ -20,7 +20,7 @@ from certcli.attack.settings import AttackSettings, Craft, Planned, planned_atta
 from certcli.attack.watched_model import seeded
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.perturbation import Norm, Region, image_norms
-from certcli.evaluation.radii import attacked_radius
+from certcli.evaluation.threat import attacked_radius
 from certcli.images.labelled import Batch
 from certcli.system.errors import DataError, UsageError
 

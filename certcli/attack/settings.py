@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.evaluation.choices import Pixels, Precision
 from certcli.evaluation.perturbation import Norm, Region, per_image
+from certcli.evaluation.threat import Pixels, Precision
 from certcli.system.errors import UsageError
 from certcli.system.options import require_choices
 from certcli.system.registry import one_of

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from certcli.attack.judge import CertifiedImage, select_certified
 from certcli.attack.run import AttackRecord, attack_images, require_correct
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
-from certcli.evaluation.choices import Precision
 from certcli.evaluation.perturbation import Norm, Region
-from certcli.evaluation.radii import proven_radius, require_norm
 from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, packed, unpacked
+from certcli.evaluation.threat import Precision, proven_radius, require_norm
 from certcli.images.labelled import Images, sent
 from certcli.models.onnx.runtime import has_steps
 from certcli.system.errors import DataError, UsageError

@@ -11,9 +11,9 @@ from certcli.attack import run, stages
 from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
-from certcli.evaluation import intervals, perturbation, threat
-from certcli.evaluation.radii import radius_key
+from certcli.evaluation import intervals, perturbation
 from certcli.evaluation.records import packed, unpacked
+from certcli.evaluation.threat import Patch, radius_key
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -227,7 +227,7 @@ class PatchAttacking(schedule.Stage):
     doing = "attacks by patches"
 
     def __init__(
-        self, model: PixelModel, images: Images, patch: threat.Patch, seed: int, forward: float
+        self, model: PixelModel, images: Images, patch: Patch, seed: int, forward: float
     ) -> None:
         few = images.select(range(min(PATCHED, len(images))))
         super().__init__(few, 1, forward * GRADIENT * PATCH_STEPS)

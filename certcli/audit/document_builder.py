@@ -12,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from certcli.audit import gates, headline, summary_text
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, reproduce
+from certcli.audit import answer, gates
+from certcli.audit.plan import AuditPlan, Clock, Typed, reproduce
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import versions
-from certcli.evaluation import image_doubts, radii
+from certcli.evaluation import image_doubts, threat
 from certcli.images.labelled import Images
 from certcli.models.build import OpenCheckpoint
 from certcli.report import document, page
@@ -74,15 +73,15 @@ def compose(
             reading=checkpoint.reading.to_json(),
             path=None if plan.anonymous else path_in_repository(Path(typed.source)),
         ),
-        headline=headline.headline(findings, plan, size),
-        points=headline.points(findings, plan, size),
-        scale=headline.scale(findings, plan, size),
-        reference=headline.published_reference(findings, size),
-        verdict=summary_text.verdict_sentences(findings, plan),
+        headline=answer.headline(findings, plan, size),
+        points=answer.points(findings, plan, size),
+        scale=answer.scale(findings, plan, size),
+        reference=answer.published_reference(findings, size),
+        verdict=answer.verdict_sentences(findings, plan),
         doubts=[
             doubt for doubt in (*doubts, *findings.doubts) if doubt != findings.failing
         ],  # that is the headline
-        next=summary_text.next_steps(findings, plan, shown),
+        next=answer.next_steps(findings, plan, shown),
         gate=gates.judge_gates(plan.gates, findings, size[1:]),
         lineage=[
             document.LineageStep(
@@ -174,7 +173,7 @@ def _first_figure(row: Any, names: Sequence[str]) -> page.Figure:
     before = names[row.prediction]
     after = names[row.adversarial_prediction]
     files = "" if row.as_8bit else f" Saved with 8 bits a value it is answered {before} again."
-    caption = f"An image, and a copy changed by l2 {radii.attacked_radius(row.norm, 3)}.{files}"
+    caption = f"An image, and a copy changed by l2 {threat.attacked_radius(row.norm, 3)}.{files}"
     pair = [
         (page.data_uri(row.image), f"answer: {before}"),
         (page.data_uri(row.adversarial), f"answer: {after}"),
@@ -193,7 +192,7 @@ def _fooled(row: Any, names: Sequence[str], images: Images | None) -> page.Figur
         f"changed image, classified {after}",
     )
     files = "also as an 8-bit file" if row.as_8bit else f"as an 8-bit file {before} again"
-    length = radii.attacked_radius(row.norm, 3)
+    length = threat.attacked_radius(row.norm, 3)
     caption = (
         f"{image}: {before}, then {after} ({files}); l2 {length}, change shown {factor:.3g} times"
     )

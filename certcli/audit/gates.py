@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from certcli.evaluation import choices, intervals, radii, threat
+from certcli.evaluation import intervals, threat
 from certcli.evaluation.intervals import (
     FAILED,
     PASSED,
@@ -91,7 +91,7 @@ class AuditFindings:
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
     samples: dict[Key, Sample] = field(default_factory=dict)
-    precision: choices.Precision = "float32"
+    precision: threat.Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
     doubts: list[str] = field(default_factory=list)
@@ -253,7 +253,7 @@ def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> 
     if gate.quantity in ("certified", "proven"):
         return (
             stage not in (CLEAN, ROBUST, PATCHED)
-            and size == radii.radius_key(gate.radius or 0.0)
+            and size == threat.radius_key(gate.radius or 0.0)
             and (proven or gate.quantity == "certified")
         )
     return gate.quantity == stage and key == _key(gate, image)
@@ -263,14 +263,25 @@ def _key(gate: FailOn, image: tuple[int, int]) -> Key:
     """Return the key of the share that a gate of `clean`, `robust` or `patched` speaks of."""
     if gate.patch is not None:
         return PATCHED, threat.Threat.read(gate.patch, "patch", image).key
-    return gate.quantity, "" if gate.radius is None else radii.radius_key(gate.radius)
+    return gate.quantity, "" if gate.radius is None else threat.radius_key(gate.radius)
+
+
+OF_ALL = ("images", "clean", "certificates and attacks")
+STAGES_OF = {
+    "clean": OF_ALL,
+    "robust": (*OF_ALL, "attack"),
+    "patched": (*OF_ALL, "patch"),
+    "certified": (*OF_ALL, "bound", "lipschitz", "local", "smoothing"),
+    "proven": (*OF_ALL, "bound", "lipschitz", "local"),
+}
+"""A quantity -> the stages that would have found it."""
 
 
 def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -> GateResult:
     if gate.quantity == "upper":
         return _judged_bound(gate, findings)
     looks = _looks_of_gate(gate, findings, image)
-    missing = [item for item in findings.skipped if item.stage in _stages_of_gate(gate)]
+    missing = [item for item in findings.skipped if item.stage in STAGES_OF[gate.quantity]]
     waiting = any(item.for_time for item in missing)
     if not looks:
         why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
@@ -327,7 +338,7 @@ def _measured_text(look: Look, images: int) -> str:
     """
     first = "the first " if look.images < images else ""
     percent = (
-        "" if look.images < intervals.FEW else f"{radii.proven_percent(_share_of_look(look))}, "
+        "" if look.images < intervals.FEW else f"{threat.proven_percent(_share_of_look(look))}, "
     )
     between = f"({intervals.interval_text(look.hits, look.images, look.chance)} %)"
     return f"{percent}{look.hits} of {first}{look.images} images {between}"
@@ -340,7 +351,7 @@ def _looks_of_gate(
     how many images its stage judged.
     """
     shares: list[tuple[Key, Share | None, str]] = []
-    at = radii.radius_key(gate.radius or 0.0)
+    at = threat.radius_key(gate.radius or 0.0)
     if gate.quantity == CLEAN and findings.own:
         return []  # an answer is always the network's own
     if gate.quantity == CLEAN:
@@ -376,15 +387,3 @@ def _deciding_look(findings: AuditFindings, key: Key, share: Share, demand: Dema
         if sample is None
         else judge_sample(sample, demand)
     )
-
-
-def _stages_of_gate(gate: FailOn) -> tuple[str, ...]:
-    """Return the stages that would have found what a gate speaks of."""
-    of_each = {
-        "clean": ("clean",),
-        "robust": ("attack",),
-        "patched": ("patch",),
-        "certified": ("bound", "lipschitz", "local", "smoothing"),
-        "proven": ("bound", "lipschitz", "local"),
-    }
-    return ("images", "clean", "certificates and attacks", *of_each[gate.quantity])

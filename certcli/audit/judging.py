@@ -14,8 +14,8 @@ import torch
 from certcli.audit import gates, schedule
 from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
 from certcli.certify.patch.certifier import PatchCertificate
-from certcli.evaluation import intervals, radii, record_lines, records
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import intervals, record_lines, records
+from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.estimate import measure
@@ -94,7 +94,7 @@ def drivers(proven: NetworkBound) -> str:
 
 def _round(log10: float) -> str:
     """Two digits: 1000, 0.35, 10^9."""
-    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else radii.power_of_ten(log10)
+    return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 
 def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
@@ -133,7 +133,7 @@ def bound_parts(proven: NetworkBound) -> list[tuple[Block, Real]]:
         last = proven.blocks[-1][3] if proven.blocks else proven.upper
         pending = last > 0.0 and abs(proven.upper.log10() - last.log10() - rest) < NEGLIGIBLE
         name, kind, why = PENDING if pending else JOINED
-        size = radii.rounded_up(10**rest, 4) if abs(rest) < 5 else radii.power_of_ten(rest)
+        size = rounded_up(10**rest, 4) if abs(rest) < 5 else power_of_ten(rest)
         rows.append((Block(path=name, kind=kind, log10=rest, text=size, why=why), proven.upper))
     return rows
 

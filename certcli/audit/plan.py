@@ -1,20 +1,30 @@
-"""What an audit is to do: one value for the stages, the words and the command that repeats it."""
+"""What an audit is to do, one value for the stages, the words and the command that repeats it; and its time
+budget: what is left, what this process computed, and an end to work that does not stop."""
 
+import gc
 import os
 import shlex
-from collections.abc import Sequence
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Literal
+from types import FrameType
+from typing import Any, Final, Literal
 
-from certcli.audit.gates import FailOn
-from certcli.evaluation import choices, radii
-from certcli.evaluation.radii import radius_key
+from certcli.audit.gates import AuditFindings, FailOn
+from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
+from certcli.system.processes import ALONE, Team
 from certcli.system.reading import is_absent
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
+IMAGENET = 224
+"""Pixels a side from which on an image is of ImageNet's size."""
 FARTHEST = 1.5
 """Radius of a gate over sigma: with so few draws more images were certified at it than at 1 or 1.9
 (validation digits)."""
@@ -48,8 +58,8 @@ class AuditPlan:
     patches: tuple[str, ...] = ()
     seed: int = 0
     batch_size: int = 128
-    precision: choices.Precision | Literal["auto"] = AUTO
-    pixels: choices.Pixels = FLOAT
+    precision: Precision | Literal["auto"] = AUTO
+    pixels: Pixels = FLOAT
     gates: tuple[FailOn, ...] = ()
     budget: float = 120.0
     limit: int | None = None
@@ -65,11 +75,11 @@ class AuditPlan:
 
     @property
     def certified_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("certified", "proven")])
+        return require_radii([*self.radii, *self._at_gates("certified", "proven")])
 
     @property
     def attacked_radii(self) -> tuple[float, ...]:
-        return radii.require_radii([*self.radii, *self._at_gates("robust")])
+        return require_radii([*self.radii, *self._at_gates("robust")])
 
     @property
     def tried_patches(self) -> list[str]:
@@ -89,6 +99,17 @@ class AuditPlan:
     def noise(self) -> float:
         """Return the sigma of smoothing: as it was typed, or enough for its radius."""
         return self.sigma if self.sigma is not None else max(self.least, self.reach / FARTHEST)
+
+    def suits_denoiser(self, findings: AuditFindings) -> bool:
+        """Whether a published diffusion model fits the images, and none stands before the network.
+        Without a GPU it takes minutes an image.
+        """
+        channels, *sides = findings.input
+        fits = channels == 3 and min(sides) >= IMAGENET and not any(side % 32 for side in sides)
+        judged = findings.dataset is not None and findings.failing is None
+        return (
+            fits and judged and findings.gpu and self.denoiser is None and self.tries("smoothing")
+        )
 
     def tries(self, method: str) -> bool:
         return not self.methods or method in self.methods
@@ -154,29 +175,187 @@ def unmistakable(typed: str) -> str:
 
 def reproduce(plan: AuditPlan, precision: str, typed: Typed) -> str:
     """Return the command that repeats the audit, in the precision it ran in."""
+    words = ["certvit", "audit", *typed.network, *typed.images()]
     denoiser = None if plan.denoiser is None else str(plan.denoiser)
     if denoiser is not None and plan.anonymous:
         denoiser = _last_part(denoiser)
-    words = ["certvit", "audit", *typed.network, *typed.images()]
-    options = [
-        ("-e", [radius_key(radius) for radius in plan.radii]),
-        ("-a", plan.attacks),
-        ("--method", plan.methods),
-    ]
-    options += [
-        ("--patch", plan.patches),
-        ("--sigma", [] if plan.sigma is None else [f"{plan.sigma:g}"]),
-        ("--denoiser", [] if denoiser is None else [denoiser]),
-    ]
-    options += [
-        ("--limit", [] if plan.limit is None else [str(plan.limit)]),
-        ("--seed", [str(plan.seed)]),
-    ]
-    options += [("--time-budget", [f"{plan.budget:g}s"])]
-    options += [
-        ("--precision", [precision] if precision != "float32" or plan.precision != AUTO else [])
-    ]
-    options += [("--pixels", [] if plan.pixels == FLOAT else [plan.pixels])]
-    options += [("--fail-on", [gate.text for gate in plan.gates])]
-    named = (word for option, values in options for value in values for word in (option, value))
+    options: dict[str, Sequence[str]] = {
+        "-e": [radius_key(radius) for radius in plan.radii],
+        "-a": plan.attacks,
+        "--method": plan.methods,
+        "--patch": plan.patches,
+        "--sigma": [] if plan.sigma is None else [f"{plan.sigma:g}"],
+        "--denoiser": [] if denoiser is None else [denoiser],
+        "--limit": [] if plan.limit is None else [str(plan.limit)],
+        "--seed": [str(plan.seed)],
+        "--time-budget": [f"{plan.budget:g}s"],
+        "--precision": [precision] if precision != "float32" or plan.precision != AUTO else [],
+        "--pixels": [] if plan.pixels == FLOAT else [plan.pixels],
+        "--fail-on": [gate.text for gate in plan.gates],
+    }
+    named = (word for name, values in options.items() for value in values for word in (name, value))
     return shlex.join([*words, *named, *["--anonymous"] * plan.anonymous])
+
+
+FINISHING = 0.04
+"""Share of the budget kept for writing what was found."""
+WRITING = 0.2
+"""Seconds of work that writing takes at least: on a busy machine more than its share of the
+budget."""
+OWED = 0.25
+"""Of the budget, beyond it: for the first attacked images and the bound, without which there is no
+answer."""
+PREPARING = 0.4
+"""Share of the budget after which images without labels get no further answers."""
+AGAIN = 5.0
+"""Seconds between two rings: a library may swallow what is raised inside it, and with it the first
+one."""
+
+AFTER_AN_IMPORT = 0.05
+"""Seconds until the next ring, where one met an import, the entry of a block, or the end of an
+object."""
+
+Moment = tuple[float, float]
+"""Wall and CPU seconds."""
+
+
+class OutOfTime(BaseException):
+    """A stage's time is over. Not an Exception, so that no room handles it as its own failure."""
+
+
+@dataclass
+class Clock:
+    """Wall seconds of a budget, and how many of them this process had a processor for.
+
+    Of several processes the leader's is right.
+
+    Args:
+        started: on the clock `wall`; None for now, else the beginning of the process.
+        on_cpu: False where another device computes, whose seconds are the wall's.
+    """
+
+    budget: float
+    started: float | None = None
+    team: Team = ALONE
+    wall: Callable[[], float] = time.perf_counter
+    cpu: Callable[[], float] = time.process_time
+    on_cpu: bool = True
+
+    def __post_init__(self) -> None:
+        before = self.cpu() if self.started is None else 0.0
+        self.begin: Moment = (self.wall() if self.started is None else self.started, before)
+
+    @property
+    def now(self) -> Moment:
+        return self.wall(), self.cpu()
+
+    @property
+    def spent(self) -> float:
+        return self.wall() - self.begin[0]
+
+    @property
+    def left(self) -> float:
+        """Seconds for work: the end of the budget belongs to writing."""
+        return max(0.0, self.budget - self._writing - self.spent)
+
+    @property
+    def owed(self) -> float:
+        """Seconds for what the answer cannot do without, where its start has taken the time."""
+        return max(0.0, self.budget * (1 + OWED) - self._writing - self.spent)
+
+    @property
+    def _writing(self) -> float:
+        return max(FINISHING * self.budget, WRITING * self.pace)
+
+    @property
+    def pressed(self) -> bool:
+        """Whether preparations have taken their share; of several processes all prepare alike."""
+        return self.spent > PREPARING * self.budget and not self.team.several
+
+    def computed(self, since: Moment | None = None) -> float:
+        """Return the seconds of work since then: on a busy machine those of the CPU, with several
+        threads those of the wall.
+        """
+        wall, cpu = (b - a for a, b in zip(since or self.begin, self.now, strict=True))
+        return min(wall, cpu) if self.on_cpu else wall
+
+    @property
+    def pace(self) -> float:
+        """Wall seconds that a second of work takes here: 1 where nothing else runs."""
+        return self.spent / max(self.computed(), 1e-3) if self.spent > 0 else 1.0
+
+
+class EndsAfter:
+    """`with` this, a block ends by OutOfTime after these wall seconds, and torch's modes are as they
+    were before; by a signal, so in the main thread alone.
+
+    No generator: a signal could end its exit before it is asked to go on.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.in_main_thread = threading.current_thread() is threading.main_thread()
+
+    def __enter__(self) -> None:
+        from certcli.system.torch_modes import RestoredModes
+
+        if self.seconds <= 0:
+            raise OutOfTime
+        if self.in_main_thread:
+            self.modes = RestoredModes()
+            self.modes.__enter__()
+            # the audit itself may run inside an import
+            self.imports = _imports(sys._getframe())
+            self.hook = sys.unraisablehook
+            sys.unraisablehook = self._deferred
+            self.handler = signal.signal(signal.SIGALRM, self._ring)
+            signal.setitimer(signal.ITIMER_REAL, max(self.seconds, 1e-3), AGAIN)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
+    ) -> None:
+        if self.in_main_thread:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self.handler)
+            sys.unraisablehook = self.hook
+            if kind is OutOfTime:
+                _close_generators(error)
+            self.modes.__exit__(None, None, None)
+
+    def _ring(self, number: int, frame: FrameType | None) -> None:
+        entering = frame is not None and frame.f_code is EndsAfter.__enter__.__code__
+        if frame is not None and frame.f_code is EndsAfter.__exit__.__code__:
+            return  # the block is over
+        if entering or _imports(frame) > self.imports:
+            # a module cut off in the middle would fail later
+            signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
+        else:
+            raise OutOfTime
+
+    def _deferred(self, unraisable: Any) -> None:
+        """Ring again soon where Python drops the end of time: in `__del__`, a weak reference's
+        callback, or the collector nothing can be raised.
+        """
+        if unraisable.exc_type is OutOfTime:
+            signal.setitimer(signal.ITIMER_REAL, AFTER_AN_IMPORT, AGAIN)
+        else:
+            self.hook(unraisable)
+
+
+def _close_generators(error: BaseException | None) -> None:
+    """End the generators that an exception left open: each restores its state, such as gradients
+    off, when it is collected, which could be in a later stage.
+    """
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
+    gc.collect()  # some are parts of a cycle
+
+
+def _imports(frame: FrameType | None) -> int:
+    """Count the frames of imports that are under way, from this frame outwards."""
+    count = 0
+    while frame is not None:
+        count += frame.f_code.co_filename.startswith("<frozen importlib")
+        frame = frame.f_back
+    return count

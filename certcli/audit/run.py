@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from certcli.audit import attacking, gates, judging, schedule
-from certcli.audit.clock import Clock, EndsAfter, OutOfTime
-from certcli.audit.plan import AUTO, AuditPlan
+from certcli.audit.plan import AUTO, AuditPlan, Clock, EndsAfter, OutOfTime
 from certcli.audit.stages import Stages, awaited
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import choices, image_doubts, intervals
+from certcli.evaluation import image_doubts, intervals, threat
 from certcli.images.labelled import Images
 from certcli.models import build, pixels
 from certcli.nn.residual import attention_weight
@@ -148,7 +147,7 @@ def _pass_seconds(forward: nn.Module, model: pixels.PixelModel, clock: Clock) ->
 
 def _precision(
     plan: AuditPlan, model: pixels.PixelModel, clock: Clock
-) -> tuple[choices.Precision, float]:
+) -> tuple[threat.Precision, float]:
     """Return the precision, and the seconds of a pass in it; 0 where nobody measured them.
 
     That of the plan; for "auto" bf16 where it is faster and the network runs in it.

@@ -8,8 +8,8 @@ the first unit and the largest so far after it, times the wall seconds that a se
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from certcli.audit.clock import Clock, EndsAfter, OutOfTime
 from certcli.audit.gates import AuditFindings, Key
+from certcli.audit.plan import Clock, EndsAfter, OutOfTime
 from certcli.evaluation import intervals
 from certcli.images.labelled import Images
 from certcli.system import errors, processes

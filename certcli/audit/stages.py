@@ -9,8 +9,8 @@ import torch
 from certcli.attack.settings import AttackSettings
 from certcli.audit import attacking, gates, judging, schedule
 from certcli.audit.plan import AuditPlan
-from certcli.certify import certificate, lipschitz, method_choice
-from certcli.certify.options import Patches, Smoothing
+from certcli.certify import certificate, lipschitz, local, method_choice
+from certcli.certify.options import Local, Patches, Smoothing
 from certcli.certify.patch.certifier import defended
 from certcli.certify.smoothing import noise, pixel_denoiser
 from certcli.certify.smoothing.method import SmoothingCertifier
@@ -150,26 +150,18 @@ class Stages:
     def _local(self) -> list[schedule.Stage]:
         """Image by image a small network as it is, at the radii of the plan."""
         named = "local" in self.plan.methods
-        if not named and (self.findings.parameters > LOCAL_PARAMETERS or self._encloses_norms()):
+        large = self.findings.parameters > LOCAL_PARAMETERS
+        if not named and (large or method_choice.local_effort(self.model) == "norms"):
             why = "only for small networks: one image would take minutes or more"
             self.findings.skip("local", why)
             return []
         at = [radius for radius in self.plan.certified_radii if radius > 0]
 
         def make() -> certificate.Certifier:
-            from certcli.certify.local import LocalCertifier
-            from certcli.certify.options import Local
-
             double = build.converted(self.model, torch.float64)
-            return LocalCertifier(double, self.model.input_size, Local(at=at))
+            return local.LocalCertifier(double, self.model.input_size, Local(at=at))
 
         return [self._certifying("local", make, LOCALLY, 1)]
-
-    def _encloses_norms(self) -> bool:
-        """Whether local certificates of this network are tried by norms alone."""
-        from certcli.certify.method_choice import local_effort  # scipy's import takes half a second
-
-        return local_effort(self.model) == "norms"
 
     def _smoothing(self) -> list[schedule.Stage]:
         """The smoothed network, behind its denoiser if there is one."""

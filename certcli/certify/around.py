@@ -16,14 +16,14 @@ from certcli.certify.lipschitz import neighbour_errors
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.slopes.length import Parts, logits_length, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import available, keep_pages
 from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.perturbation import Region
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.evaluation.threat import Norm, require_norm
 from certcli.lipschitz.estimate import copies_of, slopes_below
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError, UsageError

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from certcli.engine.watched_run import differs, state_of
-from certcli.evaluation.claim import Claim, Status
+from certcli.evaluation.evidence import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
-from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.threat import Kind, Threat, one_norm
+from certcli.evaluation.threat import Kind, Threat, one_norm, proven_radius
 from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError, NoBoundError, one_line
 

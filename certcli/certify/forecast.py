@@ -5,8 +5,13 @@ nowhere.
 import math
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
+from certcli.certify.options import BACKWARD, BRANCH, TOKENS
 from certcli.evaluation.intervals import number_of
+
+if TYPE_CHECKING:
+    from certcli.certify.local import LocalCertifier
 
 SHORT = 2.0
 """Seconds that the second batch may take: a whole one of a large network takes an hour."""
@@ -65,3 +70,20 @@ def limited(seconds: float, images: int) -> str:
     """Say what images take whose search ends after `seconds` each."""
     total = duration(seconds * images)
     return f"at most {duration(seconds)} an image: at most {total} for {number_of(images)}"
+
+
+def symbols_text(local: "LocalCertifier") -> str:
+    """Say what the errors of a walk become, and what beside it bounds margins."""
+    few = local.walked == TOKENS
+    count = f"{local.symbols:,} box symbols from block to block"
+    text = "errors in one ellipsoid a token" if few else count
+    if local.walked in (BACKWARD, BRANCH):
+        text += ", and back"
+    if local.effort == BRANCH:
+        search = "and of what it leaves," if local.cuts else "split at signs of units"
+        text += f", {search} for {local.seconds:g} s an image"
+    pixels = math.prod(local.network.size)
+    if local.norm == "l2" and local.network.numbers < pixels:
+        text += f", {local.network.numbers} numbers for {pixels} pixels"
+    fewer = local.symbols < local.most_symbols
+    return f"{text} (not {local.most_symbols:,}: memory)" if fewer else text

@@ -3,39 +3,25 @@
 import itertools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.certify import forecast
+from certcli.certify import certificate, forecast
 from certcli.certify.branched import Branched, replay
-from certcli.certify.certificate import (
-    AGAIN,
-    Certificate,
-    RecheckSettings,
-    require_logits,
-    whole_batch,
-)
+from certcli.certify.certificate import Certificate
 from certcli.certify.lipschitz import ProvingCertifier
-from certcli.certify.options import (
-    AUTO,
-    BACKWARD,
-    BRANCH,
-    NORMS,
-    SECONDS,
-    TOKENS,
-    ZONOTOPE,
-    Local,
-)
+from certcli.certify.options import AUTO, BACKWARD, BRANCH, NORMS, SECONDS, TOKENS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.balls.ball import rules as ball_rules
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import (
     LocalNetwork,
     affordable,
@@ -47,28 +33,23 @@ from certcli.enclosure.zonotopes.search import BEYOND, certified_radius
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
-from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.evidence import Claim
+from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
 
 METHOD = "local"
 SYMBOLS = {ZONOTOPE: 4000, BACKWARD: 2000, BRANCH: 2000, TOKENS: 1}
-"""Box symbols a tensor may carry from block to block; going back does not lose what is dropped on
-the way.
-"""
+"""Box symbols a tensor may carry from block to block; the way back needs fewer."""
 SQUARES = 128
-"""Numbers up to which e e^T has columns of its own, 8,256 of them: pixels, or what the first map
-makes of them.
-"""
+"""Numbers up to which e e^T has columns of its own: pixels, or what the first map makes of them."""
 NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
 _FEWEST = 64
 _FIRST = 1e-2
-"""A radius that norms prove of networks made for it; where they do not, `auto` begins with walks.
-"""
+"""A radius that norms prove of networks made for it; where they do not, `auto` takes walks."""
 _HINT = "--method smoothing takes any network"
 
 Found = tuple[float, str, dict[str, str]]
@@ -116,43 +97,26 @@ class LocalCertifier(ProvingCertifier):
         self._known = self._refused = False
         self._symbols_asked = symbols
         self.most_symbols = 0
-        self._zonotope = self._enclosed() if self.effort != NORMS else None
-        if self._zonotope is None:
+        self.zonotope = self._enclosed() if self.effort != NORMS else None
+        if self.zonotope is None:
             self._balls()
             self.title = BY_NORMS
             if self.effort == AUTO:
                 self.title += f" ({self._why})"
             return
         self.at_once = 1
-        self.title = f"an enclosure of each image's neighbourhood, {self._spoken_symbols}"
+        self.title = f"an enclosure of each image's neighbourhood, {forecast.symbols_text(self)}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
 
     def title_of(self, rows: Sequence[Certificate]) -> str:
         """Return the title, which names norms for those images whose records do."""
         by_norms = sum(row.rung == NORMS for row in rows)
-        if self._zonotope is None or not by_norms:
+        if self.zonotope is None or not by_norms:
             return self.title
         if by_norms == len(rows):
             return f"{BY_NORMS}, which proved enough of every image"
         return f"{self.title}; {BY_NORMS} for {by_norms} of {len(rows)} images"
-
-    @property
-    def _spoken_symbols(self) -> str:
-        """Return what the errors of a walk become, and what beside it bounds margins."""
-        few = self.walked == TOKENS
-        count = f"{self.symbols:,} box symbols from block to block"
-        spoken = "errors in one ellipsoid a token" if few else count
-        if self.walked in (BACKWARD, BRANCH):
-            spoken += ", and back"
-        if self.effort == BRANCH:
-            search = "and of what it leaves," if self.cuts else "split at signs of units"
-            spoken += f", {search} for {self.seconds:g} s an image"
-        pixels = math.prod(self._size)
-        if self.norm == "l2" and self.network.numbers < pixels:
-            spoken += f", {self.network.numbers} numbers for {pixels} pixels"
-        fewer = self.symbols < self.most_symbols
-        return f"{spoken} (not {self.most_symbols:,}: memory)" if fewer else spoken
 
     def _enclosed(self) -> LocalNetwork | None:
         """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
@@ -204,15 +168,10 @@ class LocalCertifier(ProvingCertifier):
         return self._norms
 
     @property
-    def encloses(self) -> bool:
-        """Return whether zonotopes fit: without them there are balls of norms alone."""
-        return self._zonotope is not None
-
-    @property
     def network(self) -> LocalNetwork:
         """Return the network for zonotopes, where there is one."""
-        assert self._zonotope is not None
-        return self._zonotope
+        assert self.zonotope is not None
+        return self.zonotope
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -235,7 +194,7 @@ class LocalCertifier(ProvingCertifier):
     @torch.no_grad()
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Return what these images (c, h, w) will take, by one walk of a grey image."""
-        if self._zonotope is None:
+        if self.zonotope is None:
             return ""
         if self.effort == BRANCH:
             return forecast.limited(self.seconds, images)
@@ -252,15 +211,14 @@ class LocalCertifier(ProvingCertifier):
         images = pixels.double().to(self._device)
         started = time.perf_counter()
         self._weights.require_unchanged()
-        with whole_batch(images):
+        with certificate.whole_batch(images):
             logits = self.model(images)
-        require_logits(logits, images)
+        certificate.require_logits(logits, images)
         predictions = logits.argmax(1)
-        results: list[Found] = [(0.0, NORMS if self._zonotope is None else self.rung, {})] * len(
-            images
-        )
+        rung = NORMS if self.zonotope is None else self.rung
+        results: list[Found] = [(0.0, rung, {})] * len(images)
         right = [i for i, label in enumerate(labels) if int(predictions[i]) == label]
-        if self._zonotope is None:
+        if self.zonotope is None:
             radii = self.by_norms(images[right], predictions[right]).tolist() if right else []
             for i, radius in zip(right, radii, strict=True):
                 results[i] = (radius, NORMS, {})
@@ -268,11 +226,10 @@ class LocalCertifier(ProvingCertifier):
             for i in right:
                 results[i] = self._best(images[i : i + 1], predictions[i : i + 1])
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
+        rows = zip(indices, labels, predictions.tolist(), results, strict=True)
         certificates = [
             Certificate(index, label, top, radius, METHOD, 0.0, rung, seconds, splits)
-            for index, label, top, (radius, rung, splits) in zip(
-                indices, labels, predictions.tolist(), results, strict=True
-            )
+            for index, label, top, (radius, rung, splits) in rows
         ]
         self.require_classes_as_run(certificates, images)
         return certificates
@@ -294,11 +251,9 @@ class LocalCertifier(ProvingCertifier):
         """Return `auto`'s radius by norms, which take a fraction of a walk; 0: not even `least`."""
         if self.effort != AUTO or self._refused:
             return 0.0
-        tried = image.new_full((1,), least)
+        at = image.new_full((1,), least)
         try:
-            if least and not bool(
-                (self._balls().margins(image, tried, label, norm=self.norm) > 0).all()
-            ):
+            if least and not (self._balls().margins(image, at, label, norm=self.norm) > 0).all():
                 return 0.0
             return float(self.by_norms(image, label))
         except (NoBoundError, NoRule):
@@ -340,7 +295,7 @@ class LocalCertifier(ProvingCertifier):
 
     @torch.no_grad()
     def confirm(
-        self, claims: Sequence[Certificate], pixels: Tensor, doubt: RecheckSettings
+        self, claims: Sequence[Certificate], pixels: Tensor, doubt: certificate.RecheckSettings
     ) -> list[Claim]:
         """Prove the stated radius at once: another search may end at another radius."""
         self._weights.require_unchanged()
@@ -350,46 +305,30 @@ class LocalCertifier(ProvingCertifier):
             proven = int(top) == claim.prediction and (
                 claim.radius == 0 or self._holds(image[None], top, claim)
             )
-            confirmations.append(
-                claim.checked(
-                    "unverified", "memory does not last here for the enclosure that it states"
-                )
-                if int(top) == claim.prediction and not proven and self._encloses_less(claim.rung)
-                else claim.proven_again(int(top), proven)
-            )
+            others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
+            # for a record of its rung, or `auto` takes another enclosure
+            less = self.zonotope is None or self.symbols < self.most_symbols
+            less |= self.effort == AUTO and claim.rung.partition(",")[0] in others
+            if int(top) == claim.prediction and not proven and less and claim.rung != NORMS:
+                why = "memory does not last here for the enclosure that it states"
+                confirmations.append(claim.checked("unverified", why))
+            else:
+                confirmations.append(claim.proven_again(int(top), proven))
         return confirmations
-
-    def _encloses_less(self, rung: str) -> bool:
-        """Tell whether memory allows less here than for a record of this rung, or `auto` another
-        enclosure.
-        """
-        others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
-        return rung != NORMS and (
-            self._zonotope is None
-            or self.symbols < self.most_symbols
-            or (self.effort == AUTO and rung.partition(",")[0] in others)
-        )
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
         """Tell whether one of the ways that `effort` allows proves this radius."""
-        radius = claim.radius * (1 - AGAIN)
+        radius = claim.radius * (1 - certificate.AGAIN)
         further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
-
-        def by_walk() -> bool:
-            return self.encloses and self.proven(image, int(label), radius, further)
-
-        def by_norms() -> bool:
-            return self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius
-
-        ways = (by_norms, by_walk) if claim.rung == NORMS else (by_walk, by_norms)
-        return any(way() for way in ways)
+        walks = self.zonotope is not None
+        if walks and claim.rung != NORMS and self.proven(image, int(label), radius, further):
+            return True
+        if self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius:
+            return True
+        return walks and claim.rung == NORMS and self.proven(image, int(label), radius, further)
 
     def radius(self, image: Tensor, label: int, below: float = 0.0) -> float:
-        """Return a pixel radius that proves every margin of `label`, from the last one on.
-
-        Args:
-            below: what is proven without a walk.
-        """
+        """Return a pixel radius that proves every margin of `label`; `below` is proven without a walk."""
         if self.effort == BRANCH:
             return self.branched(image, label).radius
         holds = lambda r: r <= below or self.proven(image, label, r)  # noqa: E731
@@ -408,15 +347,10 @@ class LocalCertifier(ProvingCertifier):
     def start(self, image: Tensor, radius: float, *, in_box: bool) -> Form:
         """Return the form of the images (1, c, h, w) within `radius`, and [0, 1] if `in_box`."""
         back = self.walked in (BACKWARD, BRANCH)
-        settings: dict[str, Any] = {
-            "limit": self.symbols,
-            "tape": back,
-            "in_box": in_box,
-            "by_fibres": self.walked == TOKENS,
-        }
-        if self.norm == "linf":
-            return linf_ball(image, radius, **settings)
-        return l2_ball(image, radius, squares_up_to=self.squares, **settings)
+        few = self.walked == TOKENS
+        ball: Callable[..., Form] = partial(l2_ball, squares_up_to=self.squares)
+        ball = linf_ball if self.norm == "linf" else ball
+        return ball(image, radius, limit=self.symbols, tape=back, in_box=in_box, by_fibres=few)
 
     def proven(
         self,
@@ -428,9 +362,7 @@ class LocalCertifier(ProvingCertifier):
     ) -> bool:
         """Tell whether no image (1, c, h, w) within `radius` is classified as anything but `label`.
 
-        Args:
-            further: bounds margins that are not proven without.
-            until: time.monotonic() from which nothing more is cut.
+        `further` bounds margins that are not proven without; from `until` on nothing more is cut.
         """
         in_box = self.domain == "box"
         try:

@@ -23,7 +23,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
 from certcli.engine.replay import logits_agree
 from certcli.engine.table import NoRule
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
 from certcli.system.memory import out_of_memory
@@ -183,7 +183,7 @@ def _by_zonotopes(
         local = LocalCertifier(model, size, Local(norm=near.norm, arithmetic=REAL))  # type: ignore[arg-type]
     except NoBoundError as failure:
         return _unbounded(logits, classes, f"{LOCAL}: {failure.message}")
-    if not local.encloses:
+    if local.zonotope is None:
         return _unbounded(logits, classes, f"{LOCAL}: {local.title}")
     rows = [
         _bounds_around(local, image[None], label, logits[number : number + 1], near.radius)

@@ -15,8 +15,7 @@ from certcli.certify.options import Effort, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
 from certcli.evaluation.intervals import counted
-from certcli.evaluation.radii import proven_radius
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, proven_radius
 from certcli.images.labelled import Images
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel

@@ -20,11 +20,10 @@ from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
 from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import records
-from certcli.evaluation.claim import Claim
-from certcli.evaluation.radii import attacked_radius, proven_radius
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, packed, unpacked
-from certcli.evaluation.threat import Patch, Threat
+from certcli.evaluation.threat import Patch, Threat, attacked_radius, proven_radius
 from certcli.images.labelled import Images
 from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError

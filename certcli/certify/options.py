@@ -6,12 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, Self, get_args
+from typing import Any, ClassVar, Final, Literal, Self
 
-from certcli.evaluation.choices import Precision
 from certcli.evaluation.intervals import MOST_DRAWS, lower_confidence, upper_confidence
-from certcli.evaluation.radii import Norm, attacked_radius, parse_number, parse_radius
-from certcli.evaluation.threat import Patch
+from certcli.evaluation.threat import (
+    Norm,
+    Patch,
+    Precision,
+    attacked_radius,
+    parse_number,
+    parse_radius,
+)
 from certcli.system.errors import UsageError
 from certcli.system.options import option, require_choices
 
@@ -44,7 +49,6 @@ class CertifierOptions:
 
 
 Arithmetic = Literal["real", "float64", "float32", "tf32", "bf16", "fp16"]
-ARITHMETICS = get_args(Arithmetic)
 REAL: Literal["real"] = "real"
 
 
@@ -73,7 +77,6 @@ BACKWARD: Final = "backward"
 BRANCH: Final = "branch"
 AUTO: Final = "auto"
 Effort = Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
-EFFORTS = get_args(Effort)
 SECONDS = 30.0
 """An image, of --effort branch where nobody says."""
 
@@ -131,7 +134,6 @@ class Local(CertifierOptions):
 DOUBLE_MASKING: Literal["double-masking"] = "double-masking"
 VOTING: Literal["voting"] = "voting"
 Masking = Literal["double-masking", "voting"]
-PROCEDURES = get_args(Masking)
 Bands = Literal["columns", "rows", "blocks"]
 Hiding = Literal["auto", "tokens", "pixels"]
 MOST_ROWS = 4096

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from certcli.checkpoint.arch_args import arch_arguments
+from certcli.checkpoint.record import arch_arguments
 from certcli.checkpoint.schema import (
     MOST_CLASSES,
     Channels,
@@ -108,8 +108,7 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     """
     raw = decode_json(text, Json)
     problem = other_problem(raw)
-    if problem is not None and decides:
-        raise Refused(problem)
+    raise_if(problem is not None and decides, Refused, problem or "")
     flat = not isinstance(raw.get(_NESTED), dict)
     raise_if(flat and raw.get(_NESTED) is not None, Refused, f"{_NESTED} is no dictionary")
     about: Json = raw if flat else raw[_NESTED]
@@ -140,23 +139,27 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
         config.doubts.append(
             f"config.json names two architectures, {config.architecture} and {one_line(inner)[:80]}: the first is taken"
         )
-    if labels is not None:
-        _take_labels(config, labels)
+    names = class_names_in(labels)
+    classes = (
+        config.pretrained_cfg.num_classes if config.num_classes is None else config.num_classes
+    )
+    if names is not None and (classes is None or len(names) == classes):
+        config.class_names = plain_names(names)
+    elif labels is not None:
+        config.doubts.append("config.json names its classes in a way that certvit does not read")
     return config
 
 
 def _unknown_record_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
-    known_fields = {*used, *_HARMLESS}
+    wrapped = {"model_type"} if fields.get("model_type") == "timm_wrapper" else set()
+    known_fields = {*used, *_HARMLESS, *wrapped}
     strange = sorted(
         key for key, value in fields.items() if key not in known_fields and value is not None
     )
-    if fields.get("model_type") == "timm_wrapper":
-        strange = [key for key in strange if key != "model_type"]
-    if not strange:
-        return []
     names = one_line(", ".join(strange))[:160]
-    return [f"config.json says {names}, which certvit does not know and leaves out"]
+    doubt = f"config.json says {names}, which certvit does not know and leaves out"
+    return [doubt] if strange else []
 
 
 def other_problem(fields: Mapping[str, Any]) -> str | None:
@@ -172,17 +175,6 @@ def other_problem(fields: Mapping[str, Any]) -> str | None:
 
 def _labels(fields: Mapping[str, Any]) -> Any:
     return next((fields[key] for key in _LABELS if fields.get(key) is not None), None)
-
-
-def _take_labels(config: ConfigFields, labels: Any) -> None:
-    """Set the names of the classes, or doubt what is stated of them."""
-    names = class_names_in(labels)
-    class_counts = (config.num_classes, config.pretrained_cfg.num_classes)
-    classes = next((count for count in class_counts if count is not None), None)
-    if names is None or (classes is not None and len(names) != classes):
-        config.doubts.append("config.json names its classes in a way that certvit does not read")
-    else:
-        config.class_names = plain_names(names)
 
 
 def class_names_in(labels: Any) -> tuple[str, ...] | None:

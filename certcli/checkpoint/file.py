@@ -19,13 +19,13 @@ from certcli.checkpoint.tensor_files import (
     SHARD_BYTES,
     belonging,
     free_names,
-    in_file_order,
     is_index,
     metadata_of,
     orphans,
     part_names,
     parts_of,
     read_safetensors,
+    remove_files,
     require_no_pointer,
     shards_of_index,
     write_one_by_one,
@@ -245,38 +245,25 @@ def write_shards(
             # held while files are written, so that other runs do not sweep them
             with atomic_file(index) as temporary:
                 for path, part in zip(paths, parts, strict=True):
-                    # other readers need the format; safetensors' own writer puts two entries in a
-                    # random order
-                    about = {"format": "pt", PART_OF: index.name}
-                    write_one_by_one(
-                        path, part, (part[name] for name in in_file_order(part)), about
-                    )
+                    about = {"format": "pt", PART_OF: index.name}  # other readers need the format
+                    write_one_by_one(path, part, about)
                     place |= dict.fromkeys(part, path.name)
-                whole = {
-                    **metadata,
-                    "total_size": sum(tensor.nbytes for tensor in tensors.values()),
-                }
-                text = json.dumps(
-                    {"metadata": whole, "weight_map": place}, indent=2, sort_keys=True
-                )
+                size = sum(tensor.nbytes for tensor in tensors.values())
+                whole = {"metadata": {**metadata, "total_size": size}, "weight_map": place}
+                text = json.dumps(whole, indent=2, sort_keys=True)
                 temporary.write_text(text + "\n")
         except BaseException:
-            referenced = belonging(index)  # stopped after all was done
-            for path in paths:
-                if path not in referenced:
-                    path.unlink(missing_ok=True)
+            # those of a run that stopped after all was done are the index's
+            remove_files(set(paths).difference(belonging(index)))
             raise
-        for path in old:
-            path.unlink(missing_ok=True)
+        remove_files(old)
 
 
 def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous tensors on the CPU of which no two share memory, as the format demands."""
-    separate: dict[str, Tensor] = {}
-    memories = set()
-    for name, tensor in tensors.items():
-        plain = tensor.detach().cpu().contiguous()
-        memory = plain.untyped_storage().data_ptr()
-        separate[name] = plain.clone() if memory in memories else plain
-        memories.add(memory)
+    separate = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    owners: dict[int, str] = {}
+    for name, tensor in separate.items():
+        if owners.setdefault(tensor.untyped_storage().data_ptr(), name) != name:
+            separate[name] = tensor.clone()
     return separate

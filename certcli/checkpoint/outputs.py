@@ -10,10 +10,10 @@ resume into another network without a word.
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -23,10 +23,10 @@ from certcli.checkpoint.shipped import shipped_names, shipped_path
 from certcli.checkpoint.tensor_files import (
     INDEX,
     belonging,
-    in_file_order,
     is_index,
     orphans,
     read_metadata,
+    remove_files,
     shards_of_index,
     write_one_by_one,
 )
@@ -71,11 +71,8 @@ class Outputs:
             if candidate.is_file():
                 self._read.append(OptionPath(option, candidate))
                 with contextlib.suppress(CheckpointError):  # reading it will raise the error
-                    self._read += (
-                        [OptionPath(option, part) for part in shards_of_index(candidate)]
-                        if is_index(candidate)
-                        else []
-                    )
+                    parts = shards_of_index(candidate) if is_index(candidate) else ()
+                    self._read += [OptionPath(option, part) for part in parts]
 
     def reads_folder(self, option: str, path: Path) -> None:
         """Register a folder of images: no file in it that could be an image is replaced."""
@@ -114,9 +111,10 @@ class Outputs:
         """Raise UsageError: conflicting paths, unknown formats; OutputError: bad folders."""
         for position, (output, continued) in enumerate(self._written):
             require_absent(output.path, self.force or continued, output.option)
+            old: list[Path] = []
             if is_index(output.path):
                 _require_home(output)
-            old = [*belonging(output.path), *orphans(output.path)] if is_index(output.path) else []
+                old = [*belonging(output.path), *orphans(output.path)]
             for source in self._read:
                 raise_if(
                     is_same_file(output.path, source.path),
@@ -147,11 +145,12 @@ class Outputs:
                     "give each its own file",
                 )
         for drawn in self._figures:
-            if drawn.path.suffix.lower() not in FIGURES:
-                message = (
-                    f"{drawn.option} {drawn.path}: a figure's name ends in {', '.join(FIGURES)}"
-                )
-                raise UsageError(message, f"{drawn.option} {drawn.path.with_suffix('.png')}")
+            raise_if(
+                drawn.path.suffix.lower() not in FIGURES,
+                UsageError,
+                f"{drawn.option} {drawn.path}: a figure's name ends in {', '.join(FIGURES)}",
+                f"{drawn.option} {drawn.path.parent / (drawn.path.stem + '.png')}",
+            )
 
 
 def is_same_file(one: Path, other: Path) -> bool:
@@ -173,8 +172,8 @@ def _require_home(index: OptionPath) -> None:
 
 def last_command(path: Path) -> str | None:
     """Return the command that wrote a checkpoint, by its record; None for any other file."""
-    step = last_step(path)
-    return None if step is None else step[0]
+    command, _ = last_step(path) or (None, "")
+    return command
 
 
 def last_step(path: Path) -> tuple[str, str] | None:
@@ -225,53 +224,24 @@ def discard_state(path: Path, key: str, identity: str) -> None:
 
 def remove(path: Path) -> None:
     """Delete a checkpoint: the file, or the index and the files that only it names."""
-    files = belonging(path) if is_index(path) else []
-    for file in (path, *files):
-        file.unlink(missing_ok=True)
-
-
-_UNKNOWN = "?" * 64
-"""Stands for the digest while the tensors are written."""
-
-
-class StateFields(Protocol):
-    identity: str
-    digest: str
-
-
-Fields = TypeVar("Fields", bound=StateFields)
+    remove_files([path, *(belonging(path) if is_index(path) else ())])
 
 
 def write_state(
-    path: Path,
-    key: str,
-    about: Mapping[str, Any],
-    likes: Mapping[str, Tensor],
-    tensors: Iterable[Tensor],
+    path: Path, key: str, about: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Write a state: `about` under `key` of the metadata, with the digest of both.
-
-    Args:
-        likes, tensors: As `write_one_by_one` takes them.
-    """
-    digests: dict[str, str] = {}
-
-    def digested() -> Iterator[Tensor]:
-        for name, tensor in zip(in_file_order(likes), tensors, strict=True):
-            digests[name] = tensors_digest({name: tensor})
-            yield tensor
-
-    text = _canonical({**about, "digest": _UNKNOWN})
-    ending = (_UNKNOWN, lambda: _state_digest(digests, about))
-    write_one_by_one(path, likes, digested(), {key: text}, ending)
+    """Write a state: `about` under `key` of the metadata, with the digest of both."""
+    text = _canonical({**about, "digest": _state_digest(tensors, about)})
+    write_one_by_one(path, tensors, {key: text})
 
 
 def read_state(
-    path: Path, key: str, fields: type[Fields], what: str, identity: str
-) -> tuple[Fields, dict[str, Tensor]]:
+    path: Path, key: str, fields: type[Any], what: str, identity: str
+) -> tuple[Any, dict[str, Tensor]]:
     """Return what stands beside the tensors of a state, and these.
 
     Args:
+        fields: What stands there, with the `identity` of the run and the `digest` among it.
         what: The kind of run, for errors.
         identity: Of the run that resumes.
 
@@ -291,9 +261,8 @@ def read_state(
         f"{path} belongs to a run with other settings, other images or another starting checkpoint",
         "repeat the command with the options of that run, or drop --resume",
     )
-    digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
     raise_if(
-        about.digest != _state_digest(digests, decode_json(metadata[key], Json)),
+        about.digest != _state_digest(tensors, decode_json(metadata[key], Json)),
         CheckpointError,
         f"{path} is damaged, or was edited: its digest is not that of its tensors and settings",
         "drop --resume",
@@ -305,8 +274,9 @@ def _canonical(about: Mapping[str, Any]) -> str:
     return json.dumps(about, sort_keys=True, separators=(",", ":"))
 
 
-def _state_digest(digests: Mapping[str, str], about: Mapping[str, Any]) -> str:
+def _state_digest(tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> str:
     """Return the sha256 of all tensors and of everything that stands beside them, but for
     itself."""
+    digests = {name: tensors_digest({name: tensor}) for name, tensor in tensors.items()}
     rest = {name: value for name, value in about.items() if name != "digest"}
     return hashlib.sha256(_canonical({"about": rest, "tensors": digests}).encode()).hexdigest()

@@ -15,9 +15,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE, LARGEST_SIZE
 from certcli.system.errors import Refused, one_line, raise_if
+from certcli.system.reading import LARGEST_SIDE
 
+LARGEST_SIZE = 65_536  # of any integer of an architecture: the widest layer, the most classes
 MOST_CHANNELS = 256
 LARGEST_IMAGE = 2**24  # values, channels x height x width
 MOST_CLASSES = 65_536

@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -22,14 +22,13 @@ from msgspec import Meta, Struct
 from torch import Tensor
 
 from certcli.checkpoint.schema import LARGEST_INDEX, IndexFields, decode_json
-from certcli.system import watched
+from certcli.system import reading
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
 from certcli.system.files import atomic_file, sweep
 from certcli.system.reading import is_absent, open_regular, read_bounded
 
 _BEGINNING = b"version https://git-lfs.github.com/spec/"
-_LONGEST = 1024
-"""Bytes of a pointer at most, as its specification says."""
+_LONGEST = 1024  # bytes of a pointer, as its specification says
 
 
 def require_no_pointer(path: Path) -> None:
@@ -66,39 +65,26 @@ CODES = {
 """safetensors' names of types."""
 
 
-def in_file_order(likes: Mapping[str, Tensor]) -> list[str]:
-    """Return the names, those of the widest type first, so that every tensor is aligned."""
-    return sorted(likes, key=lambda name: (-likes[name].itemsize, name))
-
-
 def write_one_by_one(
-    path: Path,
-    likes: Mapping[str, Tensor],
-    tensors: Iterable[Tensor],
-    metadata: Mapping[str, str],
-    ending: tuple[str, Callable[[], str]] | None = None,
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> None:
-    """Write a safetensors file atomically.
+    """Write a safetensors file atomically, one tensor in memory beside those that are there.
 
-    Args:
-        likes: name to a tensor of the type and shape to be written; meta tensors will do.
-        tensors: the values, in the order of `in_file_order(likes)`.
-        ending: A text that occurs once in the metadata, and what gives the text of the same length
-            that replaces it once all tensors are written.
+    Entries are ordered, those of the widest type first, so that every tensor is aligned:
+    safetensors' own writer puts two entries of the metadata in a random order.
 
     Raises:
         OutputError: the file cannot be written.
-        ValueError: a tensor differs from its `like` in type or shape.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    order = in_file_order(likes)
+    order = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
     offset = 0
     for name in order:
-        like = likes[name]
-        end = offset + like.numel() * like.itemsize
+        tensor = tensors[name]
+        end = offset + tensor.numel() * tensor.itemsize
         header[name] = {
-            "dtype": CODES[like.dtype],
-            "shape": list(like.shape),
+            "dtype": CODES[tensor.dtype],
+            "shape": list(tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -106,19 +92,9 @@ def write_one_by_one(
     text += b" " * (-len(text) % 8)
     with atomic_file(path) as temporary, temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, tensor in zip(order, tensors, strict=True):
-            like = likes[name]
-            if (tensor.dtype, tensor.shape) != (like.dtype, like.shape):
-                raise ValueError(
-                    f"'{name}' is {tensor.dtype} {tuple(tensor.shape)}, not as it was announced"
-                )
-            file.write(
-                tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            )
-        if ending is not None:
-            blank, text_of = ending
-            file.seek(8 + text.index(blank.encode()))
-            file.write(text_of().encode())
+        for name in order:
+            values = tensors[name].detach().cpu().contiguous()
+            file.write(values.reshape(-1).view(torch.uint8).numpy().data)
 
 
 LONGEST_HEADER = 2**26
@@ -149,7 +125,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             changed meanwhile.
     """
     try:
-        with watched.read_whole(path) as place, open_regular(place or path) as file:
+        with reading.read_whole(path) as place, open_regular(place or path) as file:
             fields, metadata, size = read_header(file)
             _require_places(fields, size)
             buffer: bytearray | mmap.mmap
@@ -220,26 +196,21 @@ def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
 
 def _decoded_header(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
     """Return the header's tensors and metadata."""
+    what = "header cannot be read"
+    metadata: dict[str, str] = {}
+    fields = {}
     try:  # a key that occurs twice is refused: readers differ on which of the two counts
         entries: dict[str, Any] = decode_json(text, dict[str, msgspec.Raw])
-    except Refused as failure:
-        raise Refused(f"its header cannot be read: {one_line(failure)}") from failure
-    raise_if(len(entries) > MOST_TENSORS, Refused, f"it has {len(entries):,} tensors")
-    fields = {}
-    metadata: dict[str, str] = {}
-    for name, entry in entries.items():
-        try:
-            if name == _METADATA:
-                metadata = msgspec.json.decode(entry, type=dict[str, str] | None) or {}
-            else:
-                fields[name] = msgspec.json.decode(entry, type=_TensorFields)
-        except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as failure:
-            what = (
-                "metadata are no texts"
-                if name == _METADATA
-                else (f"tensor '{one_line(name)[:80]}' is not described as a tensor")
-            )
-            raise Refused(f"its {what}: {one_line(failure)}") from failure
+        if _METADATA in entries:
+            what = "metadata are no texts"
+            about = msgspec.json.decode(entries.pop(_METADATA), type=dict[str, str] | None)
+            metadata = about or {}
+        for name, entry in entries.items():
+            what = f"tensor '{one_line(name)[:80]}' is not described as a tensor"
+            fields[name] = msgspec.json.decode(entry, type=_TensorFields)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as failure:
+        raise Refused(f"its {what}: {one_line(failure)}") from failure
+    raise_if(len(fields) > MOST_TENSORS, Refused, f"it has {len(fields):,} tensors")
     return fields, metadata
 
 
@@ -279,8 +250,9 @@ def metadata_of(index: Path) -> dict[str, str]:
 def _index_fields(index: Path) -> IndexFields:
     try:
         fields = decode_json(read_bounded(index, LARGEST_INDEX), IndexFields)
-        if (count := len(set(fields.weight_map.values()))) > MOST_FILES:
-            raise Refused(f"{count:,} files; a checkpoint has at most {MOST_FILES:,}")
+        count = len(set(fields.weight_map.values()))
+        many = f"{count:,} files; a checkpoint has at most {MOST_FILES:,}"
+        raise_if(count > MOST_FILES, Refused, many)
         return fields
     except (Refused, OSError) as failure:
         raise CheckpointError(
@@ -308,14 +280,15 @@ def free_names(index: Path, count: int) -> list[Path]:
 
     Until the new index is written, the old one and its files stay whole.
     """
-    for version in itertools.count(1):
-        prefix = stem_of_checkpoint(index) + (f"-{version}" if version > 1 else "")
+    prefix = stem_of_checkpoint(index)
+    for version in itertools.count(2):
         names = [
             index.parent / f"{prefix}-{number:05}-of-{count:05}.safetensors"
             for number in range(1, count + 1)
         ]
         if all(map(is_absent, names)):
             break
+        prefix = f"{stem_of_checkpoint(index)}-{version}"
     return names
 
 
@@ -326,22 +299,20 @@ def part_names(index: Path) -> str:
 
 def belonging(index: Path) -> list[Path]:
     """Return files to delete with this index: named there, of its name, in no other index."""
+    ours = re.compile(part_names(index))
+    files: set[Path] = set()
     with contextlib.suppress(CheckpointError):
-        ours = re.compile(part_names(index))
-        files = [
-            path for path in shards_of_index(index) if ours.fullmatch(path.name) and path.is_file()
-        ]
-        return [path for path in files if not _elsewhere(path, index)]
-    return []
-
-
-def _elsewhere(path: Path, index: Path) -> bool:
-    """Whether another index of the folder names this file."""
-    for other in index.parent.glob(f"*{ENDING}"):
+        files |= {path for path in shards_of_index(index) if ours.fullmatch(path.name)}
+    for other in index.parent.glob(f"*{ENDING}") if files else ():
         with contextlib.suppress(CheckpointError):
-            if not other.samefile(index) and path in shards_of_index(other):
-                return True
-    return False
+            files.difference_update(() if other.samefile(index) else shards_of_index(other))
+    return sorted(path for path in files if path.is_file())
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Delete those of the files that are there."""
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -24,8 +24,7 @@ import torch
 
 from certcli.checkpoint.tensor_files import require_no_pointer
 from certcli.system.errors import CheckpointError, Refused, one_line, raise_if
-from certcli.system.reading import open_regular
-from certcli.system.watched import read_whole
+from certcli.system.reading import open_regular, read_whole
 
 MAGIC = b"PK\x03\x04"
 LARGEST_DIRECTORY = 2**26
@@ -68,12 +67,11 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
     records = []
     end = 0
     for header, name, size in sorted(entries):
-        if header < end:
-            raise Refused(f"the record {_shown_name(name)} overlaps the one before it")
+        shown = f"the record {_shown_name(name)}"
+        raise_if(header < end, Refused, f"{shown} overlaps the one before it")
         record = ZipRecord(name.decode(errors="replace"), _start(file, header, name), size)
         end = record.start + size
-        if end > start:
-            raise Refused(f"the record {_shown_name(name)} reaches past the end of its place")
+        raise_if(end > start, Refused, f"{shown} reaches past the end of its place")
         records.append(record)
     names = [record.name.lower() for record in records]  # torch looks names up without their case
     raise_if(len(set(names)) < len(names), Refused, "two of its records have one name")
@@ -129,9 +127,7 @@ def _directory_end(file: IO[bytes], size: int) -> tuple[int, int, int]:
             ):
                 raise_if(short not in (limit, value), Refused, "it states two directories")
             count, length, start = wide
-            disk = end[4]
-            first = end[5]
-            here = end[6]
+            disk, first, here = end[4:7]
     raise_if(disk or first or here not in (count, _MAX_16), Refused, "it is one part of several")
     raise_if(start + length != closing, Refused, "its directory lies elsewhere than it states")
     return count, length, start
@@ -141,27 +137,25 @@ def _entry(text: bytes, place: int) -> tuple[_Entry, int]:
     """Return the directory's entry at `place`, and the place behind it."""
     raise_if(place + _ENTRY.size > len(text), Refused, "its directory is cut off")
     fields = _ENTRY.unpack_from(text, place)
-    flags = fields[3]
-    method = fields[4]
-    packed = fields[8]
-    size = fields[9]
-    name_length, extra_length, comment_length, header = *fields[10:13], fields[16]
+    flags, method = fields[3:5]
+    packed, size, name_length, extra_length, comment_length = fields[8:13]
     raise_if(fields[0] != b"PK\x01\x02", Refused, "its directory is damaged")
     after = place + _ENTRY.size
     name = text[after : after + name_length]
     extra = text[after + name_length : after + name_length + extra_length]
-    size, packed, header = _wide(extra, size, packed, header)
-    if flags & _ENCRYPTED:
-        raise Refused(f"the record {_shown_name(name)} is encrypted")
-    if method != 0 or packed != size:
-        raise_if(
-            b"/code/__torch__" in name,
-            Refused,
-            f"{PROGRAM} of TorchScript, and reading it runs code",
-        )
-        raise Refused(
-            f"the record {_shown_name(name)} is compressed: torch.save stores all records as they are"
-        )
+    size, packed, header = _wide(extra, size, packed, fields[16])
+    raise_if(flags & _ENCRYPTED, Refused, f"the record {_shown_name(name)} is encrypted")
+    compressed = method != 0 or packed != size
+    raise_if(
+        compressed and b"/code/__torch__" in name,
+        Refused,
+        f"{PROGRAM} of TorchScript, and reading it runs code",
+    )
+    raise_if(
+        compressed,
+        Refused,
+        f"the record {_shown_name(name)} is compressed: torch.save stores all records as they are",
+    )
     return (header, name, size), after + name_length + extra_length + comment_length
 
 
@@ -187,8 +181,11 @@ def _start(file: IO[bytes], header: int, expected: bytes) -> int:
     fields = _LOCAL.unpack(_read_exactly(file, header, _LOCAL.size))
     magic, flags, method, name_length, extra_length = (fields[index] for index in (0, 2, 3, 9, 10))
     name = _read_exactly(file, header + _LOCAL.size, name_length)
-    if magic != MAGIC or name != expected or method != 0 or flags & _ENCRYPTED:
-        raise Refused(f"the record {_shown_name(expected)} is not what the directory says")
+    raise_if(
+        magic != MAGIC or name != expected or method != 0 or flags & _ENCRYPTED,
+        Refused,
+        f"the record {_shown_name(expected)} is not what the directory says",
+    )
     return int(header + _LOCAL.size + name_length + extra_length)
 
 
@@ -320,11 +317,8 @@ def _require_archive(file: IO[bytes]) -> None:
         f"{PROGRAM} of torch.export, and reading it runs code",
     )
     pickles = [record for record in records if record.name.lower().endswith("/data.pkl")]
-    raise_if(
-        len(pickles) != 1,
-        Refused,
-        f"it holds {len(pickles)} records data.pkl, a file of torch.save one",
-    )
+    many = f"it holds {len(pickles)} records data.pkl, a file of torch.save one"
+    raise_if(len(pickles) != 1, Refused, many)
     (pickled,) = pickles
     raise_if(
         pickled.size > LARGEST_PICKLE,
@@ -338,9 +332,7 @@ def _require_archive(file: IO[bytes]) -> None:
 def _require_names(content: IO[bytes]) -> None:
     """Raise Refused for a pickle with names outside the closed list, or that makes too many
     objects."""
-    calls = 0
-    longest = 0
-    objects = marks = 0
+    calls = longest = objects = marks = 0
     names = set()
     for count, (opcode, argument, _) in enumerate(pickletools.genops(content)):
         objects += _OBJECTS.match(opcode.name) is not None
@@ -350,8 +342,10 @@ def _require_names(content: IO[bytes]) -> None:
             Refused,
             "its pickle makes millions of objects",
         )
-        if opcode.name in ("GLOBAL", "INST"):
-            names.add(_current_name(str(argument)))
+        if opcode.name in ("GLOBAL", "INST"):  # as torch looks it up: names of Python 2 translated
+            module, _, name = str(argument).partition(" ")
+            module, name = NAME_MAPPING.get((module, name), (module, name))
+            names.add(f"{IMPORT_MAPPING.get(module, module)}.{name}")
         elif opcode.name == "STACK_GLOBAL":
             raise Refused("it names a type in a way that torch.save does not")
         elif opcode.name == "REDUCE":
@@ -365,14 +359,6 @@ def _require_names(content: IO[bytes]) -> None:
         Refused,
         "it copies a long text many times",
     )
-
-
-def _current_name(argument: str) -> str:
-    """Return "module.name" as torch looks it up: names of Python 2 are translated."""
-    module, _, name = argument.partition(" ")
-    if (module, name) in NAME_MAPPING:
-        module, name = NAME_MAPPING[(module, name)]
-    return f"{IMPORT_MAPPING.get(module, module)}.{name}"
 
 
 def _is_plain_name(name: str) -> bool:

@@ -21,7 +21,7 @@ from typer.core import TyperCommand, TyperGroup
 from certcli import __version__
 from certcli.cli.shared import inputs, output, streams
 from certcli.cli.shared.command import EVERYTHING
-from certcli.system import errors, memory, processes, watched
+from certcli.system import errors, memory, processes, reading
 
 NARROWEST = 60
 """Characters a line that panels need; narrower, `--help` is plain lines, which break no option's
@@ -117,10 +117,10 @@ def _interruptible(name: str, command: Callable[..., None]) -> Callable[..., Non
             processes.require_one(
                 f"{name} runs", f"certvit {name} without torchrun; {', '.join(SPLIT)} run with it"
             )
-        watched.forget()
+        reading.forget()
         try:
             command(*args, **kwargs)
-            for path in watched.require_unchanged():
+            for path in reading.require_unchanged():
                 output.Sink(False, False).warn(
                     f"{path} was changed after it was read: the results are of the file as it was"
                 )

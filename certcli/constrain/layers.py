@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from certcli.images.labelled import sent
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.system.errors import DataError, UsageError
+from certcli.system.errors import DataError, UsageError, raise_if
 from certcli.system.products import fast_products
 
 CHUNK_BYTES = 64 * 2**20
@@ -59,14 +59,13 @@ def module_at(model: nn.Module, path: str) -> Any:
 
 def run_batches(model: nn.Module, batches: Batches) -> None:
     """Run the network on the batches. DataError: there are none."""
-    count = 0
+    batch = None
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     with torch.inference_mode(), fast_products(model):
         for batch in batches() if callable(batches) else batches:
             model(sent(batch, device))
-            count += 1
-    if count == 0:
-        raise DataError("there are no calibration images", "give --dataset or a larger --limit")
+    hint = "give --dataset or a larger --limit"
+    raise_if(batch is None, DataError, "there are no calibration images", hint)
 
 
 @contextlib.contextmanager
@@ -95,11 +94,12 @@ def visiting(model: nn.Module, paths: Sequence[str], visit: Visit) -> Iterator[N
 
 def require_finite_inputs(path: str, diagonal: Tensor) -> None:
     """Raise DataError, naming the layer, where the diagonal of X X^T, and so X, is not finite."""
-    if not bool(diagonal.isfinite().all()):
-        raise DataError(
-            f"the input of layer '{path}' holds NaN or infinite numbers",
-            "check the calibration images, and that the weights before this layer are finite",
-        )
+    raise_if(
+        not bool(diagonal.isfinite().all()),
+        DataError,
+        f"the input of layer '{path}' holds NaN or infinite numbers",
+        "check the calibration images, and that the weights before this layer are finite",
+    )
 
 
 def conv_geometry(module: nn.Module, value: Tensor) -> dict[str, Any] | None:

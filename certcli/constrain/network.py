@@ -26,8 +26,6 @@ from certcli.constrain.statistics import (
     gathering,
     work_bytes,
 )
-from certcli.lipschitz.network import bound_network
-from certcli.lipschitz.numerics.real import Real
 from certcli.models.weights import Spool
 from certcli.system.memory import free_bytes, give_back
 from certcli.system.processes import ALONE, Team
@@ -71,11 +69,6 @@ class LayerResult:
     ridge: float
     seconds: float
     surrogate: bool
-
-
-def workers_for(device: torch.device | str) -> int:
-    """Return the number of parallel layers: torch's threads, at most MOST_WORKERS; 1 on a GPU."""
-    return min(MOST_WORKERS, torch.get_num_threads()) if torch.device(device).type == "cpu" else 1
 
 
 def compute_in_parallel(
@@ -256,25 +249,15 @@ class LayerCalibration:
 
     @property
     def workers(self) -> int:
-        """Return how many layers are computed in parallel, within half of the free memory."""
-        device = next(
-            (parameter.device for parameter in self.model.parameters()), torch.device("cpu")
-        )
-        most_workers = workers_for(device)
-        if most_workers == 1 or not self.own:
-            return most_workers
-        return max(
-            1,
-            min(
-                most_workers,
-                int(free_bytes() / 2 / max(work_bytes(self.model, path) for path in self.own)),
-            ),
-        )
-
-
-def network_upper(model: Any, size: tuple[int, ...], classes: int) -> Real:
-    """Return the proven bound of the network as it is now."""
-    return bound_network(model, size, classes).upper
+        """Return how many layers are computed in parallel: torch's threads, at most MOST_WORKERS,
+        and within half of the free memory; 1 on a GPU.
+        """
+        devices = {parameter.device.type for parameter in self.model.parameters()}
+        if not devices <= {"cpu"}:
+            return 1
+        largest = max((work_bytes(self.model, path) for path in self.own), default=1)
+        affordable = max(1, int(free_bytes() / 2 / largest))
+        return min(MOST_WORKERS, torch.get_num_threads(), affordable)
 
 
 def constrain_to(
@@ -331,7 +314,10 @@ def _for_each(
     def own_layers() -> Iterator[Computed]:
         for part in calibration.parts():
             for path, plain, weight, basis in compute_in_parallel(one, part, calibration.workers):
-                _remember_basis(bases, path, basis)
+                if bases is not None and basis is not None:
+                    others = (other.vectors.nbytes for name, other in bases.items() if name != path)
+                    if sum(others) + basis.vectors.nbytes <= BASES_BYTES:
+                        bases[path] = basis
                 yield path, plain, spool.keep(weight)
 
     yield from _for_all_processes(calibration, own_layers())
@@ -378,16 +364,6 @@ def share_of(model: nn.Module, paths: Sequence[str], team: Team) -> list[str]:
         rank_of[path] = loads.index(min(loads))
         loads[rank_of[path]] += costs[path]
     return [path for path in paths if rank_of[path] == team.rank]
-
-
-def _remember_basis(
-    bases: dict[str, Eigenbasis] | None, path: str, basis: Eigenbasis | None
-) -> None:
-    """Keep a layer's basis if BASES_BYTES allow."""
-    if bases is not None and basis is not None:
-        size = sum(other.vectors.nbytes for name, other in bases.items() if name != path)
-        if size + basis.vectors.nbytes <= BASES_BYTES:
-            bases[path] = basis
 
 
 def write(model: nn.Module, weights: Mapping[str, Tensor]) -> None:

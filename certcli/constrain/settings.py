@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, raise_if
 from certcli.system.options import option
 from certcli.system.registry import Entry, Registry, one_of
 
@@ -69,18 +69,24 @@ class ConstrainSettings:
 
     def __post_init__(self) -> None:
         PENALTIES[self.prox]
-        if not 0 < self.eta < 1:
-            hint = "0.1 allows each layer 10 % of output error"
-            raise UsageError(f"eta must lie between 0 and 1, not {self.eta:g}", hint)
-        if self.beta is not None and not 0 < self.beta <= 1:
-            raise UsageError(
-                f"beta must lie between 0 and 1, not {self.beta:g}", "0.01 is the default"
-            )
-        if not 0 < self.relaxation < 2:
-            hint = "1.2 is the paper's value"
-            raise UsageError(
-                f"the relaxation must lie between 0 and 2, not {self.relaxation:g}", hint
-            )
+        raise_if(
+            not 0 < self.eta < 1,
+            UsageError,
+            f"eta must lie between 0 and 1, not {self.eta:g}",
+            "0.1 allows each layer 10 % of output error",
+        )
+        raise_if(
+            not 0 < (self.beta or BETA) <= 1 or self.beta == 0,
+            UsageError,
+            f"beta must lie between 0 and 1, not {self.beta or 0:g}",
+            "0.01 is the default",
+        )
+        raise_if(
+            not 0 < self.relaxation < 2,
+            UsageError,
+            f"the relaxation must lie between 0 and 2, not {self.relaxation:g}",
+            "1.2 is the paper's value",
+        )
 
 
 _PAPER = ConstrainSettings("l1", 0.01, iterations=10, ridge=None, tokens=None, mean_squared=0.1)
@@ -94,6 +100,5 @@ PRESETS = {
 
 def preset_of(name: str) -> ConstrainSettings:
     """Return the settings of a preset; UsageError for an unknown name."""
-    if name not in PRESETS:
-        raise UsageError(f"unknown preset '{name}'", one_of(name, PRESETS))
+    raise_if(name not in PRESETS, UsageError, f"unknown preset '{name}'", one_of(name, PRESETS))
     return PRESETS[name]

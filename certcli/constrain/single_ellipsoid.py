@@ -165,11 +165,10 @@ def _iterates(
     for iteration in count(1):
         step = inside.step(current, strength, prox)
         yield iteration, current, strength, step
-        factor = (
-            balance(step.pull, step.moved, _BALANCE * (settings.beta or BETA))
-            if iteration in TURNS
-            else 1.0
-        )
+        factor = 1.0
+        if iteration in TURNS:  # that makes |Z - P| the balanced multiple of |P - W0|
+            aim = _BALANCE * (settings.beta or BETA) * float(step.moved.norm())
+            factor = min(10.0, max(0.1, aim / max(step.pull, 1e-300)))
         factor = min(factor, inside.ceiling / strength)
         if not 0.5 <= factor <= 2.0:
             near = step.moved + inside.centre
@@ -177,11 +176,6 @@ def _iterates(
             strength = factor * strength
         else:
             current = current + settings.relaxation * step.change
-
-
-def balance(pull: float, displacement: Tensor, aim: float) -> float:
-    """Return the factor of the strength, from 0.1 to 10, that makes |Z - P| `aim` times |P - W0|."""
-    return min(10.0, max(0.1, aim * float(displacement.norm()) / max(pull, 1e-300)))
 
 
 @dataclass(frozen=True, eq=False)

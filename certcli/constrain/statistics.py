@@ -35,7 +35,7 @@ from certcli.constrain.layers import (
     sampled,
     visiting,
 )
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, raise_if
 
 ROWS = 1024
 """Rows of a layer's inputs that wait for one product, beside which its sum in float64 is cheap."""
@@ -180,17 +180,19 @@ def passes_within(
 
     `copies`: one, and one for held-out images. UsageError names a layer that does not fit alone.
     """
+    limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
     passes: list[list[str]] = [[]]
     used = 0
     for path in paths:
         needed = 8 * copies * math.prod(module_at(model, path).weight.shape[1:]) ** 2
-        if memory_limit_bytes is not None and needed > memory_limit_bytes:
-            raise UsageError(
-                f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
-                f"{memory_limit_bytes / 2**20:.3g} MiB",
-                "name the others with --layers",
-            )
-        if passes[-1] and memory_limit_bytes is not None and used + needed > memory_limit_bytes:
+        raise_if(
+            needed > limit,
+            UsageError,
+            f"layer '{path}' alone needs {needed / 2**20:.3g} MiB of statistics, the limit is "
+            f"{limit / 2**20:.3g} MiB",
+            "name the others with --layers",
+        )
+        if passes[-1] and used + needed > limit:
             passes.append([])
             used = 0
         passes[-1].append(path)
@@ -235,48 +237,41 @@ def collect_in_passes(
         if held_out is None and held_out_batches is not None:
             with gathering(model, part, sample) as others:
                 run_batches(model, held_out_batches)
-        yield {
-            path: _statistics_of(path, module_at(model, path), sums_of[path], others.get(path))
-            for path in part
-            if path in sums_of
-        }
-
-
-def _statistics_of(
-    path: str, module: Any, sums: GramSums, held_out: GramSums | None
-) -> LayerStatistics:
-    """Return a layer's statistics; its weight shares the model's memory."""
-    weight = module.weight.detach()
-    return LayerStatistics(
-        path=path,
-        weight=weight.flatten(1),
-        gram=sums.gram,
-        kind="linear" if isinstance(module, nn.Linear) else "conv",
-        shape=tuple(weight.shape),
-        dtype=weight.dtype,
-        held_out=None if held_out is None else held_out.gram,
-        conv=sums.conv,
-        tokens=sums.tokens,
-    )
+        statistics = {}
+        for path in part:
+            if path in sums_of:
+                module = module_at(model, path)
+                weight = module.weight.detach()  # of the model's memory
+                statistics[path] = LayerStatistics(
+                    path=path,
+                    weight=weight.flatten(1),
+                    gram=sums_of[path].gram,
+                    kind="linear" if isinstance(module, nn.Linear) else "conv",
+                    shape=tuple(weight.shape),
+                    dtype=weight.dtype,
+                    held_out=others[path].gram if path in others else None,
+                    conv=sums_of[path].conv,
+                    tokens=sums_of[path].tokens,
+                )
+        yield statistics
 
 
 def _require_constrainable(model: nn.Module, paths: Sequence[str]) -> None:
-    if model.training:
-        raise UsageError("statistics need a model in evaluation mode", "call model.eval() first")
+    hint = "call model.eval() first"
+    raise_if(model.training, UsageError, "statistics need a model in evaluation mode", hint)
     path_of: dict[int, str] = {}
     for path in paths:
         module = module_at(model, path)
         reason = refusal(module)
-        if reason is not None:
-            raise UsageError(
-                f"layer '{path}' cannot be constrained: {reason}", "name the others with --layers"
-            )
-        if id(module.weight) in path_of:
-            raise UsageError(
-                f"layers '{path_of[id(module.weight)]}' and '{path}' share one weight",
-                "exclude one of them",
-            )
-        path_of[id(module.weight)] = path
+        raise_if(
+            reason is not None,
+            UsageError,
+            f"layer '{path}' cannot be constrained: {reason}",
+            "name the others with --layers",
+        )
+        other = path_of.setdefault(id(module.weight), path)
+        shared = f"layers '{other}' and '{path}' share one weight"
+        raise_if(other != path, UsageError, shared, "exclude one of them")
 
 
 @contextlib.contextmanager

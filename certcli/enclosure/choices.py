@@ -57,12 +57,15 @@ def register_convolutions(table: RuleTable, values: Any, convolve: Callable[...,
 
 
 def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -> None:
-    """Register maxima and minima of two: larger(x, y, sign), of values or a value and a constant,
-    for max(x, y) and sign -1 for -max(-x, -y).
+    """Register maxima and minima of two: larger(ctx, x, y, sign), of values or a value and a
+    constant, for max(x, y) and sign -1 for -max(-x, -y).
     """
 
     def rule(sign: float) -> Callable[..., Any]:
         def apply(ctx: Any, x: Any, y: Any) -> Any:
+            raise_if(
+                not isinstance(y, (*values, Constant)), NoRule, "a maximum that returns indices"
+            )
             x, y = (x, y) if isinstance(x, values) else (y, x)
             other = y if isinstance(y, values) else constant_operand(y, x.centre, x.shape)
             raise_if(
@@ -70,19 +73,18 @@ def register_maxima(table: RuleTable, values: Any, larger: Callable[..., Any]) -
                 NoRule,
                 "a maximum that repeats a tensor",
             )
-            return larger(x, other, sign)
+            return larger(ctx, x, other, sign)
 
         return apply
 
-    for name, sign in (("maximum", 1.0), ("minimum", -1.0)):
-        table.function(getattr(torch, name))(rule(sign))
-        table.method(name)(rule(sign))
+    for names, sign in ((("maximum", "max"), 1.0), (("minimum", "min"), -1.0)):
+        table.function(*(getattr(torch, name) for name in names))(rule(sign))
+        table.method(*names)(rule(sign))
 
 
 def register_largest(table: RuleTable, settle: Settle, pool: Callable[..., Any]) -> None:
-    """Register pool(value, places (*t, k), sign): of each k entries at flat places the largest,
-    with
-    sign -1 the least.
+    """Register pool(ctx, value, places (*t, k), sign): of each k entries at flat places the largest,
+    with sign -1 the least.
     """
 
     def max_pool(
@@ -98,7 +100,7 @@ def register_largest(table: RuleTable, settle: Settle, pool: Callable[..., Any])
         kernel, *geometry = map(pair, (kernel_size, steps, padding, dilation))
         inside = window_places(x.shape[-2:], kernel, *geometry, ceil_mode)
         maps = _flat_places(x.shape)[..., :1, :1, None]
-        return pool(settle(x), maps + inside, 1.0)
+        return pool(ctx, settle(x), maps + inside, 1.0)
 
     table.function(F.max_pool2d, torch.max_pool2d)(max_pool)
     table.module(nn.MaxPool2d)(with_attributes(max_pool, *MAX_WINDOWS))
@@ -116,7 +118,7 @@ def register_largest(table: RuleTable, settle: Settle, pool: Callable[..., Any])
                 ])  # fmt: skip
                 split = places.index_select(axis, index.flatten()).unflatten(axis, index.shape)
                 places = split.movedim(axis + 1, -1)
-            return pool(settle(x), places.flatten(len(x.shape)), 1.0)
+            return pool(ctx, settle(x), places.flatten(len(x.shape)), 1.0)
 
         return rule
 
@@ -136,7 +138,7 @@ def _largest_along(settle: Settle, pool: Callable[..., Any], sign: float) -> Cal
         shape = sizes if keepdim else [size for d, size in enumerate(sizes) if d not in dims]
         raise_if(len(shape) < 2, NoRule, "a maximum of all of an image")
         places = _flat_places(x.shape).movedim(dims, [*range(-len(dims), 0)])
-        return pool(settle(x), places.reshape(*shape, -1), sign)
+        return pool(ctx, settle(x), places.reshape(*shape, -1), sign)
 
     return rule
 
@@ -146,38 +148,19 @@ def _flat_places(shape: tuple[int, ...]) -> Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-def register_fixed_choices(
-    table: RuleTable,
-    values: Any,
-    settle: Settle,
-    add: Callable[[Any, Any], Any],
-    arranged: Callable[..., Any],
-) -> None:
-    """Register choices by a constant mask, of two values or a value and finite numbers."""
+def register_fixed_choices(table: RuleTable, values: Any, mixed: Callable[..., Any]) -> None:
+    """Register choices by a constant mask, of two values or a value and finite numbers: mixed(ctx,
+    x, share, y, 1 - share), shares of 0 and 1 of the result's shape.
+    """
 
     @table.function(torch.where)
     def where(ctx: Any, mask: Any, x: Any, y: Any) -> Any:
         raise_if(isinstance(mask, values), NoRule, "a choice that depends on the image")
         kind = torch.as_tensor(mask.tensor if isinstance(mask, Constant) else mask).dtype
         raise_if(kind != torch.bool, NoRule, "a choice by numbers: a 2 would count twice")
-        shape = shape_of(mask, x, y)
-        x, y = (
-            repeated(settle(part), shape, arranged) if isinstance(part, values) else part
-            for part in (x, y)
-        )
         centre = (x if isinstance(x, values) else y).centre
-        taken = constant_operand(mask, centre, shape)
-        pairs = ((x, taken), (y, 1 - taken))
-        moving = [part.scale(share) for part, share in pairs if isinstance(part, values)]
-        total = functools.reduce(add, moving)
-        for part, share in pairs:
-            if not isinstance(part, values):
-                filled = constant_operand(part, centre, shape) * share
-                raise_if(
-                    not bool(filled.isfinite().all()), NoRule, "filling with an infinite number"
-                )
-                total = total.shift(filled)
-        return total
+        taken = constant_operand(mask, centre, shape_of(mask, x, y)).expand(shape_of(mask, x, y))
+        return mixed(ctx, x, taken, y, 1 - taken)
 
     @table.method("where")
     def where_method(ctx: Any, x: Any, mask: Any, y: Any) -> Any:
@@ -187,6 +170,32 @@ def register_fixed_choices(
     @table.method("masked_fill", "masked_fill_")
     def masked_fill(ctx: Any, x: Any, mask: Any, value: Any) -> Any:
         return where(ctx, mask, value, x)
+
+
+def mixed_values(
+    values: Any, settle: Settle, add: Callable[[Any, Any], Any], arranged: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return `mixed` of `register_fixed_choices` for values that can be added."""
+
+    def mixed(ctx: Any, *parts: Any) -> Any:
+        pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        shape = tuple(parts[1].shape)
+        moving = [
+            repeated(settle(part), shape, arranged).scale(share)
+            for part, share in pairs
+            if isinstance(part, values)
+        ]
+        total = functools.reduce(add, moving)
+        for part, share in pairs:
+            if not isinstance(part, values):
+                filled = constant_operand(part, total.centre, shape) * share
+                raise_if(
+                    not bool(filled.isfinite().all()), NoRule, "filling with an infinite number"
+                )
+                total = total.shift(filled)
+        return total
+
+    return mixed
 
 
 def register_choices(table: RuleTable) -> None:
@@ -209,7 +218,7 @@ def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
 def register_types(table: RuleTable) -> None:
     """Register in a domain's table the calls that leave a tensor of float64 as it is."""
 
-    @table.function(F.dropout)
+    @table.function(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
     def at_rest(
         ctx: Any, x: Any, p: float = 0.5, training: bool = True, inplace: bool = False
     ) -> Any:

@@ -14,14 +14,14 @@ import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers import DropPath, LayerScale
+from timm.layers import DropPath, LayerScale, PatchDropout
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from certcli.enclosure.zonotopes.columns import gamma
 from certcli.enclosure.zonotopes.form import fitting
-from certcli.engine.table import NoRule, RuleTable, with_attributes
+from certcli.engine.table import NoRule, Register, RuleTable, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
@@ -29,7 +29,32 @@ from certcli.system.errors import raise_if
 
 Settle = Callable[[Any], Any]
 """Makes a value speak of the tensor itself, and leaves a constant as it is."""
-NOTHING = (nn.Identity, nn.Dropout, DropPath)
+NOTHING = (
+    nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, DropPath,
+    PatchDropout,
+)  # fmt: skip
+SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
+    "sum": ((operator.add, operator.iadd, torch.add), ("add", "add_")),
+    "difference": ((operator.sub, operator.isub, torch.sub, torch.subtract), ("sub", "sub_")),
+    "negative": ((operator.neg, torch.neg), ("neg",)),
+    "product": (
+        (operator.mul, operator.imul, torch.mul, torch.multiply),
+        ("mul", "mul_", "multiply"),
+    ),
+    "quotient": (
+        (operator.truediv, operator.itruediv, torch.div, torch.true_divide),
+        ("div", "div_", "true_divide"),
+    ),
+    "product of matrices": ((operator.matmul, torch.matmul, torch.bmm), ("matmul", "bmm")),
+    "softmax": ((torch.softmax, F.softmax), ("softmax",)),
+}
+"""Functions and methods that are one operation."""
+
+
+def spelled(table: RuleTable, what: str) -> Register:
+    """Register a rule under all spellings of an operation."""
+    functions, methods = SPELLINGS[what]
+    return lambda rule: table.method(*methods)(table.function(*functions)(rule))
 
 
 def stored(value: Any, like: Tensor) -> Any:
@@ -113,14 +138,8 @@ def of_statistics(
     return Affine(mean, gain if weight is None else gain * weight, bias)
 
 
-def register_layers(
-    table: RuleTable, values: Any, settle: Settle, affine: Callable[..., Any]
-) -> None:
-    """Register linear maps, affine(ctx, x, weight, bias), and what multiplies entries."""
-
-    @table.module(*NOTHING)
-    def nothing(ctx: Any, module: nn.Module, x: Any) -> Any:
-        return x
+def register_linear(table: RuleTable, values: Any, affine: Callable[..., Any]) -> None:
+    """Register linear maps: affine(ctx, x, weight, bias)."""
 
     @table.function(F.linear)
     def linear(ctx: Any, x: Any, weight: Any, bias: Any = None) -> Any:
@@ -134,6 +153,14 @@ def register_layers(
 
     table.module(nn.Linear)(with_attributes(linear, "weight", "bias"))
 
+
+def register_layers(table: RuleTable, settle: Settle) -> None:
+    """Register modules that leave entries as they are, or multiply each by a number."""
+
+    @table.module(*NOTHING)
+    def nothing(ctx: Any, module: nn.Module, x: Any) -> Any:
+        return x
+
     @table.module(LayerScale)
     def layer_scale(ctx: Any, module: LayerScale, x: Any) -> Any:
         return settle(x).scale(module.gamma)
@@ -144,18 +171,8 @@ def register_layers(
         return x.shift(-mean).over(fitting(std, x.shape))
 
 
-def register_norms(
-    table: RuleTable,
-    settle: Settle,
-    normalise: Callable[..., Any],
-    centred: Callable[[Any], Any],
-) -> None:
-    """Register norms over the last axis, and BatchNorm.
-
-    Args:
-        normalise: (ctx, x, spread, weight, bias, center) -> (x - mean) / spread weight + bias.
-        centred: x - its mean.
-    """
+def register_norms(table: RuleTable, normalise: Callable[..., Any]) -> None:
+    """Register norms over the last axis: normalise(ctx, x, spread, weight, bias, center)."""
 
     @table.module(
         nn.LayerNorm, TimmLayerNorm, when=lambda module: len(module.normalized_shape) == 1
@@ -177,6 +194,20 @@ def register_norms(
         if eps is None or tuple(shape) != tuple(x.shape[-1:]):
             raise NoRule("an RMSNorm over several axes, or with the default eps of its dtype")
         return normalise(ctx, x, Spread(eps), stored(weight, x.centre), None, False)
+
+
+def register_scaled_norms(
+    table: RuleTable,
+    settle: Settle,
+    normalise: Callable[..., Any],
+    centred: Callable[[Any], Any],
+) -> None:
+    """Register rows of length 1, centred ones, and BatchNorm.
+
+    Args:
+        normalise: (ctx, x, spread, weight, bias, center) -> (x - mean) / spread weight + bias.
+        centred: x - its mean.
+    """
 
     @table.function(F.normalize)
     def normalize(
@@ -235,14 +266,12 @@ def register_arithmetic(
             return x, constant_operand(y, x.centre, x.shape)
         return x, repeated(y, x.shape, arranged)
 
-    @table.function(operator.add, operator.iadd, torch.add)
-    @table.method("add", "add_")
+    @spelled(table, "sum")
     def plus(ctx: Any, x: Any, y: Any) -> Any:
         x, y = pair_of(x, y)
         return add(x, y) if isinstance(y, kind) else x.shift(y)
 
-    @table.function(operator.sub, operator.isub, torch.sub)
-    @table.method("sub", "sub_")
+    @spelled(table, "difference")
     def minus(ctx: Any, x: Any, y: Any) -> Any:
         y = settle(y)
         if isinstance(y, kind):
@@ -250,31 +279,30 @@ def register_arithmetic(
         x = repeated(settle(x), shape_of(x, y), arranged)
         return x.shift(-constant_operand(y, x.centre, x.shape))
 
-    @table.function(operator.neg, torch.neg)
-    @table.method("neg")
+    @spelled(table, "negative")
     def opposite(ctx: Any, x: Any) -> Any:
         return negative(settle(x))
 
-    @table.function(operator.mul, operator.imul, torch.mul)
-    @table.method("mul", "mul_")
+    @spelled(table, "product")
     def multiplied(ctx: Any, x: Any, y: Any) -> Any:
         x, y = pair_of(x, y)
         return multiply(x, y) if isinstance(y, kind) else x.scale(y)
 
-    @table.function(operator.truediv, operator.itruediv, torch.div)
-    @table.method("div")
+    @spelled(table, "quotient")
     def divide(ctx: Any, x: Any, y: Any) -> Any:
-        """By a number, or by one number a row."""
+        """By constants, or by one number a row."""
         x, y = settle(x), settle(y)
         moving = isinstance(x, kind)
         if moving and isinstance(y, kind) and y.shape == (*x.shape[:-1], 1):
             return ratio(x, y)
         raise_if(
-            not moving or not isinstance(y, (int, float)) or y == 0,
+            not moving or isinstance(y, kind),
             NoRule,
-            "a division by something other than a number",
+            "a division by something other than constants, or one number a row",
         )
-        return x.over(x.centre.new_tensor(y))
+        divisor = constant_operand(y, x.centre, x.shape)
+        raise_if(bool((divisor == 0).any()), NoRule, "a division by 0")
+        return x.over(divisor)
 
 
 def register_sums(table: RuleTable, settle: Settle, reduce: Callable[..., Any]) -> None:
@@ -300,7 +328,7 @@ def register_joins(
     def tensors_of(parts: Any) -> list[Any]:
         return [part.tensor if isinstance(part, Constant) else part for part in parts]
 
-    @table.function(torch.cat, torch.concat)
+    @table.function(torch.cat, torch.concat, torch.concatenate)
     def cat(ctx: Any, parts: Any, dim: int = 0) -> Any:
         if len(parts) == 1 and isinstance(parts[0], values):
             return parts[0]
@@ -327,8 +355,7 @@ def register_products(
 ) -> None:
     """Register what attention is written out of: matmul(x, y), and softmax(ctx, x) of rows."""
 
-    @table.function(operator.matmul, torch.matmul, torch.bmm)
-    @table.method("matmul", "bmm")
+    @spelled(table, "product of matrices")
     def product_of_matrices(ctx: Any, x: Any, y: Any) -> Any:
         both = isinstance(x, values) and isinstance(y, values)
         raise_if(not both, NoRule, "a product of matrices with a constant")
@@ -336,8 +363,7 @@ def register_products(
         raise_if(repeats, NoRule, "a product of matrices that repeats a tensor")
         return matmul(settle(x), settle(y))
 
-    @table.function(torch.softmax, F.softmax)
-    @table.method("softmax")
+    @spelled(table, "softmax")
     def softmax_of_rows(
         ctx: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
     ) -> Any:

@@ -16,23 +16,31 @@ from torch.nn import functional as F
 
 from certcli.engine.curves import (
     ERF,
+    EXP,
     GELU,
     GELU_TANH,
     HARD_SIGMOID,
     HARD_SWISH,
+    LOG,
     MISH,
+    NAMED,
+    RECIPROCAL,
+    RSQRT,
     SELU,
     SIGMOID,
     SILU,
+    SQRT,
     SQUARE,
+    STEEP,
     TANH,
     Curve,
     Limit,
     Line,
+    Named,
     Scalar,
+    bent_below,
     enter_curve,
     smooth,
-    unknown_derivative,
 )
 from certcli.engine.table import NoRule
 from certcli.nn.layers import ClippedReLU
@@ -58,10 +66,10 @@ def name_curve(
     *modules: type[nn.Module],
     functions: tuple[Any, ...] = (),
     methods: tuple[str, ...] = (),
+    among: list[Named] = NAMED,
 ) -> None:
     """Enter the names of a curve without options."""
-    relaxed = known.second is not unknown_derivative or known.line is not None
-    enter_curve(*modules, functions=functions, methods=methods, relaxed=relaxed)(lambda: known)
+    enter_curve(*modules, functions=functions, methods=methods, among=among)(lambda: known)
 
 
 name_curve(GELU, timm_layers.GELU)
@@ -97,7 +105,15 @@ name_curve(
     methods=("abs", "abs_"),
 )
 name_curve(
-    Curve("hard mish", lambda x: x / 2 * (x + 2).clamp(0, 2), slope=1.0, rounded=(8, 0)),
+    smooth(
+        "hard mish",
+        lambda x: x / 2 * (x + 2).clamp(0, 2),
+        third=0.0,
+        breaks=((-2.0, 1.0), (0.0, 0.0)),
+        bend=1.0,
+        slope=1.0,
+        rounded=(8, 0),
+    ),
     timm_activations.HardMish,
 )
 name_curve(
@@ -106,7 +122,16 @@ name_curve(
     functions=(F.tanhshrink,),
 )
 name_curve(
-    Curve("softsign", F.softsign, slope=1.0, limit=1.0, rounded=(4, 0)),
+    smooth(
+        "softsign",
+        F.softsign,
+        third=6.0,
+        breaks=((0.0, 0.0),),
+        bend=2.0,
+        slope=1.0,
+        limit=1.0,
+        rounded=(4, 0),
+    ),
     nn.Softsign,
     functions=(F.softsign,),
 )
@@ -141,6 +166,13 @@ name_curve(
     nn.LogSigmoid,
     functions=(F.logsigmoid,),
 )
+
+
+name_curve(EXP, functions=(torch.exp,), methods=("exp", "exp_"), among=STEEP)
+name_curve(LOG, functions=(torch.log,), methods=("log",), among=STEEP)
+name_curve(SQRT, functions=(torch.sqrt,), methods=("sqrt",), among=STEEP)
+name_curve(RSQRT, functions=(torch.rsqrt,), methods=("rsqrt",), among=STEEP)
+name_curve(RECIPROCAL, functions=(torch.reciprocal,), methods=("reciprocal",), among=STEEP)
 
 
 @enter_curve(nn.GELU, functions=(F.gelu,))
@@ -264,24 +296,36 @@ def parametric_relu_curve(weight: Tensor) -> Curve:
     )
 
 
-@enter_curve(nn.ELU, functions=(F.elu, F.elu_), relaxed=False)
+@enter_curve(nn.ELU, functions=(F.elu, F.elu_))
 def elu_curve(alpha: float = 1.0) -> Curve:
     """Computed, e^x may be taken less 1."""
-    slope = max(1.0, abs(float(alpha)))
-    rounded = (4 * slope, 4 * slope)
-    return Curve(
-        "ELU", lambda x: F.elu(x, alpha), slope=slope, why="ELU", growth=slope, rounded=rounded
+    bend = abs(float(alpha))
+    slope = max(1.0, bend)
+    return smooth(
+        "ELU",
+        bent_below(float(alpha)),
+        third=bend,
+        breaks=((0.0, up_by_roundings(abs(1.0 - alpha), 1)),),
+        bend=bend,
+        slope=slope,
+        why="ELU",
+        growth=slope,
+        rounded=(4 * slope, 4 * slope),
     )
 
 
-@enter_curve(nn.CELU, functions=(F.celu, torch.celu), relaxed=False)
+@enter_curve(nn.CELU, functions=(F.celu, torch.celu))
 def celu_curve(alpha: float = 1.0) -> Curve:
     """x / alpha, computed, is a few units off, which moves e^z by |z| e^z < 1/2 of them."""
     _need(0 < alpha < math.inf, "CELU with alpha that is not positive and finite")
     rounded = (4, 8 * float(alpha)) if _is_moderate(alpha) else None
-    return Curve(
+    bend = up_by_roundings(1.0 / alpha, 1)
+    return smooth(
         "CELU",
-        lambda x: F.celu(x, alpha),
+        bent_below(float(alpha), float(alpha)),
+        third=up_by_roundings(bend * bend, 1),
+        breaks=((0.0, 0.0),),
+        bend=bend,
         slope=1.0,
         why="CELU: slope at most 1",
         rounded=rounded,

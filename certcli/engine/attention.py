@@ -35,12 +35,11 @@ def _has_no_options(module: Any) -> bool:
             type(part) in (nn.Dropout, nn.Identity) for part in (module.attn_drop, module.proj_drop)
         )
         and module.qkv.out_features == 3 * module.num_heads * module.head_dim
-        and (module.scale == module.head_dim**-0.5 or _is_spelled_out(module))
+        and (
+            module.scale == module.head_dim**-0.5
+            or (module.fused_attn is False and type(module.scale) is float and module.scale > 0)
+        )
     )
-
-
-def _is_spelled_out(module: Any) -> bool:
-    return module.fused_attn is False and type(module.scale) is float and module.scale > 0
 
 
 def fused_attention(table: RuleTable) -> Register:

@@ -3,6 +3,7 @@
 Proofs: docs/bounds.md, section 3. `tests/engine/test_curves.py` sweeps every number here.
 """
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -40,7 +41,10 @@ class Curve:
     """f, f', f'' on float64 tensors, and bounds that are rounded up; inf where nothing is known.
 
     Attributes:
-        third: sup |f'''|; 0.0: f'' is monotone, its ends bound it on a cell.
+        third: sup |f'''|; 0.0: f' and all later derivatives are monotone, so that their ends bound them.
+        fourth: sup |f''''|.
+        breaks: (place, jump) where f'' jumps, and f' by so much at most; all of the above holds
+            between them, and values of f' and f'' there are those of one side.
         relative: f is a power of x > 0, so an interval counts as short relative to x.
         slope: sup |f'|.
         bend: sup |f''|.
@@ -57,6 +61,8 @@ class Curve:
     first: Scalar = unknown_derivative
     second: Scalar = unknown_derivative
     third: float = math.inf
+    fourth: float = math.inf
+    breaks: tuple[tuple[float, float], ...] = ()
     relative: bool = False
     slope: float = math.inf
     bend: float = math.inf
@@ -85,42 +91,21 @@ def smooth(name: str, value: Scalar, **facts: Any) -> Curve:
     return Curve(name, value, first, _autograd_derivative(first), **facts)
 
 
+def derivative(f: Curve) -> Curve:
+    """Return f' as a curve, for an f without breaks."""
+    third = 0.0 if f.third == 0 else f.fourth
+    facts: dict[str, Any] = {"third": third, "bend": f.third, "relative": f.relative}
+    return Curve(
+        f"the slope of {f.name}", f.first, f.second, _autograd_derivative(f.second), **facts
+    )
+
+
 def _density(x: Tensor) -> Tensor:
     return torch.exp(-0.5 * x * x) * (1 / math.sqrt(2 * math.pi))
 
 
 def _cumulative(x: Tensor) -> Tensor:
     return 0.5 * (1 + torch.erf(x * math.sqrt(0.5)))
-
-
-_C = math.sqrt(2 / math.pi)
-_D = 0.044715
-
-
-def _tanh_parts(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """tanh z, sech^2 z, z', z'' for z = sqrt(2/pi) (x + 0.044715 x^3)."""
-    t = torch.tanh(_C * (x + _D * x**3))
-    return t, 1 - t * t, _C * (1 + 3 * _D * x * x), 6 * _C * _D * x
-
-
-def _tanh_first(x: Tensor) -> Tensor:
-    t, s, slope, _ = _tanh_parts(x)
-    return 0.5 * (1 + t) + 0.5 * x * s * slope
-
-
-def _tanh_second(x: Tensor) -> Tensor:
-    t, s, slope, curve = _tanh_parts(x)
-    return s * slope + 0.5 * x * s * (curve - 2 * t * slope * slope)
-
-
-def _logistic_first(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s)
-
-
-def _logistic_second(x: Tensor) -> Tensor:
-    s = torch.sigmoid(x)
-    return s * (1 - s) * (1 - 2 * s)
 
 
 # GELU' = Phi + x phi is Phi(sqrt 2) + sqrt(2) phi(sqrt 2) = 1.12890414518... at most; 1.12, as
@@ -131,17 +116,17 @@ GELU = Curve(
     lambda x: _cumulative(x) + x * _density(x),
     lambda x: _density(x) * (2 - x * x),
     0.78,
+    1.5957692,  # GELU'''' = phi(x) (x^2 (7 - x^2) - 4): twice as much as GELU'' at 0
     slope=1.12890415,
     bend=0.7978846,
     why="largest slope of GELU, at x = sqrt 2",
     rounded=(4, 0),
 )
-GELU_TANH = Curve(
+GELU_TANH = smooth(
     "tanh GELU",
-    lambda x: 0.5 * x * (1 + _tanh_parts(x)[0]),
-    _tanh_first,
-    _tanh_second,
-    0.9,
+    lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    third=0.9,
+    fourth=1.604,
     slope=1.12901,
     bend=0.7978846,
     why="largest slope of tanh-GELU, at x = 1.4185",
@@ -150,24 +135,22 @@ GELU_TANH = Curve(
 )
 # SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most. Of x g(x) with 0 <= g <= 1, what is off by a
 # factor in the argument of g moves |g| by 1/2 of that factor at most
-SILU = Curve(
+SILU = smooth(
     "SiLU",
     lambda x: x * torch.sigmoid(x),
-    lambda x: torch.sigmoid(x) + x * _logistic_first(x),
-    lambda x: 2 * _logistic_first(x) + x * _logistic_second(x),
-    0.309,
+    third=0.309,
+    fourth=0.5001,
     slope=1.0998394,
     bend=0.5,
     why="largest slope of x sigmoid(a x)",
     rounded=(6, 0),
 )
 # s'' = s' (1 - 2 s) is 1 / (6 sqrt 3) at most, s' (1 - 6 s + 6 s^2) is -1/8 at 0; tanh x = 2 s(2 x) - 1
-SIGMOID = Curve(
+SIGMOID = smooth(
     "sigmoid",
     torch.sigmoid,
-    _logistic_first,
-    _logistic_second,
-    0.125,
+    third=0.125,
+    fourth=0.128,
     slope=0.25,
     bend=0.0962251,
     why="slope of sigmoid at most 1/4",
@@ -175,12 +158,11 @@ SIGMOID = Curve(
     limit=1.0,
     rounded=(0, 4),
 )
-TANH = Curve(
+TANH = smooth(
     "tanh",
     torch.tanh,
-    lambda x: 1 - torch.tanh(x) ** 2,
-    lambda x: -2 * torch.tanh(x) * (1 - torch.tanh(x) ** 2),
-    2.0,
+    third=2.0,
+    fourth=4.086,
     slope=1.0,
     bend=0.7698004,
     limit=1.0,
@@ -211,24 +193,55 @@ SQUARE = Curve(
     "square",
     torch.square,
     lambda x: 2 * x,
-    lambda x: torch.full_like(x, 2.0),
+    lambda x: 2 + 0 * x,
     0.0,
     bend=2.0,
     growth=math.inf,
 )
+
+# all derivatives are monotone where x > 0
+_steep = functools.partial(Curve, third=0.0, growth=math.inf)
+EXP = _steep("exp", torch.exp, torch.exp, torch.exp)
+LOG = _steep("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), relative=True)
+RECIPROCAL = _steep(
+    "1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, relative=True
+)
+RSQRT = _steep(
+    "1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, relative=True
+)
+SQRT = _steep(
+    "sqrt(x)",
+    torch.sqrt,
+    lambda x: 0.5 * x**-0.5,
+    lambda x: -0.25 * x**-1.5,
+    relative=True,
+)
+
+
+def bent_below(alpha: float, width: float = 1.0, scale: float = 1.0) -> Scalar:
+    """scale x above 0, scale alpha (e^(x / width) - 1) below."""
+    return lambda x: scale * torch.where(x > 0, x, alpha * torch.expm1(x.clamp_max(0) / width))
+
+
 # exp may be taken less 1: an error of 1; 1.06 alpha < 2
-SELU = Curve(
+SELU = smooth(
     "SELU",
-    torch.selu,
+    bent_below(1.6732632423543772848170429916717, 1.0, 1.0507009873554804934193349852946),
+    third=1.7580994,
+    breaks=((0.0, 0.7073984),),
+    bend=1.7580994,
     slope=1.7580994,
     growth=1.7580994,
     why="SELU: scale times alpha",
     rounded=(8, 8),
 )
 # x + 3 is off by 3 units where g is neither 0 nor 1
-HARD_SWISH = Curve(
+HARD_SWISH = smooth(
     "hard swish",
-    functional.hardswish,
+    lambda x: x * (x + 3).clamp(0, 6) / 6,
+    third=0.0,
+    breaks=((-3.0, 0.5), (3.0, 0.5)),
+    bend=math.nextafter(1 / 3, 1),
     slope=1.5,
     why="largest slope of x relu6(x + 3) / 6, at x = 3",
     rounded=(8, 0),
@@ -256,28 +269,26 @@ class Named:
     modules: tuple[type[nn.Module], ...]
     functions: tuple[Any, ...]
     methods: tuple[str, ...]
-    relaxed: bool
 
 
 NAMED: list[Named] = []
+STEEP: list[Named] = []
+"""Curves of no bounded slope, which only domains that know where their arguments are have."""
 
 
 def enter_curve(
     *modules: type[nn.Module],
     functions: tuple[Any, ...] = (),
     methods: tuple[str, ...] = (),
-    relaxed: bool = True,
+    among: list[Named] = NAMED,
 ) -> Callable[[Describe], Describe]:
     """Enter names. Modules have the options as attributes, functions as arguments.
-
-    Args:
-        relaxed: False where f'' jumps: zonotopes, which bound it between grid points, do without.
 
     The option `dtype` is neither: it is the precision in which the network runs.
     """
 
     def register(describe: Describe) -> Describe:
-        NAMED.append(Named(describe, modules, functions, methods, relaxed))
+        among.append(Named(describe, modules, functions, methods))
         return describe
 
     return register

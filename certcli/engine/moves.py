@@ -43,7 +43,10 @@ class Move:
 
     def __call__(self, x: Tensor) -> Any:
         """Return the tensor, or several, with 0 where `filled` stands."""
-        args, named = _with_tensors((self.args, self.named), x.device)
+        args, named = replaced(
+            (self.args, self.named),
+            lambda part: part.tensor.to(x.device) if isinstance(part, Constant) else part,
+        )
         return self.function(x, *args, **named)
 
     def places(self, shape: Shape) -> list[Tensor]:
@@ -75,26 +78,29 @@ def _stays_put(move: Move, shape: Shape) -> bool:
     )
 
 
-def constants_in(x: Any) -> list[Tensor]:
-    """Return the constant tensors among arguments."""
+def leaves(x: Any, kind: Any) -> list[Any]:
+    """Return what is of a kind among nested arguments, in order."""
     if isinstance(x, dict):
         x = list(x.values())
     if isinstance(x, slice):
         x = [x.start, x.stop, x.step]
     if isinstance(x, (list, tuple)):
-        return [constant for part in x for constant in constants_in(part)]
-    return [x.tensor] if isinstance(x, Constant) else []
+        return [leaf for part in x for leaf in leaves(part, kind)]
+    return [x] if isinstance(x, kind) else []
 
 
-def _with_tensors(x: Any, device: torch.device) -> Any:
-    """Return arguments with tensors in place of constants."""
-    if isinstance(x, Constant):
-        return x.tensor.to(device)
+def constants_in(x: Any) -> list[Tensor]:
+    """Return the constant tensors among arguments."""
+    return [constant.tensor for constant in leaves(x, Constant)]
+
+
+def replaced(x: Any, change: Callable[[Any], Any]) -> Any:
+    """Return nested arguments with each leaf changed."""
     if isinstance(x, dict):
-        return {name: _with_tensors(part, device) for name, part in x.items()}
+        return {name: replaced(part, change) for name, part in x.items()}
     if isinstance(x, (list, tuple)) and not isinstance(x, torch.Size):
-        return type(x)(_with_tensors(part, device) for part in x)
-    return x
+        return type(x)(replaced(part, change) for part in x)
+    return change(x)
 
 
 Describe = Callable[..., Move]
@@ -214,7 +220,12 @@ def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
         others = (*args, *named.values())
         described = describe(x, *args, **named)
         if not isinstance(x, values):
-            return _of_constant(x, described)
+            raise_if(
+                not isinstance(x, Constant),
+                NoRule,
+                "a rearrangement of something else than one tensor",
+            )
+            return Constant(described(x.tensor))
         raise_if(
             depends((described.args, *described.named.values())),
             NoRule,
@@ -231,9 +242,3 @@ def _move_rule(describe: Describe, values: Any, transfer: Any) -> Any:
 
 
 _LIST_ITEM = next(describe for describe, functions, _ in _LIST if operator.getitem in functions)
-
-
-def _of_constant(x: Any, move: Move) -> Constant:
-    if not isinstance(x, Constant):
-        raise NoRule("a rearrangement of something else than one tensor")
-    return Constant(move(x.tensor))

@@ -1,21 +1,16 @@
-"""Is the traced graph the network? It runs beside the model, and what differs is looked at.
-
-The bound is one of the graph. It is the network's if the network runs that graph on every image, so
-here it is *run*. Each run has its own task:
+"""Is the traced graph the network? The bound is one of the graph. It is the network's if the network
+runs that graph on every image, so here it is *run*, beside the model, and what differs is named:
 
 - the model on an image of noise, before anything else: what a first run fills, such as a cache, is
-  filled then,
-- the trace, of the same image: the graph, and the same logits,
-- the model on a saturated image: its operations on the image and on what is made of it, with shapes
-  and numbers. No operation may return a number,
-- the graph on that image: the same operations, and the same logits to the last places. What depends
-  on the type of a tensor or on an earlier run is another value here than in the trace,
-- the model on both images in one batch: each image's logits are those of its single run, so they
-  depend neither on the batch's size, nor on the place in it, nor on the other image.
+  filled then; and the trace, of the same image: the graph, and the same logits,
+- model and graph on a saturated image: the same operations on it and on what is made of it, with
+  shapes and numbers, of which none returns a number; the same logits to the last places. What
+  depends on the type of a tensor or on an earlier run is another value here than in the trace,
+- the model on both images in one batch: each image's logits are those of its single run.
 
-Before and after, the state of the model (tensors by their content, attributes, training mode,
-hooks) and the generators of random numbers are the same. The network may surprise; it does not hide
-from its own user.
+Before and after, the state of the model (tensors, attributes, training mode, hooks) and the
+generators of random numbers are the same. The network may surprise; it does not hide from its own
+user.
 """
 
 import copy
@@ -28,18 +23,27 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import BaseTorchFunctionMode
 
 from certcli.engine.table import RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, result_of, trace_model
 from certcli.engine.tracer import Untraceable, failure_reason
-from certcli.engine.watched_run import Operation, differs, first_other_step, state_of, watch_run
+from certcli.engine.watched_run import (
+    Operation,
+    described,
+    differs,
+    first_other_step,
+    state_of,
+    watch_run,
+)
 from certcli.models.build import own_name
 
 SAME_SHAPE = 64.0
 """Units of the last place of how far logits move: the same kernels on the same numbers, of which reductions may be split
 over threads in another way. In all runs seen the difference was 0."""
+_LAST_PLACES = 8.0
+"""Units of the last place that a logit's own size may add: a constant logit is computed to
+these."""
 
 
 @contextmanager
@@ -54,19 +58,25 @@ def replayed(model: nn.Module, size: tuple[int, ...], *tables: RuleTable) -> Ite
     two images, and reading the state twice.
     """
     with torch.no_grad(), _random_states_saved():
-        images = _noise_and_saturated(model, size)
+        example = example_of(model, size)
+        generator = torch.Generator().manual_seed(20)
+        images = [noise_like(example, generator), noise_like(example, generator).round()]
         refuse_hooks(model)  # before anything runs: training mode would change statistics
         first, _ = _run_one_image(model, images[0], watch=False)
         before = state_of(model)
         traced = trace_model(model, images[0], *tables)
         yield traced
+        failure: Untraceable | None = None
         try:
             _require_same_logits(traced, model, images, first)
-        except Untraceable:
+        except Untraceable as reason:
+            failure = reason
             refuse_hooks(model)
-            _require_same_state(before, model)  # names what changes before the logits do
-            raise
-        _require_same_state(before, model)
+        changed = differs(before, state_of(model))  # which changes the logits: named first
+        if changed is not None:
+            raise Untraceable(f"{changed} changes while the network runs")
+        if failure is not None:
+            raise failure
 
 
 def _require_same_logits(
@@ -77,14 +87,13 @@ def _require_same_logits(
     for result in (logits, traced.result):
         _require_finite_logits(model, result)
     if logits.shape != traced.result.shape:
-        raise Untraceable(
-            f"the shape of the logits depends on the image: {_apart(logits, traced.result)}"
-        )
+        raise Untraceable(f"the shape of the logits depends on the image: {tuple(logits.shape)}")
+    replay, steps = _run_one_image(
+        lambda x: result_of(replace(traced, graph=traced.ran), x), images[1]
+    )
     alone = torch.cat([traced.result, logits])
-    as_it_ran = replace(traced, graph=traced.ran)
-    replay, steps = _run_one_image(lambda x: result_of(as_it_ran, x), images[1])
     if traced.ran is not traced.graph and not logits_agree(
-        result_of(traced, images[1]), replay, lambda _: movement(alone)
+        result_of(traced, images[1]), replay, alone
     ):
         raise Untraceable("the network with its operations written out is another one")
     if operations != steps:
@@ -93,9 +102,8 @@ def _require_same_logits(
     last_places = SAME_SHAPE * torch.finfo(logits.dtype).eps * movement(alone)
     for ran, of_graph in ((logits, replay), (first, traced.result)):
         if not close(ran, of_graph, last_places):
-            raise Untraceable(
-                f"the traced graph returns other logits than the network: {_apart(ran, of_graph)}"
-            )
+            apart = _apart(ran, of_graph)
+            raise Untraceable(f"the traced graph returns other logits than the network: {apart}")
     _require_same_in_a_batch(model, images, alone)
 
 
@@ -103,18 +111,8 @@ def _require_finite_logits(model: nn.Module, logits: Tensor) -> None:
     if not torch.isfinite(logits).all():
         tensors = [*model.named_parameters(), *model.named_buffers()]
         wrong = next((name for name, tensor in tensors if not torch.isfinite(tensor).all()), None)
-        cause = (
-            "" if wrong is None else f": '{own_name(model, wrong)}' holds infinite numbers or NaN"
-        )
+        cause = f": '{own_name(model, wrong)}' holds infinite numbers or NaN" if wrong else ""
         raise Untraceable(f"the logits of a random image are not finite{cause}")
-
-
-def _noise_and_saturated(model: nn.Module, size: tuple[int, ...]) -> list[Tensor]:
-    """Noise, and a saturated image; the first two of a fixed generator."""
-    example = example_of(model, size)
-    generator = torch.Generator().manual_seed(20)
-    noise = [noise_like(example, generator) for _ in range(2)]
-    return [noise[0], noise[1].round()]
 
 
 def noise_like(example: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -135,9 +133,8 @@ def _run_one_image(
     except Untraceable:
         raise
     except Exception as failure:
-        raise Untraceable(
-            f"the network does not run on one image ({failure_reason(failure)})"
-        ) from failure
+        reason = failure_reason(failure)
+        raise Untraceable(f"the network does not run on one image ({reason})") from failure
     if not isinstance(result, Tensor):
         raise Untraceable("the network returns something other than one tensor of logits")
     if not result.dim():
@@ -166,67 +163,49 @@ def _require_same_in_a_batch(model: nn.Module, images: list[Tensor], alone: Tens
         raise Untraceable(f"the logits of an image depend on its batch: {_apart(together, alone)}")
 
 
+@torch.no_grad()
 def _agrees_in_float64(
     model: nn.Module, images: list[Tensor], together: Tensor, alone: Tensor
 ) -> bool:
     """Tell whether a difference is the rounding of a narrow precision: in float64 it is gone.
 
-    Logits that hardly move, of an untrained network, differ by the rounding of what they cancel.
+    Logits that hardly move, of an untrained network, differ by what they cancel.
     """
-    if alone.dtype == torch.float64:
-        return False
     rounding = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
-    if not close(together, alone, rounding):
+    if alone.dtype == torch.float64 or not close(together, alone, rounding):
         return False
     wide = copy.deepcopy(model).double()
-    with torch.no_grad():
-        singles = torch.cat([wide(image.double()) for image in images])
-        return logits_agree(wide(torch.cat(images).double()), singles)
+    singles = torch.cat([wide(image.double()) for image in images])
+    return logits_agree(wide(torch.cat(images).double()), singles)
 
 
-def logits_agree(
-    together: Tensor, alone: Tensor, moves: Callable[[Tensor], float] | None = None
-) -> bool:
-    """Tell whether a batch's logits (n, k) are those of each image alone, up to kernels' rounding.
+def logits_agree(one: Tensor, other: Tensor, rows: Tensor | None = None) -> bool:
+    """Tell whether logits are the same up to kernels' rounding: sqrt(eps) of how far those of
+    `rows`, by default of the other, move from image to image.
 
-    sqrt(eps) of how far logits move from image to image (`movement` where no other measure is
-    given): above the rounding of other kernels, below what a network does that mixes images.
+    That is above the rounding of other kernels, below what a network does that mixes images.
     Relative to the size of logits, one large constant logit would hide a vote.
     """
-    scale = (moves or movement)(alone)
-    return close(together, alone, torch.finfo(alone.dtype).eps ** 0.5 * scale)
+    scale = movement(other if rows is None else rows)
+    return close(one, other, torch.finfo(other.dtype).eps ** 0.5 * scale)
 
 
 def movement(logits: Tensor) -> float:
-    """Return how far each image's two largest logits move between images: (n, ...) -> ()."""
-    flat = logits.reshape(len(logits), -1)
-    if flat.shape[1] == 0:
-        return 0.0
-    deciding = flat.topk(min(2, flat.shape[1]), dim=1).indices.flatten().unique()
-    moves = flat.amax(0) - flat.amin(0)
-    return float(moves[deciding].max())
-
-
-def movement_of_margins(logits: Tensor) -> float:
     """Return how far the logits that decide move between an image and the next, beside each other:
-    the median, (n, k) -> ().
+    the median, (n, ...) -> ().
 
     These are the two largest of both images, less the mean of the two largest of their image: a
     number added to all logits moves nothing. A single image in which they move far is no scale for
     the others.
     """
-    if logits.shape[1] < 2 or len(logits) < 2:
+    flat = logits.flatten(1)
+    if len(flat) < 2 or not flat.shape[1]:
         return 0.0
-    top = logits.topk(2, dim=1)
-    centred = logits - top.values.mean(1, keepdim=True)
+    top = flat.topk(min(2, flat.shape[1]), dim=1)
+    centred = flat - top.values.mean(1, keepdim=True) if flat.shape[1] > 1 else flat
     moves = (centred - centred.roll(-1, 0)).abs()
     deciding = torch.cat([top.indices, top.indices.roll(-1, 0)], dim=1)
     return float(moves.gather(1, deciding).amax(1).median())
-
-
-_LAST_PLACES = 8.0
-"""Units of the last place that a logit's own size may add: a constant logit is computed to
-these."""
 
 
 def close(a: Tensor, b: Tensor, tolerance: Tensor | float) -> bool:
@@ -243,58 +222,26 @@ def _apart(a: Tensor, b: Tensor) -> str:
     return f"they differ by {float((a - b).abs().max()):.3g}"
 
 
-def _require_same_state(before: dict[str, Any], model: nn.Module) -> None:
-    name = differs(before, state_of(model))
-    if name is not None:
-        raise Untraceable(f"{name} changes while the network runs")
-
-
-_GENERATORS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (random.getstate, random.setstate),
-    (np.random.get_state, np.random.set_state),
-    (
-        lambda: torch.get_rng_state().tolist(),
-        lambda state: torch.set_rng_state(torch.tensor(state, dtype=torch.uint8)),
-    ),
-    (
-        lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
-        lambda states: torch.cuda.set_rng_state_all(states) if states else None,
-    ),
-)
-"""How the state of each generator that a process shares is read and written."""
-
-
 @contextmanager
 def _random_states_saved() -> Iterator[None]:
-    """Untraceable where the body draws from shared generators, which are restored."""
-    saved = [read() for read, _ in _GENERATORS]
+    """Untraceable where the body draws from generators that a process shares, which are restored."""
+    on_gpus = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    generators: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (random.getstate, random.setstate),
+        (np.random.get_state, np.random.set_state),
+        *((one.get_state, one.set_state) for one in (torch.default_generator, *on_gpus)),
+    ]
+    saved = [read() for read, _ in generators]
     failure: Untraceable | None = None
     try:
         yield
     except Untraceable as reason:
         failure = reason
     finally:
-        drawn = [repr(read()) for read, _ in _GENERATORS] != list(map(repr, saved))
-        for (_, write), state in zip(_GENERATORS, saved, strict=True):
+        drawn = described([read() for read, _ in generators]) != described(saved)
+        for (_, write), state in zip(generators, saved, strict=True):
             write(state)
     if drawn:
         failure = Untraceable("the network draws random numbers")
     if failure is not None:
         raise failure
-
-
-@contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Fused kernels are written out in operations; convolutions are sums of products."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)

@@ -15,7 +15,7 @@ it.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -25,49 +25,45 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 Names = dict[str, tuple[Any, CodeType | None]]
-
-
-def _callables(space: Mapping[str, Any]) -> Names:
-    """Return the functions of a class or module by name, each with its code: None for C
-    functions."""
-    names: Names = {}
-    for name, value in list(space.items()):
-        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-        if callable(inner):
-            names[name] = value, getattr(inner, "__code__", None)
-    return names
-
-
 _TORCH = {*dir(torch._C._VariableFunctions), *torch.functional.__all__}
 _BEFORE_FORWARD = ("__init__", "__setstate__")
 """What makes or copies a module, and no forward: torch replaces both itself when something is
 compiled."""
 
 
+def _callables(*spaces: Mapping[str, Any]) -> Names:
+    """Return the functions of classes or modules by name, the last of each, with their code: None
+    for C functions."""
+    names: Names = {}
+    for name, value in [pair for space in spaces for pair in space.items()]:
+        inner = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+        if callable(inner):
+            names[name] = value, getattr(inner, "__code__", None)
+    return names
+
+
 def _library_functions() -> dict[str, Names]:
     """Return torch's functions and methods, unbound, by the name of their owner."""
     of_torch = {name: value for name, value in vars(torch).items() if name in _TORCH}
-    of_tensors = {
-        name: value for base in reversed(Tensor.__mro__) for name, value in vars(base).items()
-    }
     of_modules = {
         name: value for name, value in vars(nn.Module).items() if name not in _BEFORE_FORWARD
     }
-    spaces = {"torch": of_torch, "torch.nn.functional": vars(functional)}
-    spaces |= {"torch.Tensor": of_tensors, "torch.nn.Module": of_modules}
-    return {owner: _callables(space) for owner, space in spaces.items()}
-
-
-def _is_foreign(function: Any) -> bool:
-    """Tell whether a function is neither torch's nor Python's own: it was replaced before."""
-    if type(function) is not FunctionType:
-        return False
-    top = str(function.__module__).partition(".")[0]
-    return top not in ("torch", "typing_extensions") and top not in sys.stdlib_module_names
+    return {
+        "torch": _callables(of_torch),
+        "torch.nn.functional": _callables(vars(functional)),
+        "torch.Tensor": _callables(*map(vars, reversed(Tensor.__mro__))),
+        "torch.nn.Module": _callables(of_modules),
+    }
 
 
 _PINNED = _library_functions()
+_PYTHON = sys.stdlib_module_names | {"typing_extensions", "torch"}
 _CLASSES: dict[type, list[Names]] = {}
+
+
+def _is_of(function: Any, libraries: Collection[str]) -> bool:
+    """Tell whether a function is one of these libraries', or C's: it was not replaced before."""
+    return type(function) is not FunctionType or function.__module__.split(".")[0] in libraries
 
 
 def patched_function() -> str | None:
@@ -75,38 +71,20 @@ def patched_function() -> str | None:
     now = _library_functions()
     for owner, names in _PINNED.items():
         for name, pinned in names.items():
-            if now[owner].get(name) != pinned or _is_foreign(pinned[0]):
+            if now[owner].get(name) != pinned or not _is_of(pinned[0], _PYTHON):
                 return f"{owner}.{name}"
     return None
 
 
-def _as_it_is(kind: type[nn.Module]) -> list[Names]:
-    """Return the methods of a class and its bases, and the functions of the modules they stand
-    in."""
+def unchanged(kind: type[nn.Module]) -> bool:
+    """Tell whether the class, its bases and the functions of the modules they stand in are as they
+    were at the first call, and its forward its library's own."""
     bases = [base for base in kind.__mro__ if base not in (nn.Module, object)]
     modules = dict.fromkeys(base.__module__ for base in bases)
-    spaces = [
-        *map(vars, bases),
-        *(vars(sys.modules[name]) for name in modules if name in sys.modules),
-    ]
-    return [_callables(space) for space in spaces]
-
-
-def pin(kind: type[nn.Module]) -> None:
-    """Remember the code of this class as it is now."""
-    _CLASSES.setdefault(kind, _as_it_is(kind))
-
-
-def unchanged(kind: type[nn.Module]) -> bool:
-    """Tell whether the class runs its pinned code, and that is its library's own."""
-    now = _as_it_is(kind)
-    if _CLASSES.setdefault(kind, now) != now:
-        return False
-    libraries = (kind.__module__.partition(".")[0], "torch")
-    forward = getattr(kind, "forward", None)
-    return (
-        not isinstance(forward, FunctionType) or forward.__module__.partition(".")[0] in libraries
-    )
+    spaces = [*bases, *(sys.modules[name] for name in modules if name in sys.modules)]
+    now = [_callables(vars(space)) for space in spaces]
+    libraries = kind.__module__.split(".")[0], "torch"
+    return _CLASSES.setdefault(kind, now) == now and _is_of(kind.forward, libraries)
 
 
 Rule = Callable[..., Any]
@@ -151,14 +129,22 @@ class RuleTable:
         self.settlers: dict[type, Rule] = {}
 
     def module(
-        self, *kinds: type[nn.Module], when: Callable[[Any], bool] = lambda module: True
+        self,
+        *kinds: type[nn.Module],
+        when: Callable[[Any], bool] = lambda module: True,
+        attributes: tuple[str, ...] = (),
     ) -> Register:
-        """Register a rule for modules of these types where `when` holds; trace others."""
+        """Register a rule for modules of these types where `when` holds; trace others.
+
+        Args:
+            attributes: The rule is a function's, and is called with these of the module.
+        """
 
         def register(rule: Rule) -> Rule:
+            of_module = with_attributes(rule, *attributes) if attributes else rule
             for kind in kinds:
-                pin(kind)
-                self.modules[kind] = ModuleRule(kind, rule, when)
+                unchanged(kind)  # from here on
+                self.modules[kind] = ModuleRule(kind, of_module, when)
             return rule
 
         return register

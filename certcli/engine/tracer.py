@@ -7,7 +7,7 @@ refused, because the graph would not show the change.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from operator import iadd, ifloordiv, imatmul, imul, ipow, isub, itruediv
 from typing import Any
@@ -30,9 +30,6 @@ _STATIC_METHODS = frozenset(
 _SHAPE_ONLY = frozenset(
     ("new_zeros", "new_ones", "new_full", torch.zeros_like, torch.ones_like, torch.full_like)
 )
-
-_PLAIN = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device))
-"""Types of most arguments, which hold no tensor and are no node: looked for first."""
 
 
 class Untraceable(Exception):
@@ -103,25 +100,19 @@ class Proxy(fx.Proxy):
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors in a nested value; proxies are none."""
-    if type(value) in _PLAIN:
-        return []
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [tensor for item in value for tensor in tensors_in(item)]
-    if isinstance(value, Mapping):
-        return [tensor for item in value.values() for tensor in tensors_in(item)]
-    return []
+    return [part for part in _leaves_in(value) if isinstance(part, Tensor)]
+
+
+def _leaves_in(value: Any) -> list[Any]:
+    """Return what tuples, lists, slices and dictionaries of any class hold; torch's own trees know
+    neither slices nor subclasses."""
+    leaves: list[Any] = []
+    fx.node.map_aggregate(value, leaves.append)
+    return leaves
 
 
 def _holds_proxy(value: Any) -> bool:
-    if type(value) in _PLAIN:
-        return False
-    if isinstance(value, fx.Proxy):
-        return True
-    if isinstance(value, Mapping):
-        return any(_holds_proxy(item) for item in value.values())
-    return isinstance(value, (tuple, list)) and any(_holds_proxy(item) for item in value)
+    return any(isinstance(part, fx.Proxy) for part in _leaves_in(value))
 
 
 @dataclass
@@ -164,8 +155,6 @@ class Tracer(fx.Tracer):
         return Proxy(node, self)
 
     def create_arg(self, a: Any) -> Any:
-        if type(a) in _PLAIN:
-            return a
         if isinstance(a, fx.Proxy):
             if not self.state.recording and type(a) is Proxy:
                 # the network's result, refused like any tensor that was overwritten
@@ -300,24 +289,14 @@ class Tracer(fx.Tracer):
         return value
 
     def _concrete(self, value: Any) -> Any:
-        if type(value) is Proxy:
-            if value.versions != tuple(tensor._version for tensor in tensors_in(value.value)):
-                raise self.refusal(
-                    f"{self._where()}: uses a tensor after it was overwritten in place"
-                )
-            return value.value
-        if isinstance(value, tuple):
-            items = [self._concrete(item) for item in value]
-            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
-        if isinstance(value, list):
-            return [self._concrete(item) for item in value]
-        if isinstance(value, dict):
-            return {key: self._concrete(item) for key, item in value.items()}
-        if isinstance(value, slice):
-            return slice(
-                self._concrete(value.start), self._concrete(value.stop), self._concrete(value.step)
-            )
-        return value
+        return fx.node.map_aggregate(value, self._value_of)
+
+    def _value_of(self, part: Any) -> Any:
+        if type(part) is not Proxy:
+            return part
+        if part.versions != tuple(tensor._version for tensor in tensors_in(part.value)):
+            raise self.refusal(f"{self._where()}: uses a tensor after it was overwritten in place")
+        return part.value
 
     def _where(self) -> str:
         return self.state.stack[-1] if self.state.stack and self.state.stack[-1] else "the network"

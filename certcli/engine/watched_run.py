@@ -9,11 +9,10 @@ same ones, and a NaN goes through each of `FAITHFUL`. NaN in some images then co
 these images have any influence.
 """
 
-import inspect
 import random
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import combinations, islice, zip_longest
 from math import comb
 from types import ModuleType
@@ -29,10 +28,8 @@ from certcli.engine.tracer import Untraceable, tensors_in
 from certcli.models.build import own_name
 from certcli.system.torch_modes import OperationMode
 
-_DEPTH = 4
-"""Depth to which containers and objects in attributes are followed; below it an object counts by
-its identity."""
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size, torch.device, range)
+_CODE = (nn.Module, ModuleType, type)
 _TITLES = {"training": "the training mode", "_forward_hooks": "a forward hook"}
 
 
@@ -43,45 +40,40 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         where = own_name(model, path) if path else ""
         for name, value in vars(module).items():
             parts = value if name in ("_parameters", "_buffers", "_modules") else {name: value}
-            for inner, item in parts.items():
-                description[f"{where}.{inner}"] = _described_value(item, _DEPTH)
+            description |= {f"{where}.{inner}": described(item) for inner, item in parts.items()}
     return description
 
 
 def differs(before: dict[str, Any], after: dict[str, Any]) -> str | None:
     """Return the first name whose value changed, came or went, in words; None for equal states."""
     for name in before | after:
-        if before.get(name, _described_value) != after.get(name, _described_value):
+        if before.get(name, described) != after.get(name, described):
             place, _, attribute = name.rpartition(".")
             shown = _TITLES.get(attribute, f"'{attribute}'")
             return f"{shown} of {place}" if place else shown
     return None
 
 
-def _described_value(value: Any, depth: int) -> Any:
-    """Describe a value: numbers and texts, tensors and generators by content, containers and objects
-    by what they hold; classes, functions and modules by identity.
-    """
-    kind = type(value)
+def described(value: Any, depth: int = 4) -> Any:
+    """Describe a value by its content, containers and objects by what they hold to this depth;
+    classes and modules by identity."""
     if value is None or isinstance(value, _PLAIN):
-        return kind, repr(value)
+        return type(value), repr(value)
     if isinstance(value, Tensor):
-        return id(value), value.shape, value.dtype, 0 if value.is_meta else tensor_checksum(value)
+        return value.shape, value.dtype, 0 if value.is_meta else tensor_checksum(value)
     if isinstance(value, np.ndarray):
-        return id(value), zlib.crc32(value.tobytes())
-    if isinstance(value, (random.Random, torch.Generator)):
-        state = value.getstate() if isinstance(value, random.Random) else value.get_state().tolist()
-        return id(value), state
-    is_code = isinstance(value, (nn.Module, ModuleType, type)) or inspect.isroutine(value)
-    if is_code or depth == 0:
+        return value.shape, value.dtype, zlib.crc32(value.tobytes())
+    if isinstance(value, random.Random):
+        return described(value.getstate())
+    if isinstance(value, torch.Generator):
+        return described(value.get_state())
+    if isinstance(value, _CODE) or depth == 0:
         return id(value)
     if isinstance(value, dict):
-        return kind, [(repr(key), _described_value(item, depth - 1)) for key, item in value.items()]
-    if isinstance(value, (tuple, list, deque)):
-        return kind, [_described_value(item, depth - 1) for item in value]
-    if isinstance(value, (set, frozenset)):
-        return kind, sorted(repr(_described_value(item, depth - 1)) for item in value)
-    return id(value), _described_value(getattr(value, "__dict__", None), depth - 1)
+        return [(repr(key), described(item, depth - 1)) for key, item in value.items()]
+    if isinstance(value, (tuple, list, deque, set, frozenset)):
+        return type(value), [described(item, depth - 1) for item in value]
+    return id(value), described(getattr(value, "__dict__", None), depth - 1)
 
 
 def tensor_checksum(tensor: Tensor) -> int:
@@ -97,13 +89,14 @@ _FROM_SHAPE = frozenset(
 
 
 class Operation(NamedTuple):
-    """One operation on the image or on what is made of it: the dtype of its first result, and
-    its numbers and shapes in words.
-    """
+    """One operation on what is made of the image: its first result's dtype; all of it in words."""
 
     name: str
     dtype: torch.dtype | None
     text: str
+
+    def __str__(self) -> str:
+        return self.text
 
 
 class _Follow(OperationMode):
@@ -126,17 +119,14 @@ class _Follow(OperationMode):
             return result
         tensors = tensors_in(result)
         if not tensors and result is not None:
-            self.reads = Untraceable(
-                f"the network reads a tensor's value back into Python ({name})"
-            )
+            self.reads = Untraceable(f"the network reads a tensor's value into Python ({name})")
             raise self.reads
         numbers = tuple(value for value in args if isinstance(value, (bool, int, float)))
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         dtype = tensors[0].dtype if tensors else None
         text = f"{name}{numbers or ''} to {shapes or 'nothing'} of {dtype}"
         self.operations.append(Operation(name, dtype, text))
-        for tensor in tensors:
-            self.known[tensor] = None
+        self.known.update(dict.fromkeys(tensors))
         return result
 
 
@@ -151,11 +141,11 @@ def watch_run(function: Callable[[Tensor], Any], image: Tensor) -> tuple[Any, li
     return result, follow.operations
 
 
-def first_other_step(ran: list[Operation], traced: list[Operation]) -> str:
+def first_other_step(ran: Sequence[object], traced: Sequence[object]) -> str:
     """Say where two runs part."""
-    steps = enumerate(zip_longest(ran, traced, fillvalue=Operation("", None, "nothing")), 1)
+    steps = enumerate(zip_longest(ran, traced, fillvalue="nothing"), 1)
     number, (one, other) = next(step for step in steps if step[1][0] != step[1][1])
-    return f"step {number} is {one.text}, in the trace {other.text}"
+    return f"step {number} is {one}, in the trace {other}"
 
 
 FAITHFUL = frozenset(

@@ -19,9 +19,8 @@ from certcli.checkpoint.schema import (
     Upper,
     convert_json,
 )
-from certcli.evaluation.radii import MOST_IMAGES, Norm
 from certcli.evaluation.record_lines import Draws, JudgedImages, Length, PatchKey, PatchOptions
-from certcli.evaluation.threat import Kind, Patch, Threat
+from certcli.evaluation.threat import MOST_IMAGES, Kind, Norm, Patch, Threat
 from certcli.system.errors import Refused
 
 MOST_RADII = 256

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from certcli.evaluation.radii import percent_ends, proven_percent
+from certcli.evaluation.threat import percent_ends, proven_percent
 from certcli.system.errors import DataError
 
 Interval = tuple[float, float]

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from certcli.evaluation.radii import Norm, require_norm, require_radii
-from certcli.evaluation.threat import Patch
+from certcli.evaluation.threat import Norm, Patch, require_norm, require_radii
 from certcli.system.errors import UsageError
 
 

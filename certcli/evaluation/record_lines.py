@@ -24,8 +24,8 @@ from certcli.checkpoint.schema import (
     decode_json,
     require_bounded_json,
 )
-from certcli.evaluation import intervals, threat
-from certcli.evaluation.radii import LARGEST, MOST_IMAGES, Norm
+from certcli.evaluation import intervals
+from certcli.evaluation.threat import LARGEST, MOST_IMAGES, Kind, Norm
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, Refused
 
@@ -76,7 +76,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     checkpoint: Digest
     dataset: JudgedImages
     method: Name | list[list[Text]]
-    norm: threat.Kind | list[Norm]
+    norm: Kind | list[Norm]
     radii: list[list[Length]] = []
     parameters: Json = {}
     network: Json = {}

@@ -263,15 +263,6 @@ def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
         )
 
 
-def require_share(share: float, option: str) -> float:
-    """A gate is a share: UsageError for 90, nan and the like, which always or never hold."""
-    if not 0 <= share <= 1:
-        raise UsageError(
-            f"{option} {share:g} is no share", f"{option} 0.9 demands 90 % of the images"
-        )
-    return share
-
-
 FEW = 16
 USUAL = 0.02
 ENOUGH = 128

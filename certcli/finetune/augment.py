@@ -20,7 +20,7 @@ from torch.nn.functional import affine_grid, cross_entropy, grid_sample, interpo
 from torchvision.transforms import v2
 
 from certcli.evaluation.perturbation import Region
-from certcli.finetune.augmentations import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
+from certcli.finetune.option_texts import BANDS, CUTOUT, JITTER, SQUARES, jitter_reach
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import transform_each
 from certcli.models.pixels import AUTO, PixelModel, band_views, seen_part, square_views

@@ -7,22 +7,23 @@ proves the bound at the end.
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from certcli.checkpoint.schema import TrainingFields
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, Untraceable
 from certcli.finetune.losses import NEEDS_CHAIN, NEEDS_PAIRS
-from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.bounds import ChainBound
 from certcli.finetune.objective import Objective, Teacher
+from certcli.finetune.option_texts import share_done
 from certcli.finetune.penalties import RAMP
-from certcli.finetune.rates import share_done
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.state import TrainingState
-from certcli.finetune.step import Average, Descent, Diverged, Rates, make_optimisers, of_shape
+from certcli.finetune.state import TrainingState, optimiser_parts
+from certcli.finetune.step import Average, Descent, Diverged, make_optimisers, of_shape
 from certcli.finetune.stiefel import orthogonal_parameters, orthogonalise, retract
 from certcli.finetune.validation import Quality, Validation, enclosure_of
 from certcli.images.labelled import Images
@@ -34,6 +35,7 @@ from certcli.system.errors import (
     DataError,
     NoBoundError,
     one_line,
+    raise_if,
 )
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
@@ -47,39 +49,29 @@ RETRACTIONS = 6
 epoch may be the best."""
 
 
-@dataclass(frozen=True)
-class Epoch:
-    """One epoch: mean training loss, validation clean accuracy, and the share certified *by the
-    estimate*.
-
-    Attributes:
-        masked: accuracy where a part of each validation image is seen, of runs that train on parts.
-        noisy: accuracy under the noise of the training, of runs under noise.
-    """
+@dataclass(frozen=True, kw_only=True)
+class Epoch(Quality):
+    """One epoch: its mean training loss, and the quality of the weights at its end."""
 
     epoch: int
     step: int
     loss: float
-    clean: float
-    certified_estimate: float | None
     lr: float
     images_per_second: float
-    norm_estimate: float | None
     best: bool
-    masked: float | None = None
-    noisy: float | None = None
 
 
 def require_labels(images: Images, classes: int) -> None:
     """Raise DataError where a label is outside the classes 0 to `classes` - 1."""
-    low = int(images.labels.min())
-    high = int(images.labels.max())
-    if low < 0 or high >= classes:
-        raise DataError(
-            f"label {low if low < 0 else high} of {images.name} ({images.split}) is outside the network's "
-            f"{classes} classes",
-            "use the dataset that the network was made for",
-        )
+    labels = images.labels
+    outside = labels[(labels < 0) | (labels >= classes)].tolist()
+    raise_if(
+        outside,
+        DataError,
+        f"label {min(outside, default=0)} of {images.name} ({images.split}) is outside the network's "
+        f"{classes} classes",
+        "use the dataset that the network was made for",
+    )
 
 
 class Trainer:
@@ -132,22 +124,17 @@ class Trainer:
                     "adapt the network first (`certvit adapt`), or train with --loss ce",
                 ) from reason
         self.optimisers = make_optimisers(model.parameters(), self.orthogonal, settings)
-        self.rates = Rates(self.optimisers, settings)
-        drop = settings.loss == "local-lip"
-        self.chain = (
-            ChainBound(model, lambda: self.arithmetic, drop=drop)
-            if settings.loss in NEEDS_CHAIN
-            else None
-        )
-        self.enclosure = enclosure_of(model, settings)
+        chain: ChainBound | None = None
+        if settings.loss in NEEDS_CHAIN:
+            drop = settings.loss == "local-lip"
+            chain = ChainBound(model, lambda: self.arithmetic, drop=drop)
+        enclosure = enclosure_of(model, settings)
         # the run's own generator draws the order of the images, the same in all processes
         draws = torch.Generator() if team.several else self.generator
-        self.objective = Objective(
-            model, settings, draws, teacher, self.chain, denoiser, self.enclosure
-        )
+        self.objective = Objective(model, settings, draws, teacher, chain, denoiser, enclosure)
         self.descent = Descent(model, settings, self.objective, self.optimisers, self.pairs, team)
         self.average = Average(model.net, settings.ema) if settings.ema > 0 else None
-        self.validation = Validation(self.objective, self.enclosure, team)
+        self.validation = Validation(self.objective, enclosure, team)
         self.best_net = self._net_state()
 
     def _arithmetic(self, iterations: int = 1) -> TrainableArithmetic:
@@ -210,9 +197,13 @@ class Trainer:
             with torch.no_grad():
                 for weight in self.orthogonal:
                     retract(weight, RETRACTIONS)
-            self._require_finite_weights()
+            for name, value in self.model.net.state_dict().items():
+                finite = not value.is_floating_point() or bool(torch.isfinite(value).all())
+                message = f"the weights '{name}' became NaN or infinite by step {self.step}"
+                raise_if(not finite, Diverged, message)
             elapsed = time.perf_counter() - started
-            rising = self._is_rising(total)
+            penalised = settings.enclosure_penalty is not None  # its weight is still on its way up
+            rising = penalised and share_done(self.step, total, self.changes) <= RAMP
             quality, net = self.evaluate(validation, encloses=not rising)
             top = max(self.best, quality.score)
             improved = quality.score >= top - self.validation.tolerance(top, validation)
@@ -226,30 +217,14 @@ class Trainer:
                 epoch=self.epoch,
                 step=self.step,
                 loss=losses / (self.step - before),
-                clean=quality.clean,
-                certified_estimate=quality.certified,
                 lr=self.optimisers[0].param_groups[0]["lr"],
                 images_per_second=count / elapsed,
-                norm_estimate=quality.norm,
                 best=improved,
-                masked=quality.masked,
-                noisy=quality.noisy,
+                **vars(quality),
             )
-
-    def _is_rising(self, total: int) -> bool:
-        """Whether the weight of the enclosure penalty is still on its way up."""
-        share = share_done(self.step, total, self.changes)
-        return self.settings.enclosure_penalty is not None and share <= RAMP
-
-    def _require_finite_weights(self) -> None:
-        """Raise Diverged with the name of the first weight that is not finite."""
-        for name, value in self.model.net.state_dict().items():
-            if value.is_floating_point() and not torch.isfinite(value).all():
-                raise Diverged(f"the weights '{name}' became NaN or infinite by step {self.step}")
 
     def learn(self, train: Images, positions: Tensor, share: float) -> float:
         """Make one optimiser step at a share of the schedule, and return its loss."""
-        self.rates.set(share)
         where = f"step {self.step} (epoch {self.epoch + 1})"
         loss = self.descent.step(train, positions, share, where, self.step)
         if self.average is not None:
@@ -264,26 +239,25 @@ class Trainer:
         Args:
             encloses: judge runs for local certificates by an enclosure, too.
         """
-        with torch.no_grad(), fast_products(self.model):
-            if self.average is None:
-                return self._quality(images, encloses), self._net_state()
-            with self.average.applied(self.model.net, self.orthogonal):
-                live = self.arithmetic
+        live = self.arithmetic
+        with torch.no_grad(), fast_products(self.model), self._averaged():
+            if self.average is not None:
                 self.arithmetic = self._arithmetic(AVERAGE_ITERATIONS)
                 self.arithmetic.vectors = dict(live.vectors)
-                try:
-                    return self._quality(images, encloses), self._net_state()
-                finally:
-                    self.arithmetic = live
+            try:
+                return self.validation.quality(images, self.pairs(), encloses), self._net_state()
+            finally:
+                self.arithmetic = live
 
-    def _quality(self, images: Images, encloses: bool) -> Quality:
-        return self.validation.quality(images, self.pairs(), encloses)
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Let the network have the average of its weights, where there is one."""
+        if self.average is None:
+            return nullcontext()
+        return self.average.applied(self.model.net, self.orthogonal)
 
     def last_net(self) -> dict[str, Tensor]:
         """Return the present weights, or their average where there is one."""
-        if self.average is None:
-            return self._net_state()
-        with self.average.applied(self.model.net, self.orthogonal):
+        with self._averaged():
             return self._net_state()
 
     def change_plan(self, train: Images, steps: int) -> None:
@@ -299,10 +273,20 @@ class Trainer:
 
     def state(self) -> TrainingState:
         """Return everything that the next epoch depends on."""
-        parts: dict[str, dict[str, Any]] = {**self.descent.state()}
+        parts = self.descent.state()
         if self.average is not None:
             parts["average"] = self.average.state()
-        return TrainingState(
+        structure, tensors = optimiser_parts(self.optimisers)
+        tensors["generator"] = self.generator.get_state()
+        groups = {
+            "net": self._net_state(),
+            "best": self.best_net,
+            "vector": {key: value.detach().cpu() for key, value in self.arithmetic.vectors.items()},
+            **{f"part.{name}": values for name, values in parts.items()},
+        }
+        for prefix, values in groups.items():
+            tensors |= {f"{prefix}.{name}": value for name, value in values.items()}
+        about = TrainingFields(
             identity=self.identity,
             epoch=self.epoch,
             step=self.step,
@@ -311,36 +295,38 @@ class Trainer:
             steps=self.settings.steps,
             validation_limit=self.settings.validation_limit,
             changes=list(self.changes),
-            net=self._net_state(),
-            best_net=self.best_net,
-            optimisers=[each.state_dict() for each in self.optimisers],
-            vectors={name: value.detach().cpu() for name, value in self.arithmetic.vectors.items()},
-            generator=self.generator.get_state(),
-            parts=parts,
+            optimisers=structure,
+            parts=sorted(parts),
+            digest="",
         )
+        return TrainingState(about, tensors)
 
     def restore(self, state: TrainingState) -> None:
         """Continue after `state`, bit for bit on a CPU. CheckpointError: another network's."""
-        current = self.model.net.state_dict()
+        about = state.about
         try:
             self.settings = replace(
-                self.settings, steps=state.steps, validation_limit=state.validation_limit
+                self.settings, steps=about.steps, validation_limit=about.validation_limit
             )
-            self.epoch, self.step, self.changes = state.epoch, state.step, list(state.changes)
-            best = {name: of_shape(value, state.best_net[name]) for name, value in current.items()}
-            self.best, self.best_epoch, self.best_net = state.best, state.best_epoch, best
-            for name, value in current.items():
-                value.copy_(of_shape(value, state.net[name]))
-            for optimiser, stored in zip(self.optimisers, state.optimisers, strict=True):
-                optimiser.load_state_dict(stored)
+            self.epoch, self.step, self.changes = about.epoch, about.step, list(about.changes)
+            self.best = about.best
+            self.best_epoch = about.best_epoch
+            best = state.under("best.")
+            net = state.under("net.")
+            for name, value in self.model.net.state_dict().items():
+                self.best_net[name] = of_shape(value, best[name])
+                value.copy_(of_shape(value, net[name]))
+            for number, optimiser in enumerate(self.optimisers):
+                optimiser.load_state_dict(state.optimiser(number))
             self.arithmetic.vectors = {
-                name: value.to(self.device) for name, value in state.vectors.items()
+                name: value.to(self.device) for name, value in state.under("vector.").items()
             }
-            self.generator.set_state(state.generator)
-            self.descent.load(state.parts)
+            self.generator.set_state(state.tensors["generator"].to(torch.uint8))
+            if self.descent.penalty is not None:
+                self.descent.penalty.vectors = state.under("part.penalty.")
             if self.average is not None:
-                self.average.load(state.parts["average"])
-        except (KeyError, RuntimeError, TypeError, ValueError) as failure:
+                self.average.load(state.under("part.average."))
+        except (LookupError, RuntimeError, TypeError, ValueError) as failure:
             raise CheckpointError(
                 f"the state does not fit this run ({one_line(failure)})", "drop --resume"
             ) from failure

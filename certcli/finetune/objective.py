@@ -1,7 +1,7 @@
 """Turn training images into the loss: augmentation, attack, forward pass, loss, distillation."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -11,14 +11,14 @@ from torch.nn.functional import cross_entropy, kl_div, log_softmax, softmax
 from certcli.checkpoint.record import Record
 from certcli.finetune.augment import Adversary, Hiding, augment_batch
 from certcli.finetune.losses import LOSSES, NEEDS_ENCLOSURE
-from certcli.finetune.losses.chain import ChainBound
+from certcli.finetune.losses.bounds import ChainBound
 from certcli.finetune.losses.local import LocalEnclosure
 from certcli.finetune.penalties import RAMP, EnclosurePenalty
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.datasets import imagenet_indices, resizer
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 TAUGHT = 0.5
 """Weight of the teacher in the loss."""
@@ -45,15 +45,16 @@ class Teacher:
     ) -> None:
         self.model = model
         self.outputs = None
-        notes = []
         self.fit, resized = resizer(tuple(student.input.size), record.input)
-        if student.input.size[0] not in (1, record.input.size[0]) and record.input.size[0] != 1:
-            raise ArchitectureError(
-                f"the teacher takes {record.input.size[0]} channels, the network {student.input.size[0]}",
-                "choose a teacher for the same images",
-            )
-        if resized:
-            notes.append(resized)
+        taken = record.input.size[0]
+        there = student.input.size[0]
+        raise_if(
+            taken != 1 and there not in (1, taken),
+            ArchitectureError,
+            f"the teacher takes {taken} channels, the network {there}",
+            "choose a teacher for the same images",
+        )
+        self.note = resized
         if record.classes != student.classes:
             indices = imagenet_indices(classes) if record.classes == 1000 else None
             if indices is None or len(indices) != student.classes:
@@ -62,8 +63,8 @@ class Teacher:
                     "choose a teacher for the same classes; one of ImageNet teaches folders named by synsets",
                 )
             self.outputs = indices.to(next(model.parameters()).device)
-            notes.append(f"{len(indices)} of its 1,000 classes count")
-        self.note = "; ".join(notes)
+            count = f"{len(indices)} of its 1,000 classes count"
+            self.note = f"{resized}; {count}" if resized else count
 
     @torch.no_grad()
     def __call__(self, images: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class Teacher:
         return logits if self.outputs is None else logits[:, self.outputs]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
     """The images of one gradient, after augmentation.
 
@@ -122,15 +123,11 @@ class Objective:
         self.device = next(model.parameters()).device
         self.narrow = settings.precision != "float32"
         self.loss: Callable[..., Tensor] = LOSSES.load(settings.loss)
-        self.adversary = (
-            None if settings.adversarial == "none" else Adversary(model, settings, generator)
-        )
+        attacked = settings.adversarial != "none"
+        self.adversary = Adversary(model, settings, generator) if attacked else None
         self.hiding = Hiding(model, settings.hiding, generator) if settings.hiding else None
-        self.penalty = (
-            None
-            if settings.enclosure_penalty is None
-            else EnclosurePenalty(model, settings.enclosure_penalty)
-        )
+        weights = settings.enclosure_penalty
+        self.penalty = None if weights is None else EnclosurePenalty(model, weights)
 
     def prepare(self, train: Images, positions: Tensor, share: float) -> Batch:
         """Fetch, augment, mask and attack the images at these positions, at this share of the
@@ -148,31 +145,24 @@ class Objective:
         with self._precision():
             taught = None if self.teacher is None else self.teacher(images)
         if settings.noise > 0:
-            images = images + settings.noise * torch.randn(
-                images.shape, generator=self.generator
-            ).to(images)
-            images = self.denoised(images)
-        batch = Batch(images, labels, taught)
+            noise = torch.randn(images.shape, generator=self.generator).to(images)
+            images = self.denoised(images + settings.noise * noise)
+        batch = Batch(images, labels, taught, penalty_share=min(1.0, share / RAMP))
         if self.hiding is not None:
-            batch = replace(batch, views=self._views(self.hiding, batch))
+            batch.views = self._views(self.hiding, batch)
         if self.penalty is not None:
-            directions = self.penalty.directions(images, self.generator)
-            batch = replace(batch, directions=directions, penalty_share=min(1.0, share / RAMP))
+            batch.directions = self.penalty.directions(images, self.generator)
         if self.enclosure is not None:
-            batch = replace(batch, sketch=self.enclosure.directions(self.generator))
-        if self.adversary is None:
-            return batch
-        forward = partial(self.forward, views=batch.views)
-        adversarial = self.adversary.attack(forward, batch.images, labels, share)
-        return replace(batch, adversarial=adversarial)
+            batch.sketch = self.enclosure.directions(self.generator)
+        if self.adversary is not None:
+            forward = partial(self.forward, views=batch.views)
+            batch.adversarial = self.adversary.attack(forward, images, labels, share)
+        return batch
 
     @torch.no_grad()
     def denoised(self, noisy: Tensor) -> Tensor:
         """Return noisy pixels as the network sees them: behind the denoiser, where there is one."""
-        if self.denoiser is None:
-            return noisy
-        denoised: Tensor = self.denoiser(noisy)
-        return denoised
+        return noisy if self.denoiser is None else self.denoiser(noisy)
 
     def _views(self, hiding: Hiding, batch: Batch) -> Tensor:
         """Draw the part of each image that the network sees."""
@@ -244,5 +234,4 @@ class Objective:
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
         if share == 1:
             return worst
-        plain = cross_entropy(logits, batch.labels)
-        return share * worst + (1 - share) * plain
+        return share * worst + (1 - share) * cross_entropy(logits, batch.labels)

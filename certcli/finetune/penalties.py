@@ -17,9 +17,10 @@ One random direction e an image estimates it: |A_i|_2^2 = n E (A_i . e)^2 for e 
 sphere of R^n, and A e = (z(x + h e) - z(x)) / h. It is no bound and proves nothing.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import certcli.system.compat  # noqa: F401 (before timm)
@@ -33,7 +34,7 @@ from torch import Generator, Tensor, nn
 from certcli.lipschitz.numerics.trainable import estimated_block_norms
 from certcli.models.pixels import PixelModel
 from certcli.nn.norms import FloorNorm, Spread, spread_of
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 KINDS = ("q", "k", "v")
 
@@ -78,11 +79,12 @@ class SpectralPenalty:
         self.strengths = dict(zip(KINDS, weights, strict=True))
         self.vectors: dict[str, Tensor] = {}
         maps = list(attention_maps(net))
-        if not maps:
-            raise ArchitectureError(
-                "there is no attention whose query, key and value maps could be penalised",
-                "drop --msvp",
-            )
+        raise_if(
+            not maps,
+            ArchitectureError,
+            "there is no attention whose query, key and value maps could be penalised",
+            "drop --msvp",
+        )
         self._alike: dict[tuple[int, ...], list[AttentionMap]] = {}
         for each in maps:
             if self.strengths[each.kind] > 0:
@@ -173,11 +175,12 @@ class EnclosurePenalty:
     def __init__(self, model: PixelModel, weights: tuple[float, float, float]) -> None:
         self.model = model
         self.weights = dict(zip(PLACES, weights, strict=True))
-        if not any(True for _ in _nonlinear_places(model)):
-            raise ArchitectureError(
-                "there is no LayerNorm, softmax or activation whose curvature could be penalised",
-                "drop --enclosure-penalty",
-            )
+        raise_if(
+            not list(_nonlinear_places(model)),
+            ArchitectureError,
+            "there is no LayerNorm, softmax or activation whose curvature could be penalised",
+            "drop --enclosure-penalty",
+        )
 
     def directions(self, images: Tensor, generator: Generator) -> Tensor:
         """Draw one direction of length 1 for each image: (b, c, h, w)."""
@@ -212,7 +215,7 @@ def _squared_slopes(reading: NonlinearInput, pixels: int) -> Tensor:
     return squares.sum(-1) / (length.clamp_min(reading.spread.min_variance * width) + _LENGTH)
 
 
-def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for module in model.modules():
         if isinstance(module, (nn.LayerNorm, FloorNorm)):
             yield "norm", module
@@ -226,43 +229,33 @@ def _nonlinear_places(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _recorded(model: nn.Module) -> Iterator[list[NonlinearInput]]:
     """Record the input of every nonlinear place of the forward passes inside the block."""
     readings: list[NonlinearInput] = []
-    hooks = []
-    for place, module in _nonlinear_places(model):
-        if place == "softmax":
-            qkv: Any = module.qkv
-            hooks.append(qkv.register_forward_hook(_score_reader(module, readings)))
-        else:
-            hooks.append(module.register_forward_pre_hook(_input_reader(place, readings)))
-    try:
+    with ExitStack() as hooks:
+        for place, module in _nonlinear_places(model):
+            if place == "softmax":
+                reader = partial(_read_scores, readings, module)
+                hooks.enter_context(module.qkv.register_forward_hook(reader))
+            else:
+                note = partial(_read_input, readings, place)
+                hooks.enter_context(module.register_forward_pre_hook(note))
         yield readings
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
-def _input_reader(place: str, readings: list[NonlinearInput]) -> Callable[[Any, Any], None]:
-    def read(module: Any, arguments: Any) -> None:
-        spread = spread_of(module) if place == "norm" else NO_SPREAD
-        readings.append(NonlinearInput(place, arguments[0], spread))
-
-    return read
+def _read_input(readings: list[NonlinearInput], place: str, module: Any, arguments: Any) -> None:
+    spread = spread_of(module) if place == "norm" else NO_SPREAD
+    readings.append(NonlinearInput(place, arguments[0], spread))
 
 
-def _score_reader(
-    attention: Any, readings: list[NonlinearInput]
-) -> Callable[[Any, Any, Tensor], None]:
+def _read_scores(
+    readings: list[NonlinearInput], attention: Any, _qkv: Any, _arguments: Any, output: Tensor
+) -> None:
     """Read what softmax is taken of from the output of timm's `qkv`: (b, n, 3 d) -> (b, h, n,
     n)."""
-
-    def read(module: Any, arguments: Any, output: Tensor) -> None:
-        batch, tokens, width = output.shape
-        heads = attention.num_heads
-        split = output.view(batch, tokens, 3, heads, width // (3 * heads))
-        query, key, _ = split.permute(2, 0, 3, 1, 4)
-        if isinstance(attention, Attention):
-            query = attention.q_norm(query)
-            key = attention.k_norm(key)
-        scores = attention.scale * query @ key.transpose(-1, -2)
-        readings.append(NonlinearInput("softmax", scores, NO_SPREAD))
-
-    return read
+    batch, tokens, width = output.shape
+    heads = attention.num_heads
+    split = output.view(batch, tokens, 3, heads, width // (3 * heads))
+    query, key, _ = split.permute(2, 0, 3, 1, 4)
+    if isinstance(attention, Attention):
+        query = attention.q_norm(query)
+        key = attention.k_norm(key)
+    scores = attention.scale * query @ key.transpose(-1, -2)
+    readings.append(NonlinearInput("softmax", scores, NO_SPREAD))

@@ -2,16 +2,20 @@
 and together. Importing this file imports no torch."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import ClassVar, Literal
 
-from certcli.evaluation.radii import parse_radius
-from certcli.finetune.augmentations import BANDS, SQUARES, require_known_augmentations
+from certcli.evaluation.threat import parse_radius
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_ENCLOSURE, NEEDS_PAIRS
-from certcli.finetune.rates import parse_duration, rate_curve
-from certcli.system.errors import UsageError
+from certcli.finetune.option_texts import (
+    BANDS,
+    SQUARES,
+    parse_duration,
+    rate_curve,
+    require_known_augmentations,
+)
+from certcli.system.errors import UsageError, raise_if
 from certcli.system.options import option, require_choices
 
 EPOCHS = 40
@@ -229,23 +233,24 @@ class FinetuneSettings:
 
     def __post_init__(self) -> None:
         LOSSES[self.loss]
-        if self.optimiser is None:
-            usual = "stiefel" if self.loss in NEEDS_PAIRS else "adamw"
-            object.__setattr__(self, "optimiser", usual)
-        chosen = {"lr": self.lr, "epochs": self.epochs}
-        self.__dict__["_unsaid"] = frozenset(name for name in chosen if chosen[name] is None)
-        if self.epochs is None:
-            object.__setattr__(self, "epochs", EPOCHS)
-        if self.lr is None:
-            object.__setattr__(self, "lr", 0.01 if self.optimiser == "stiefel" else 0.001)
-        if self.adversarial == "none" and self.attack_epsilon not in (None, LINF_EPSILON):
-            raise UsageError(
-                "--attack-epsilon has no meaning without --adversarial", "both, or neither"
-            )
-        if self.attack_epsilon is None:
-            object.__setattr__(
-                self, "attack_epsilon", LINF_EPSILON if self.attack_norm == "linf" else self.epsilon
-            )
+        raise_if(
+            self.adversarial == "none" and self.attack_epsilon not in (None, LINF_EPSILON),
+            UsageError,
+            "--attack-epsilon has no meaning without --adversarial",
+            "both, or neither",
+        )
+        unsaid = [name for name in ("lr", "epochs") if getattr(self, name) is None]
+        self.__dict__["_unsaid"] = frozenset(unsaid)
+        orthogonal = self.loss in NEEDS_PAIRS and self.optimiser is None
+        defaults = {
+            "optimiser": "stiefel" if orthogonal else "adamw",
+            "epochs": EPOCHS,
+            "lr": 0.01 if orthogonal or self.optimiser == "stiefel" else 0.001,
+            "attack_epsilon": LINF_EPSILON if self.attack_norm == "linf" else self.epsilon,
+        }
+        for name, usual in defaults.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, usual)
         require_ranges(self)
         require_known_augmentations(self.augment or ())
         rate_curve(self.schedule, self.lr, self.warmup)
@@ -256,8 +261,7 @@ class FinetuneSettings:
     @property
     def unsaid(self) -> frozenset[str]:
         """Return which of lr and epochs nobody named; `replace` names all."""
-        names: frozenset[str] = self.__dict__["_unsaid"]
-        return names
+        return frozenset(self.__dict__["_unsaid"])
 
     @property
     def is_for_local(self) -> bool:
@@ -273,9 +277,8 @@ class FinetuneSettings:
 
     def is_default(self, name: str) -> bool:
         """Tell whether an option is as nobody named it; `FILLED_IN` are not asked."""
-        if name in FILLED_IN:
-            return True
-        return bool(getattr(self, name) == type(self).__dataclass_fields__[name].default)
+        default = type(self).__dataclass_fields__[name].default
+        return name in FILLED_IN or bool(getattr(self, name) == default)
 
     def parameters(self) -> dict[str, object]:
         """Return what the lineage records: the settings that are on, without the seed."""
@@ -300,64 +303,46 @@ def require_ranges(settings: FinetuneSettings) -> None:
     require_choices(settings)
     for name, (low, high) in RANGES.items():
         value = getattr(settings, name)
-        if value is not None and not low <= value <= high:
-            raise UsageError(f"{option_of(name)} {value} is outside [{low:g}, {high:g}]")
+        wrong = value is not None and not low <= value <= high
+        raise_if(wrong, UsageError, f"{option_of(name)} {value} is outside [{low:g}, {high:g}]")
     for name in COUNTS:
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise UsageError(f"{option_of(name)} must be at least 1, not {value}")
+        wrong = value is not None and value < 1
+        raise_if(wrong, UsageError, f"{option_of(name)} must be at least 1, not {value}")
     for name in ("msvp", "enclosure_penalty"):
         weights = getattr(settings, name)
-        if not all(0 <= weight < math.inf for weight in weights or ()):
-            raise UsageError(
-                f"{option_of(name)} {weights} holds a number that is not finite and >= 0"
-            )
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """Settings that contradict each other: where `holds` says so, the message and the hint.
-
-    The message may name `{hiding}`, the first augmentation that hides parts, and `{loss}`.
-    """
-
-    holds: Callable[[FinetuneSettings], bool]
-    message: str
-    hint: str = ""
-
-
-CONFLICTS = (
-    Conflict(
-        lambda run: bool(run.hiding) and run.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE,
-        "--loss {loss} bounds whole images: not with {hiding}",
-        "--loss ce",
-    ),
-    Conflict(
-        lambda run: run.adversarial != "none" and run.noise > 0,
-        "--noise and --adversarial exclude each other",
-        "one of the two",
-    ),
-)
+        wrong = not all(0 <= weight < math.inf for weight in weights or ())
+        message = f"{option_of(name)} {weights} holds a number that is not finite and >= 0"
+        raise_if(wrong, UsageError, message)
 
 
 def require_agreement(settings: FinetuneSettings) -> None:
     """Raise UsageError for options that contradict each other, or that have no meaning."""
-    for conflict in CONFLICTS:
-        if conflict.holds(settings):
-            hiding = next(iter(settings.hiding), "")
-            message = conflict.message.format(loss=settings.loss, hiding=hiding)
-            raise UsageError(message, conflict.hint)
+    raise_if(
+        settings.hiding and settings.loss in NEEDS_CHAIN | NEEDS_ENCLOSURE,
+        UsageError,
+        f"--loss {settings.loss} bounds whole images: not with {next(iter(settings.hiding), '')}",
+        "--loss ce",
+    )
+    raise_if(
+        settings.adversarial != "none" and settings.noise > 0,
+        UsageError,
+        "--noise and --adversarial exclude each other",
+        "one of the two",
+    )
     for switch, dependants in SWITCHES.items():
         for name in dependants:
-            if settings.is_default(switch) and not settings.is_default(name):
-                raise UsageError(
-                    f"{option_of(name)} has no meaning without {option_of(switch)}",
-                    "both, or neither",
-                )
+            raise_if(
+                settings.is_default(switch) and not settings.is_default(name),
+                UsageError,
+                f"{option_of(name)} has no meaning without {option_of(switch)}",
+                "both, or neither",
+            )
     for name, (chooser, values) in OF_A_CHOICE.items():
         chosen = getattr(settings, chooser)
-        if chosen not in values and not settings.is_default(name):
-            raise UsageError(
-                f"{option_of(name)} has no meaning with --{chooser} {chosen}",
-                f"leave it out, or --{chooser} {values[0]}",
-            )
+        raise_if(
+            chosen not in values and not settings.is_default(name),
+            UsageError,
+            f"{option_of(name)} has no meaning with --{chooser} {chosen}",
+            f"leave it out, or --{chooser} {values[0]}",
+        )

@@ -3,24 +3,23 @@ atomically, no pickle."""
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from msgspec import to_builtins
 from torch import Tensor
+from torch.optim import Optimizer
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.outputs import read_state, write_state
-from certcli.checkpoint.schema import TrainingFields
-from certcli.checkpoint.tensor_files import in_file_order
+from certcli.checkpoint.schema import OptimiserFields, TrainingFields
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
-from certcli.system.errors import CheckpointError
+from certcli.system.errors import CheckpointError, raise_if
 
 KEY = "certvit-state"
-PLAIN = ("identity", "epoch", "step", "best", "best_epoch", "steps", "validation_limit", "changes")
 CONTENT = 1024
 """Number of images of each set whose pixels are part of a run's identity."""
 
@@ -47,89 +46,68 @@ class TrainingState:
     """Everything that the next epoch depends on.
 
     Args:
-        identity: digest of the starting weights, the settings and the images; the state of another
-            run is refused.
-        steps, validation_limit: the plan of a time budget.
-        changes: the steps at which earlier plans ended, and their totals.
-        parts: tensors of optional parts, by name: the averaged weights, the vectors of penalties
-            and projections, the scale of half-precision gradients.
+        about: what is no tensor. Its `identity` is a digest of the starting weights, the settings
+            and the images; the state of another run is refused. `steps` and `validation_limit` are
+            the plan of a time budget, `changes` the steps at which earlier plans ended, and their
+            totals. `parts` names the optional parts: the averaged weights, the vectors of
+            penalties.
+        tensors: by their names in the file, whose first part says whose they are.
     """
 
-    identity: str
-    epoch: int
-    step: int
-    best: float
-    best_epoch: int
-    steps: int | None
-    validation_limit: int | None
-    changes: list[tuple[int, int]]
-    net: Mapping[str, Tensor]
-    best_net: Mapping[str, Tensor]
-    optimisers: list[dict[str, Any]]
-    vectors: dict[str, Tensor]
-    generator: Tensor
-    parts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    about: TrainingFields
+    tensors: dict[str, Tensor]
+
+    def under(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors under a prefix, without it."""
+        return {
+            name.removeprefix(prefix): value.clone()
+            for name, value in self.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def optimiser(self, number: int) -> dict[str, Any]:
+        """Return the state of an optimiser, as torch's `load_state_dict` takes it."""
+        fields = self.about.optimisers[number]
+        entries = {int(index): dict(values) for index, values in fields.state.items()}
+        for name, value in self.under(f"optimiser.{number}.").items():
+            index, _, field = name.partition(".")
+            entries.setdefault(int(index) if index.isdecimal() else -1, {})[field] = value
+        return {"state": entries, "param_groups": fields.param_groups}
 
 
-def save_training_state(path: Path, state: TrainingState) -> None:
-    tensors: dict[str, Tensor] = {"generator": state.generator}
-    tensors |= {f"net.{name}": value for name, value in state.net.items()}
-    tensors |= {f"best.{name}": value for name, value in state.best_net.items()}
-    tensors |= {f"vector.{name}": value for name, value in state.vectors.items()}
-    for part, values in state.parts.items():
-        tensors |= {f"part.{part}.{name}": value for name, value in values.items()}
+def optimiser_parts(optimisers: Sequence[Optimizer]) -> tuple[list[Any], dict[str, Tensor]]:
+    """Return the states of optimisers: fields of `OptimiserFields` each, and all tensors."""
     structure = []
-    for number, optimiser in enumerate(state.optimisers):
-        entries: dict[str, dict[str, Any]] = {}
-        for index, values in optimiser["state"].items():
-            entries[str(index)] = {}
+    tensors = {}
+    for number, optimiser in enumerate(optimisers):
+        stored = optimiser.state_dict()
+        plain: dict[str, Any] = {}
+        for index, values in stored["state"].items():
+            plain[str(index)] = {}
             for name, value in values.items():
                 if isinstance(value, Tensor):
                     tensors[f"optimiser.{number}.{index}.{name}"] = value
                 else:
-                    entries[str(index)][name] = value
-        structure.append({"state": entries, "param_groups": optimiser["param_groups"]})
-    about = {name: getattr(state, name) for name in PLAIN}
-    about |= {"optimisers": structure, "parts": sorted(state.parts)}
-    write_state(path, KEY, about, tensors, (tensors[name] for name in in_file_order(tensors)))
+                    plain[str(index)][name] = value
+        structure.append(OptimiserFields(plain, stored["param_groups"]))
+    return structure, tensors
+
+
+def save_training_state(path: Path, state: TrainingState) -> None:
+    write_state(path, KEY, to_builtins(state.about), state.tensors)
 
 
 def load_training_state(path: Path, identity: str) -> TrainingState:
     """Return the state at `path`, as `read_state` reads it."""
     about, tensors = read_state(path, KEY, TrainingFields, "a training run", identity)
     later = [*(step for step, _ in about.changes[1:]), about.step]
-    if any(
-        not 0 < step < total or step > after
-        for (step, total), after in zip(about.changes, later, strict=False)
-    ):
-        raise CheckpointError(
-            f"{path} is not the state of a training run (plans that no run makes)", "drop --resume"
-        )
-    if "generator" not in tensors:
-        raise CheckpointError(f"{path} is not the state of a training run (it holds no generator)")
-    optimisers: list[dict[str, Any]] = []
-    for number, optimiser in enumerate(about.optimisers):
-        entries = {int(index): values for index, values in optimiser.state.items()}
-        prefix = f"optimiser.{number}."
-        for name, value in tensors.items():
-            if name.startswith(prefix):
-                index, _, field_name = name[len(prefix) :].partition(".")
-                entries.setdefault(int(index) if index.isdecimal() else -1, {})[field_name] = value
-        optimisers.append({"state": entries, "param_groups": optimiser.param_groups})
-
-    def part(prefix: str) -> dict[str, Tensor]:
-        return {
-            name[len(prefix) :]: value.clone()
-            for name, value in tensors.items()
-            if name.startswith(prefix)
-        }
-
-    return TrainingState(
-        **{name: getattr(about, name) for name in PLAIN},
-        net=part("net."),
-        best_net=part("best."),
-        optimisers=optimisers,
-        vectors=part("vector."),
-        generator=tensors["generator"].to(torch.uint8),
-        parts={name: part(f"part.{name}.") for name in about.parts},
+    plans = zip(about.changes, later, strict=False)
+    raise_if(
+        any(not 0 < step < total or step > after for (step, total), after in plans),
+        CheckpointError,
+        f"{path} is not the state of a training run (plans that no run makes)",
+        "drop --resume",
     )
+    lacks = f"{path} is not the state of a training run (it holds no generator)"
+    raise_if("generator" not in tensors, CheckpointError, lacks)
+    return TrainingState(about, tensors)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from certcli.finetune.losses import NEEDS_CHAIN
 from certcli.finetune.objective import Batch, Objective
+from certcli.finetune.option_texts import rate_curve
 from certcli.finetune.penalties import SpectralPenalty
-from certcli.finetune.rates import rate_curve
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.stiefel import StiefelMuon, retract
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import CertvitError
+from certcli.system.errors import CertvitError, raise_if
 from certcli.system.processes import ALONE, Team
 from certcli.system.products import fast_products
 from certcli.system.torch_modes import seed_all
@@ -46,25 +46,6 @@ def make_optimisers(
     ]
     adam = torch.optim.Adam([group for group in groups if group["params"]])
     return [adam, StiefelMuon(orthogonal, lr=settings.stiefel_lr)]
-
-
-class Rates:
-    """The learning rates of all groups, as `rates` has them: a linear warm-up, then the schedule.
-
-    A cosine must finish, because certified accuracy comes in its last third. Momentum stays.
-    """
-
-    def __init__(self, optimisers: list[torch.optim.Optimizer], settings: FinetuneSettings) -> None:
-        self.optimisers = optimisers
-        self.base = [[group["lr"] for group in optimiser.param_groups] for optimiser in optimisers]
-        self.curve = rate_curve(settings.schedule, settings.lr, settings.warmup)
-
-    def set(self, share: float) -> None:
-        """Set the rates for this share of the run."""
-        factor = self.curve(share)
-        for optimiser, rates in zip(self.optimisers, self.base, strict=True):
-            for group, rate in zip(optimiser.param_groups, rates, strict=True):
-                group["lr"] = rate * factor
 
 
 @contextmanager
@@ -142,8 +123,8 @@ class Average:
 
 def of_shape(value: Tensor, stored: Tensor) -> Tensor:
     """Return `stored`; ValueError where its shape is not that of `value`."""
-    if stored.shape != value.shape:
-        raise ValueError(f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected")
+    message = f"{tuple(stored.shape)} is stored where {tuple(value.shape)} is expected"
+    raise_if(stored.shape != value.shape, ValueError, message)
     return stored
 
 
@@ -171,7 +152,8 @@ class Descent:
     """Change the weights by the gradient of the loss at given images.
 
     Each of several processes takes its part of every batch. Their gradients are added, and all make
-    the same step.
+    the same step. The learning rates of all groups rise linearly, then follow the schedule: a
+    cosine must finish, because certified accuracy comes in its last third. Momentum stays.
 
     Args:
         pairs: gives the trainable pair constants; called once a gradient.
@@ -191,9 +173,10 @@ class Descent:
         self.team = team
         self.optimisers = optimisers
         self.pairs = pairs
-        self.parameters = [
-            p for group in optimisers for part in group.param_groups for p in part["params"]
-        ]
+        groups = [each.param_groups for each in optimisers]
+        self.parameters = [p for some in groups for group in some for p in group["params"]]
+        self.rates = [[group["lr"] for group in some] for some in groups]
+        self.curve = rate_curve(settings.schedule, settings.lr, settings.warmup)
         self.penalty = None if settings.msvp is None else SpectralPenalty(model.net, settings.msvp)
 
     def step(
@@ -211,6 +194,9 @@ class Descent:
             Diverged: the loss is not finite.
         """
         settings = self.settings
+        for optimiser, rates in zip(self.optimisers, self.rates, strict=True):
+            for group, rate in zip(optimiser.param_groups, rates, strict=True):
+                group["lr"] = rate * self.curve(share)
         device = self.objective.device
         forked = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
         with fast_products(self.objective.model), forked:
@@ -219,10 +205,8 @@ class Descent:
             if self.team.several:
                 self.objective.generator.manual_seed(torch.initial_seed())
             start = 0.0 if settings.loss in NEEDS_CHAIN else START
-            ramp = (
-                1.0 if settings.ramp == 0 else min(1.0, start + (1 - start) * share / settings.ramp)
-            )
-            epsilon = settings.epsilon * ramp
+            risen = 1.0 if settings.ramp == 0 else share / settings.ramp
+            epsilon = settings.epsilon * min(1.0, start + (1 - start) * risen)
             local_part, weight = self._own(positions)
             batch = self.objective.prepare(train, local_part, share)
             loss = self._gradient(batch, weight, epsilon, where)
@@ -242,8 +226,10 @@ class Descent:
     def _own(self, part: Tensor) -> tuple[Tensor, float]:
         """Return this process's images of a batch, and their weight; where too few, all."""
         size = self.team.size
-        local_part = part.tensor_split(size)[self.team.rank] if len(part) >= size else part
-        return local_part, len(local_part) / len(part) if len(part) >= size else 1 / size
+        if len(part) < size:
+            return part, 1 / size
+        local_part = part.tensor_split(size)[self.team.rank]
+        return local_part, len(local_part) / len(part)
 
     def _gradient(self, batch: Batch, weight: float, epsilon: float, where: str) -> float:
         """Set every `.grad` to that of the mean loss over all processes; return the mean."""
@@ -253,25 +239,17 @@ class Descent:
         if self.penalty is not None:  # it reads the weights alone: each process adds its share
             loss = loss + self.penalty() / self.team.size
         value = float(loss.detach())
-        if not self.team.several:
-            _require_finite_loss(value, where)
+        finite = math.isfinite(value) or self.team.several
+        raise_if(not finite, Diverged, f"the loss became {value} at {where}")
         loss.backward()
-        if not self.team.several:
-            return value
-        added = torch.tensor(value, dtype=torch.float64)
-        self.team.add_up([added, *(p.grad for p in self.parameters if p.grad is not None)])
-        _require_finite_loss(float(added), where)  # here, where all processes see it
-        return float(added)
+        if self.team.several:
+            added = torch.tensor(value, dtype=torch.float64)
+            self.team.add_up([added, *(p.grad for p in self.parameters if p.grad is not None)])
+            value = float(added)
+        # here, where all processes see it
+        raise_if(not math.isfinite(value), Diverged, f"the loss became {value} at {where}")
+        return value
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """Return the penalty's vectors."""
         return {} if self.penalty is None else {"penalty": dict(self.penalty.vectors)}
-
-    def load(self, parts: dict[str, dict[str, Tensor]]) -> None:
-        if self.penalty is not None:
-            self.penalty.vectors = {path: value.clone() for path, value in parts["penalty"].items()}
-
-
-def _require_finite_loss(loss: float, where: str) -> None:
-    if not math.isfinite(loss):
-        raise Diverged(f"the loss became {loss} at {where}")

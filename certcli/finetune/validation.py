@@ -32,15 +32,15 @@ class Quality:
     """
 
     clean: float
-    certified: float | None
-    norm: float | None
+    certified_estimate: float | None
+    norm_estimate: float | None
     masked: float | None = None
     noisy: float | None = None
 
     @property
     def score(self) -> float:
         """Return the share by which epochs are compared: the most particular one."""
-        shares = (self.masked, self.certified, self.noisy, self.clean)
+        shares = (self.masked, self.certified_estimate, self.noisy, self.clean)
         return next(share for share in shares if share is not None)
 
 
@@ -126,16 +126,15 @@ def enclosure_of(model: PixelModel, settings: FinetuneSettings) -> LocalEnclosur
     Raises:
         ArchitectureError: the loss needs it, and the network is of another kind.
     """
-    if not settings.is_for_local:
-        return None
     needed = settings.loss in NEEDS_ENCLOSURE
     try:
-        enclosure = LocalEnclosure(model)
+        enclosure = LocalEnclosure(model) if settings.is_for_local else None
     except ArchitectureError:
         if needed:
             raise
         return None
-    return enclosure if needed or enclosure.entries <= ENCLOSED_ENTRIES else None
+    wide = enclosure is not None and not needed and enclosure.entries > ENCLOSED_ENTRIES
+    return None if wide else enclosure
 
 
 class Validation:
@@ -176,7 +175,8 @@ class Validation:
             )
             quality = replace(quality, noisy=noisy.clean)
         if self.enclosure is not None and encloses:
-            quality = replace(quality, certified=self._enclosed_share(self.enclosure, images))
+            share = self._enclosed_share(self.enclosure, images)
+            quality = replace(quality, certified_estimate=share)
         if self.objective.hiding is not None:
             masked = self._evaluate(self.objective.hiding.validated, images)
             quality = replace(quality, masked=masked.clean)
@@ -190,7 +190,7 @@ class Validation:
             images.limit(ENCLOSED, self.settings.seed),
             gains=partial(enclosure.gains, epsilon=self.settings.epsilon, directions=sketch),
             batch_size=AT_ONCE,
-        ).certified
+        ).certified_estimate
 
     def _evaluate(
         self,

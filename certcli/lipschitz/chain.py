@@ -1,6 +1,6 @@
 """Networks that are a chain of linear layers and activations, read from the trace.
 
-Certificates (`certify.chains`) and losses (`finetune.losses.chain`) follow a neighbourhood from
+Certificates (`certify.chains`) and losses (`finetune.losses.bounds`) follow a neighbourhood from
 layer to layer of such a chain, the first with proven norms, the second with trainable ones.
 """
 

@@ -2,6 +2,7 @@
 shapes of the call, and ways to build a value.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.bound import Bound
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
@@ -53,37 +54,19 @@ class Walk:
     settled: dict[int, tuple[Value, Value]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Context:
+@dataclass(frozen=True, kw_only=True)
+class Context(Call):
     """One call of one rule."""
 
     walk: Walk
-    call: Call
 
     @property
     def arith(self) -> Arithmetic:
         return self.walk.arith
 
-    @property
-    def path(self) -> str:
-        return self.call.path
-
-    @property
-    def kind(self) -> str:
-        return self.call.kind
-
-    @property
-    def shape(self) -> Any:
-        """Shape of the result; a list of shapes for an operation with several results."""
-        return self.call.shape
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        return self.call.dtype
-
     def at(self, shape: tuple[int, ...]) -> "Context":
         """Return the same call, for an intermediate result of another shape."""
-        return replace(self, call=replace(self.call, shape=shape))
+        return replace(self, shape=shape)
 
     def chain(
         self,
@@ -162,9 +145,6 @@ class Context:
         proof = Bound(self.path, self.kind, base, law, why, proofs) if complete else None
         return Value(base, size, None, proof, size.shape)
 
-    def unbounded(self) -> Scalar:
-        return self.arith.const(float("inf"))
-
     def settle(self, x: Value, keep: type | tuple[type, ...] = ()) -> Value:
         """Charge the waiting operation unless its type is in `keep`: `base` is the tensor's."""
         if x.waiting is None or isinstance(x.waiting, keep):
@@ -228,10 +208,6 @@ class Context:
             return replace(x, shape=shape, size=size)
         return self.charge(x, factor, f"repeated {times} times: sqrt({times})", size)
 
-    def box(self, x: Value) -> bool:
-        """Tell whether `x` is the image itself, with all entries in [0, 1]."""
-        return x.waiting is None and x.size.pixels
-
     def require(self, condition: bool, reason: str) -> None:
         """Raise NoRule unless the theorem's assumption holds."""
         if not condition:
@@ -267,3 +243,13 @@ class Context:
         if not torch.isfinite(tensor).all():
             raise NoRule("a constant with infinite or NaN entries")
         return self.arith.const(float(tensor.detach().double().abs().max()))
+
+
+def settled(rule: Rule) -> Rule:
+    """Return a rule for values of which nothing waits."""
+
+    @functools.wraps(rule)
+    def of_settled(ctx: Context, *args: Any, **kwargs: Any) -> Any:
+        return rule(ctx, *(ctx.settle(x) if isinstance(x, Value) else x for x in args), **kwargs)
+
+    return of_settled

@@ -61,8 +61,7 @@ def slopes_below(copies: Copies, images: Tensor, direction: Tensor) -> Tensor:
     units, least_error = (1.0, LEAST_NARROW) if narrow.rounds else (UNITS, LEAST_ERROR)
     error = torch.maximum(SAFETY * units * difference, least_error * length)
     terms = precise[0].numel() + direction[0].numel() + 6
-    down = 1 - terms * torch.finfo(torch.float64).eps
-    slopes = (length - error) * down
+    slopes = (length - error) * (1 - terms * torch.finfo(torch.float64).eps)
     return slopes.nan_to_num(0.0, 0.0, 0.0).clamp_min(0.0)
 
 

@@ -71,7 +71,7 @@ class GlobalDomain(Domain):
         return Value(arith.const(1.0), box, None, proof, shape)
 
     def context(self, call: Call) -> Context:
-        self.last = Context(self.walk, call)
+        self.last = Context(**vars(call), walk=self.walk)
         return self.last
 
     def shape(self, value: Any) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ charged.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, reduce
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -54,38 +54,25 @@ class Size:
 
     def fibre_along(self, axis: int) -> Scalar:
         """Return the largest fibre along this (negative) axis."""
-        candidates: list[Scalar] = []
-        if self._fibre is not None and (axis == self.axis or not self.shape):
-            candidates.append(self._fibre())
-            if not self.arith.rigorous:
-                return candidates[0]
-        if self._peak is not None:
-            candidates.append(self._peak() * self.arith.root(self.shape[axis] if self.shape else 1))
-        if self._total is not None:
-            candidates.append(self._total())
-        elif not candidates and self._fibre is not None:
-            candidates.append(self.total)
-        return self._least(candidates)
+        along = self._fibre if axis == self.axis or not self.shape else None
+        if along is not None and not self.arith.rigorous:
+            return along()
+        total: Thunk = self._total
+        if total is along is self._peak is None and self._fibre is not None:
+            total = lambda: self.total  # noqa: E731
+        length = self.shape[axis] if self.shape else 1
+        return self._least((along, None), (self._peak, length), (total, None))
 
     @cached_property
     def total(self) -> Scalar:
-        candidates: list[Scalar] = []
         count = math.prod(self.shape)
-        if self._total is not None:
-            candidates.append(self._total())
-        if self._fibre is not None and self.shape:
-            candidates.append(
-                self._fibre() * self.arith.root(count // max(1, self.shape[self.axis]))
-            )
-        if self._peak is not None:
-            candidates.append(self._peak() * self.arith.root(count))
-        return self._least(candidates)
+        fibres = count // max(1, self.shape[self.axis]) if self.shape else 0
+        fibre = self._fibre if self.shape else None
+        return self._least((self._total, None), (fibre, fibres), (self._peak, count))
 
     @cached_property
     def peak(self) -> Scalar:
-        return self._least(
-            [fact() for fact in (self._peak, self._fibre, self._total) if fact is not None]
-        )
+        return self._least((self._peak, None), (self._fibre, None), (self._total, None))
 
     def along(self, axis: int) -> "Size":
         """Return the same bounds, fibres along another axis."""
@@ -111,8 +98,14 @@ class Size:
             fibre = lambda: longest() * self.arith.sqrt(self.arith.const(factor))  # noqa: E731
         return Size(self.arith, shape, fibre, axis, self._total, self._peak)
 
-    def _least(self, candidates: list[Scalar]) -> Scalar:
-        return reduce(self.arith.minimum, candidates, self.arith.const(math.inf))
+    def _least(self, *bounds: tuple[Thunk, int | None]) -> Scalar:
+        """Return the least of these that are known, each times the root of its count."""
+        least = self.arith.const(math.inf)
+        for fact, count in bounds:
+            if fact is not None:
+                size = fact() if count is None else fact() * self.arith.root(count)
+                least = self.arith.minimum(least, size)
+        return least
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import InputSpec, Record, Replacement
+from certcli.checkpoint.record import InputSpec, Record, Replacement, arch_arguments
 from certcli.checkpoint.schema import is_name, surgery_arguments
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
@@ -218,14 +217,11 @@ def load(
             memory-mapped tensors where device and dtype allow, and must not be changed.
     """
     keep_float32(torch.device(device))
-    tensors = checkpoint.tensors
     net = own_network(checkpoint)
     # copies for the CPU are mapped where they are large; a device converts after the transfer
-    load_weights(
-        net, tensors, copy=writable, dtype=dtype if torch.device(device).type == "cpu" else None
-    )
-    for parameter in net.parameters():
-        parameter.requires_grad_(False)
+    on_cpu = dtype if torch.device(device).type == "cpu" else None
+    load_weights(net, checkpoint.tensors, copy=writable, dtype=on_cpu)
+    net.requires_grad_(False)
     model = PixelModel(checkpoint.record.input, net).eval().to(device)
     if dtype is not None:
         model = model.to(dtype)

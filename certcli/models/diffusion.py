@@ -115,11 +115,13 @@ def unwrapped_tensors(path: Path) -> dict[str, Tensor]:
     by_torch = path.suffix in TORCH_SUFFIXES
     bare = read_torch(path, None) if by_torch else Bare(read_tensors(path)[0])
     bare = without_wrapping(bare, path, None, _FIRST)
-    if bare.normaliser is not None:
-        raise ArchitectureError(
-            f"{path} holds {' and '.join(bare.normaliser.names)} beside its network, and certvit's denoisers take pixels",
-            "write the network alone",
-        )
+    names = () if bare.normaliser is None else bare.normaliser.names
+    raise_if(
+        names,
+        ArchitectureError,
+        f"{path} holds {' and '.join(names)} beside its network, and certvit's denoisers take pixels",
+        "write the network alone",
+    )
     return bare.tensors
 
 
@@ -181,7 +183,11 @@ def assembled(
     shape = _diffusers_shape(config, where)
     schedule = _diffusers_schedule(rule, where)
     require_channels(shape, channels, where)
-    tensors = {_new_name(name): value for name, value in tensors_of().items()}
+    old = re.compile(rf"\b(attentions\..*\.)({'|'.join(OLD_NAMES)})(?=\.[^.]+$)")
+    tensors = {
+        old.sub(lambda match: match[1] + OLD_NAMES[match[2]], name): value
+        for name, value in tensors_of().items()
+    }
     try:
         with torch.device("meta"):
             net = UNet(shape)
@@ -199,13 +205,6 @@ def require_channels(shape: UNetShape, channels: int, where: str) -> None:
         f"the denoiser {where} is for {shape.in_channels} channels "
         f"(and gives {shape.out_channels}), the network for {channels}",
     )
-
-
-def _new_name(name: str) -> str:
-    parts = name.split(".")
-    if "attentions" in parts[:-1] and parts[-2] in OLD_NAMES:
-        parts[-2] = OLD_NAMES[parts[-2]]
-    return ".".join(parts)
 
 
 def _json_fields(path: Path) -> dict[str, Any]:
@@ -275,10 +274,9 @@ def _closed(
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in config.items():
         is_known = name in names or name in idle or name.startswith("_")
-        if name in fixed and value not in fixed[name]:
-            raise ArchitectureError(
-                f"{path}: {name} is {one_line(str(value))}, and certvit's UNet has {fixed[name][0]}"
-            )
+        usual = fixed.get(name, (value,))
+        other = f"{path}: {name} is {one_line(value)}, and certvit's UNet has {usual[0]}"
+        raise_if(value not in usual, ArchitectureError, other)
         raise_if(
             not is_known and name not in fixed,
             ArchitectureError,

@@ -67,7 +67,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
                 "torch.export.export(model.eval(), (one image,)), without decompositions",
             ) from failure
     join(reader.program)
-    return fx.GraphModule(reader.program.root, reader.program.graph).eval(), reader.size
+    return reader.program.network(), reader.size
 
 
 class _Reader:
@@ -123,17 +123,13 @@ class _Reader:
             return Batch(size) if args[1] == 0 else size
         reader = _READERS.get(name.removesuffix("_") if target._schema.is_mutable else name)
         if reader is None or not inputs:
-            function = (_torch_function(name) if inputs else None) or target
+            builtins = [getattr(place, name, None) for place in (torch, functional) if inputs]
+            own = (each for each in builtins if isinstance(each, BuiltinFunctionType))
+            function = next(own, target)  # torch's function that is aten's operation
             return self.program.apply(function, *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
-
-
-def _torch_function(name: str) -> Any:
-    """Return torch's function that is aten's operation, with its arguments, or None."""
-    builtins = (getattr(place, name, None) for place in (torch, functional))
-    return next((each for each in builtins if isinstance(each, BuiltinFunctionType)), None)
 
 
 def _is_fresh(node: Any, user: fx.Node) -> bool:
@@ -191,10 +187,17 @@ def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
             Refused,
             "a factor, or a quotient that is rounded",
         )
-        numbers = [float(each) if isinstance(each, (int, float)) else each for each in (a, b)]
+        numbers = [_as_number(*each) for each in ((a, b), (b, a))]
         return program.apply(function, *numbers)
 
     return reader
+
+
+def _as_number(value: Any, other: Any) -> Any:
+    """Return a number, or a constant of one that is spread over a node, as a float."""
+    alone = isinstance(value, Tensor) and value.numel() == 1 and isinstance(other, fx.Node)
+    alone = alone and value.dim() <= len(shape_of(other))
+    return float(value) if alone or isinstance(value, (int, float)) else value
 
 
 def _aten_convolution(
@@ -224,6 +227,13 @@ def _aten_layer_norm(
     if len(shape) != 1 or weight is None:
         return program.apply(nn.LayerNorm(list(shape), eps, elementwise_affine=False), x)
     return program.apply(layers.layer_norm_module(weight, bias, eps), x)
+
+
+def _aten_rms_norm(
+    program: Program, x: Any, shape: Sequence[int], weight: Any = None, eps: float | None = None
+) -> Any:
+    module = nn.RMSNorm(list(shape), eps, elementwise_affine=weight is not None)
+    return program.apply(layers.with_weights(module, weight=weight), x)
 
 
 def _aten_dropout(program: Program, x: Any, p: float, train: bool) -> Any:
@@ -266,10 +276,17 @@ _READERS: dict[str, Callable[..., Any]] = {
     "conv2d": _aten_convolution,
     "batch_norm": _aten_batch_norm,
     "layer_norm": _aten_layer_norm,
+    "rms_norm": _aten_rms_norm,
     "max_pool2d": lambda p, x, kernel, stride=(), padding=0, dilation=1, ceil=False: p.apply(
         nn.MaxPool2d(kernel, stride or kernel, padding, dilation, ceil_mode=ceil), x
     ),
     "dropout": _aten_dropout,
+    **dict.fromkeys(
+        ("clamp", "clamp_min"), lambda p, x, min=None, max=None: p.apply(torch.clamp, x, min, max)
+    ),
+    "linalg_vector_norm": lambda p, x, order=2, dim=None, keepdim=False, *, dtype=None: p.apply(
+        torch.linalg.vector_norm, x, order, dim, keepdim
+    ),
     "slice": _aten_slice,
     "split": _aten_split,
     "split_with_sizes": _aten_split,
@@ -286,15 +303,20 @@ _READERS: dict[str, Callable[..., Any]] = {
         p, "Expand", x, torch.tensor([max(int(size), 1) for size in sizes])
     ),
     "linear": lambda p, x, weight, bias=None: p.apply(linear_module(weight, bias), x),
+    "hardtanh": lambda p, x, *args: p.apply(functional.hardtanh, x, *args),
+    "leaky_relu": lambda p, x, *args: p.apply(functional.leaky_relu, x, *args),
+    "relu6": lambda p, x: p.apply(functional.relu6, x),
     "gelu": lambda p, x, approximate="none": p.apply(nn.GELU(approximate), x),
     "softmax": lambda p, x, dim, dtype=None: p.apply(
         nn.Softmax(dim % len(shape_of(x)) - len(shape_of(x))), x
     ),
+    "einsum": lambda p, equation, values, path=None: p.apply(torch.einsum, equation, *values),
     "matmul": lambda p, a, b: p.apply(torch.matmul, a, b),
     "bmm": lambda p, a, b: p.apply(torch.matmul, a, b),
     "adaptive_avg_pool2d": lambda p, x, size: p.apply(nn.AdaptiveAvgPool2d(size), x),
     "permute": lambda p, x, order: p.apply("permute", x, list(order)),
     "select": lambda p, x, dim, index: _op(p, "Gather", x, torch.tensor(index), axis=dim),
+    "expand_as": lambda p, x, other: _op(p, "Expand", x, torch.tensor(shape_of(other))),
     "squeeze": lambda p, x, dim: p.apply("squeeze", x, dim),
     "unsqueeze": lambda p, x, dim: p.apply("unsqueeze", x, dim),
     "cat": lambda p, parts, dim=0: _op(p, "Concat", *parts, axis=dim),

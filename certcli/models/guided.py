@@ -152,15 +152,16 @@ def _flags(path: Path) -> Flags:
                 f"{description} holds no flags of guided-diffusion: {one_line(failure)}",
                 f"it may hold {', '.join(Flags.__struct_fields__)}: the tensors say the rest",
             ) from failure
-    if path.name in PUBLISHED:
-        return PUBLISHED[path.name]
-    raise ArchitectureError(
+    raise_if(
+        path.name not in PUBLISHED,
+        ArchitectureError,
         f"{path} is a UNet of guided-diffusion under no published name: "
         "no tensor says its schedule and its heads",
         f'write them into {description}: {{"noise_schedule": "linear", "diffusion_steps": 1000, '
         '"num_head_channels": 64, "use_new_attention_order": false}, with the values of its '
         "training",
     )
+    return PUBLISHED[path.name]
 
 
 def _require_flag(is_stated: bool, path: Path, flag: str, why: str) -> None:

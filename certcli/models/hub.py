@@ -13,7 +13,7 @@ from huggingface_hub.errors import EntryNotFoundError
 
 from certcli.checkpoint.tensor_files import INDEX, shards_of_index
 from certcli.models.converters.transformers_config import PIXELS
-from certcli.system.errors import CheckpointError, one_line
+from certcli.system.errors import CheckpointError, one_line, raise_if
 
 DIFFUSERS = "diffusion_pytorch_model.safetensors"
 """The weights of a network of diffusers."""
@@ -27,9 +27,7 @@ def host() -> str:
 
 def reachable() -> bool:
     """Tell whether the hub accepts a connection; True behind a proxy, as the library uses it."""
-    if any(
-        os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
-    ):
+    if any(map(os.environ.get, ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy"))):
         return True
     with suppress(OSError), socket.create_connection((host(), 443), timeout=SECONDS):
         return True
@@ -94,8 +92,8 @@ def fetched_diffusers(name: str) -> Path:
 def _fetching(name: str, needs: str) -> Iterator[Callable[[str], Path]]:
     """Yield what fetches a file of a repository; CheckpointError for what the library raises."""
     repository, _, revision = name.partition("@")
-    if not repository:
-        raise CheckpointError("hf-hub: names no repository", "hf-hub:OWNER/NAME")
+    message = "hf-hub: names no repository"
+    raise_if(not repository, CheckpointError, message, "hf-hub:OWNER/NAME")
 
     def fetch(file: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision or None))

@@ -15,9 +15,8 @@ from typing import Any
 import timm
 from torch import Tensor
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.file import Checkpoint, read_tensors, require_weights, tensors_digest
-from certcli.checkpoint.record import KEY, Record
+from certcli.checkpoint.record import KEY, Record, arch_arguments
 from certcli.checkpoint.schema import LONGEST_TEXT, is_name, require_statistics
 from certcli.checkpoint.shipped import shipped_path
 from certcli.checkpoint.tensor_files import INDEX
@@ -127,9 +126,8 @@ def _nearest_source(source: str) -> str:
     path = Path(source)
     files = {file.name: str(file) for file in path.parent.glob("*.safetensors")}
     near = [files[name] for name in get_close_matches(path.name, files, 1)]
-    near = near or (
-        get_close_matches(source, timm.list_models(), 1, 0.8) if is_name(source) else []
-    )
+    if not near and is_name(source):
+        near = get_close_matches(source, timm.list_models(), 1, 0.8)
     return f"did you mean '{near[0]}'? " if near else ""
 
 
@@ -161,21 +159,17 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     if normaliser is not None:
         read_file = replace(read_file, reading=read_with(read_file.reading, hints, normaliser))
     texts = {key: value for key, value in metadata.items() if len(key) + len(value) <= LONGEST_TEXT}
-    record = _valid(read_file.reading.noted(replace(read_file.record, foreign=texts)), path.name)
+    record = read_file.reading.noted(replace(read_file.record, foreign=texts))
+    try:  # as certvit's own file of it would be read
+        record = Record.from_json(record.to_json())
+    except CertvitError as failure:
+        raise ArchitectureError(
+            f"{one_line(path.name)} is described by values that no record may hold: {failure.message}",
+            "check the options and the configs beside the file",
+        ) from failure
     return build.with_network(
         Checkpoint(read_file.tensors, record), read_file.net, read_file.reading
     )
-
-
-def _valid(record: Record, name: str) -> Record:
-    """Return the record; ArchitectureError unless certvit's own file of it would be read."""
-    try:
-        return Record.from_json(record.to_json())
-    except CertvitError as failure:
-        raise ArchitectureError(
-            f"{one_line(name)} is described by values that no record may hold: {failure.message}",
-            "check the options and the configs beside the file",
-        ) from failure
 
 
 _MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
@@ -239,9 +233,8 @@ def _as_timm(converted: Converted, facts: Sequence[Fact]) -> OpenCheckpoint:
 
 def _with_record(checkpoint: Checkpoint, path: Path, hints: Hints) -> OpenCheckpoint:
     """Open a file of certvit's own: its record describes the network, and options are ignored."""
-    doubts = []
-    if hints.given:
-        doubts.append(f"{path.name} carries its own record: {', '.join(hints.given)} ignored")
+    ignored = f"{path.name} carries its own record: {', '.join(hints.given)} ignored"
+    doubts = [ignored] if hints.given else []
     net = build.build(checkpoint.record, like=checkpoint.tensors)
     reading = reading_of(net, checkpoint.record, {}, RECORD, doubts)
     return build.with_network(checkpoint, net, reading)
@@ -368,11 +361,9 @@ def weights_of(folder: Path, weights: str | None) -> Path:
 def _digests(paths: list[Path], weights: str | None) -> Iterator[tuple[Path, str]]:
     """Yield each file that can be read, with a digest of its tensors."""
     for path in paths:
+        by_torch = path.suffix in TORCH_SUFFIXES
         try:  # a pointer of git-lfs, say, holds no other weights
-            if path.suffix in TORCH_SUFFIXES:
-                tensors = read_torch(path, weights).tensors
-            else:
-                tensors, _ = read_tensors(path)
+            tensors = read_torch(path, weights).tensors if by_torch else read_tensors(path)[0]
         except CheckpointError:
             if path.is_file():
                 continue

@@ -20,10 +20,9 @@ import torch
 from msgspec import Meta, Struct
 from torch import Tensor
 
-from certcli.checkpoint.arch_args import arch_arguments
 from certcli.checkpoint.config_fields import LOGITS_ALONE
 from certcli.checkpoint.file import read_tensors, tensors_digest
-from certcli.checkpoint.record import Record
+from certcli.checkpoint.record import Record, arch_arguments
 from certcli.checkpoint.schema import decode_json, require_statistics
 from certcli.system.errors import CheckpointError, Refused, UsageError, one_line, raise_if
 from certcli.system.reading import is_absent, read_bounded
@@ -110,7 +109,8 @@ class Adapter:
             CheckpointError,
             f"'{one_line(path)[:80]}' is of another rank than {CONFIG} says",
         )
-        scale = self._scale(path, rank)
+        alpha = _by_pattern(self.config.alpha_pattern, path, self.config.lora_alpha)
+        scale = alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
         product = torch.einsum("or,r...->o...", b.flatten(1), a)
         change = scale * (product.T if self.config.fan_in_fan_out else product)
         weight = self._with_lengths(name, _with_change(name, base, change), lengths)
@@ -119,10 +119,6 @@ class Adapter:
             bias = _base_name(f"{layer}.bias", base)
             change = scale * unread.pop(f"{layer}.lora_B.bias").double()
             _set_once(changed, base, bias, _with_change(bias, base, change))
-
-    def _scale(self, path: str, rank: int) -> float:
-        alpha: float = _by_pattern(self.config.alpha_pattern, path, self.config.lora_alpha)
-        return alpha / (math.sqrt(rank) if self.config.use_rslora else rank)
 
     def _with_lengths(self, name: str, weight: Tensor, lengths: list[Tensor]) -> Tensor:
         """Return the weight, with rows (o, i) of the lengths (o,) that DoRA learned."""
@@ -187,20 +183,21 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, usual: Any) -> An
 def _base_name(key: str, base: Mapping[str, Tensor]) -> str:
     """Return the name that a tensor of the adapter has in the base; CheckpointError without one."""
     path = key.removeprefix("base_model.model.")
-    for name in (path, path.removeprefix("model.")):
-        if name in base:
-            return name
-    raise CheckpointError(
+    name = path if path in base else path.removeprefix("model.")
+    raise_if(
+        name not in base,
+        CheckpointError,
         f"the adapter changes '{one_line(path)[:80]}', which the base does not have",
         "the base that the adapter was trained on, with its own names",
     )
+    return name
 
 
 def _with_change(name: str, base: Mapping[str, Tensor], change: Tensor) -> Tensor:
     weight = base[name].double()
-    if weight.shape != change.shape:
-        sizes = f"{tuple(change.shape)} to {tuple(weight.shape)}"
-        raise CheckpointError(f"the adapter adds {sizes} at '{name}'", "it is of another base")
+    sizes = f"{tuple(change.shape)} to {tuple(weight.shape)}"
+    message = f"the adapter adds {sizes} at '{name}'"
+    raise_if(weight.shape != change.shape, CheckpointError, message, "it is of another base")
     return weight + change
 
 
@@ -209,12 +206,13 @@ def _set_once(
 ) -> None:
     """Set a tensor of the base once, in its type."""
     name = _base_name(key, base)
-    if name in changed or tensor.shape != base[name].shape:
-        why = "twice" if name in changed else f"to the shape {tuple(tensor.shape)}"
-        raise CheckpointError(
-            f"the adapter sets '{name}' {why}, of {tuple(base[name].shape)} in the base",
-            "a base whose layers have the sizes of the adapter's: its classes, for a new head",
-        )
+    why = "twice" if name in changed else f"to the shape {tuple(tensor.shape)}"
+    raise_if(
+        name in changed or tensor.shape != base[name].shape,
+        CheckpointError,
+        f"the adapter sets '{name}' {why}, of {tuple(base[name].shape)} in the base",
+        "a base whose layers have the sizes of the adapter's: its classes, for a new head",
+    )
     changed[name] = tensor.to(base[name].dtype)
 
 

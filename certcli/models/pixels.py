@@ -39,21 +39,16 @@ class PixelResize(nn.Module):
 
     def __init__(self, source: tuple[int, ...], target: tuple[int, ...]) -> None:
         super().__init__()
-        for name, sides in zip(("rows", "columns"), zip(source, target, strict=True), strict=True):
-            self.register_buffer(name, _resize_matrix(*sides), persistent=False)
+        for name, side, size in zip(("rows", "columns"), source, target, strict=True):
+            # an image, since torch interpolates maps of width 1 wrongly with antialiasing
+            unit = torch.eye(side, dtype=torch.float64)[None, None]
+            matrix = functional.interpolate(unit, (size, side), mode="bilinear", antialias=True)
+            self.register_buffer(name, matrix[0, 0], persistent=False)
 
     def forward(self, pixels: Tensor) -> Tensor:
         wide = functional.linear(pixels, self.columns.to(pixels.dtype))
         high = functional.linear(wide.transpose(2, 3), self.rows.to(pixels.dtype))
         return high.transpose(2, 3)
-
-
-def _resize_matrix(source: int, target: int) -> Tensor:
-    """Return the matrix (target, source) that resizes one side."""
-    # an image, since torch interpolates maps of width 1 wrongly with antialiasing
-    unit = torch.eye(source, dtype=torch.float64)[None, None]
-    size = (target, source)
-    return functional.interpolate(unit, size, mode="bilinear", antialias=True)[0, 0]
 
 
 class PixelNormalize(nn.Module):

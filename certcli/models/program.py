@@ -107,10 +107,10 @@ def _described_argument(value: Any, visited: dict[int, tuple[int, Any]]) -> Any:
     if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta:
         raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         return [str(value.dtype), list(value.shape), hashlib.sha256(raw).hexdigest()]
-    return [
-        _qualified_name(value),
-        *(_described_argument(part, visited) for part in _parts_of_object(value)),
-    ]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    name = f"{getattr(named, '__module__', '')}.{named.__qualname__}"
+    parts = (_described_argument(part, visited) for part in _parts_of_object(value))
+    return [value.__name__ if isinstance(value, ModuleType) else name, *parts]
 
 
 def _parts_of_object(value: Any) -> Iterator[Any]:
@@ -183,10 +183,3 @@ def _names_in_code(code: CodeType) -> set[str]:
 
 def _is_of_library(value: Any) -> bool:
     return str(getattr(value, "__module__", None)).partition(".")[0] in LIBRARIES
-
-
-def _qualified_name(value: Any) -> str:
-    if isinstance(value, ModuleType):
-        return value.__name__
-    named = value if hasattr(value, "__qualname__") else type(value)
-    return f"{getattr(named, '__module__', '')}.{named.__qualname__}"

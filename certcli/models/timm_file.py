@@ -114,9 +114,11 @@ def _appearance(tensors: Mapping[str, Tensor]) -> str:
     embedding = tensors.get("patch_embed.proj.weight")
     qkv = tensors.get("blocks.0.attn.qkv.weight")
     if embedding is None or qkv is None or embedding.dim() != 4:
-        for pattern, words in _OTHERS:
-            if any(re.search(pattern, name) for name in tensors):
-                return f"has no certvit record; its tensors have the names of {words}"
+        words = [
+            words for pattern, words in _OTHERS if any(map(re.compile(pattern).search, tensors))
+        ]
+        if words:
+            return f"has no certvit record; its tensors have the names of {words[0]}"
         examples = ", ".join(sorted(tensors)[:2])
         return f"has no certvit record, and its tensors ({examples}, ...) are not those of a timm vision transformer"
     width, channels, patch = embedding.shape[:3]

@@ -15,7 +15,7 @@ from timm.models.convit import GPSA, MHSA
 from timm.models.swin_transformer import WindowAttention, get_relative_position_index
 from torch import Tensor, nn
 
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 _NORM_OPTIONS = {"q_norm": "qk_norm", "k_norm": "qk_norm", "norm": "scale_norm"}
 
@@ -66,8 +66,9 @@ class AttentionShape:
             raise ArchitectureError(
                 f"{name} would lose the windows' relative position bias and mask"
             )
-        if self.gated:
-            raise ArchitectureError(f"{name} would lose the gated positions of ConViT's GPSA")
+        raise_if(
+            self.gated, ArchitectureError, f"{name} would lose the gated positions of ConViT's GPSA"
+        )
 
 
 @dataclass
@@ -146,11 +147,12 @@ def _qkv_maps(attention: Any) -> tuple[list[nn.Linear], int]:
 def _require_known_attention(old: nn.Module) -> Any:
     kind = type(old)
     where = f"{kind.__name__} of {kind.__module__}"
-    if kind not in (Attention, WindowAttention, GPSA, MHSA):
-        raise ArchitectureError(
-            f"no replacement for {where}",
-            "attentions that can be replaced: timm's Attention, Swin's WindowAttention, ConViT's GPSA and MHSA",
-        )
+    raise_if(
+        kind not in (Attention, WindowAttention, GPSA, MHSA),
+        ArchitectureError,
+        f"no replacement for {where}",
+        "attentions that can be replaced: timm's Attention, Swin's WindowAttention, ConViT's GPSA and MHSA",
+    )
     for name, option in _NORM_OPTIONS.items():
         if not isinstance(getattr(old, name, nn.Identity()), nn.Identity):
             raise ArchitectureError(
@@ -283,10 +285,11 @@ class LipschitzAttention(AttentionReplacement):
     def get_rel_indices(self, n: int) -> Tensor:
         """Return (x, y, x^2 + y^2) of tokens in a square grid, for `pos_proj`: (1, n, n, 3)."""
         side = math.isqrt(n)
-        if side * side != n:
-            raise ArchitectureError(
-                f"gated positional attention needs a square grid of tokens, not {n} of them"
-            )
+        raise_if(
+            side * side != n,
+            ArchitectureError,
+            f"gated positional attention needs a square grid of tokens, not {n} of them",
+        )
         weight = self.pos_proj.weight
         steps = torch.arange(side, dtype=weight.dtype, device=weight.device)
         offset = steps.view(1, -1) - steps.view(-1, 1)

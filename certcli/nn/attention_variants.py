@@ -19,7 +19,7 @@ from certcli.nn.attention import (
     tied_query,
 )
 from certcli.nn.layers import OrthogonalMixing
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 
 class L2Attention(LipschitzAttention):
@@ -229,8 +229,11 @@ def build_conv_attention(old: nn.Module, kernel: int = KERNEL) -> ConvAttention:
 
 def require_odd(kernel: int) -> None:
     """Raise ArchitectureError for a kernel without a middle, which would not keep the tokens' number."""
-    if kernel < 1 or kernel % 2 == 0:
-        raise ArchitectureError(f"a token convolution needs an odd kernel, not {kernel}")
+    raise_if(
+        kernel < 1 or kernel % 2 == 0,
+        ArchitectureError,
+        f"a token convolution needs an odd kernel, not {kernel}",
+    )
 
 
 class OrthogonalAttention(AttentionReplacement):

@@ -15,7 +15,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 SOFTMAX_SLOPE = 1.1996788
 """A little more than the largest slope of u tanh u, 1.19967864...: the root of r tanh r = 1 is its place and its value.
@@ -98,24 +98,8 @@ class Rounded(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if torch.is_grad_enabled() and x.requires_grad:
-            return _StraightThrough.apply(x)
+            return x + (torch.round(x) - x).detach()  # both are exact
         return torch.round(x)
-
-
-class _StraightThrough(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return torch.round(x)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class ClippedReLU(nn.Module):
@@ -157,8 +141,11 @@ class OrthogonalMixing(nn.Module):
 
     def __init__(self, tokens: int, width: int, heads: int) -> None:
         super().__init__()
-        if heads < 1 or width % heads:
-            raise ArchitectureError(f"{heads} heads do not divide a width of {width}")
+        raise_if(
+            heads < 1 or width % heads,
+            ArchitectureError,
+            f"{heads} heads do not divide a width of {width}",
+        )
         self.heads = heads
         self.maps = nn.ModuleList(nn.Linear(tokens, tokens, bias=False) for _ in range(heads))
         for matrix in self.maps:
@@ -196,15 +183,17 @@ class TokenMaxMin(nn.Module):
         self, tokens: int, width: int, stride: int, across: int | None = None, soft: bool = False
     ) -> None:
         super().__init__()
-        if stride < 1 or tokens % (2 * stride):
-            raise ArchitectureError(
-                f"{tokens} tokens do not fall into pairs at a distance of {stride}"
-            )
+        raise_if(
+            stride < 1 or tokens % (2 * stride),
+            ArchitectureError,
+            f"{tokens} tokens do not fall into pairs at a distance of {stride}",
+        )
         self.across = width if across is None else across
-        if not 0 < self.across <= width or (width - self.across) % 2:
-            raise ArchitectureError(
-                f"{self.across} of {width} channels cannot meet across tokens: an even rest is needed"
-            )
+        raise_if(
+            not 0 < self.across <= width or (width - self.across) % 2,
+            ArchitectureError,
+            f"{self.across} of {width} channels cannot meet across tokens: an even rest is needed",
+        )
         self.stride = stride
         self.shift = nn.Parameter(0.1 * torch.randn(tokens, width))
         self.pair: nn.Module = SoftMaxMin() if soft else MaxMin()
@@ -236,10 +225,12 @@ class ChannelRoll(nn.Module):
 
     def __init__(self, side: int, width: int, back: bool = False) -> None:
         super().__init__()
-        if width % 4:
-            raise ArchitectureError(
-                f"a width of {width} does not fall into quarters", "a multiple of 4"
-            )
+        raise_if(
+            width % 4,
+            ArchitectureError,
+            f"a width of {width} does not fall into quarters",
+            "a multiple of 4",
+        )
         self.side = side
         self.step = -1 if back else 1
 
@@ -297,10 +288,11 @@ class L2Pool(nn.Module):
 
     def __init__(self, side: int, windows: int) -> None:
         super().__init__()
-        if windows < 1 or side % windows:
-            raise ArchitectureError(
-                f"{side} x {side} tokens do not fall into {windows} x {windows} windows"
-            )
+        raise_if(
+            windows < 1 or side % windows,
+            ArchitectureError,
+            f"{side} x {side} tokens do not fall into {windows} x {windows} windows",
+        )
         self.side = side
         self.windows = windows
 
@@ -347,10 +339,11 @@ def build_flat_head(net: nn.Module, widths: Sequence[int] = ()) -> nn.Module:
         )
     if not isinstance(net.head, nn.Linear):
         raise ArchitectureError("the network has no linear head to replace")
-    if any(width % 2 for width in widths):
-        raise ArchitectureError(
-            f"head widths {list(widths)} must be even: MaxMin compares the two halves"
-        )
+    raise_if(
+        any(width % 2 for width in widths),
+        ArchitectureError,
+        f"head widths {list(widths)} must be even: MaxMin compares the two halves",
+    )
     tokens = net.patch_embed.num_patches + net.num_prefix_tokens
     net.global_pool = ""
     net.head = FlatHead(tokens * net.embed_dim, widths, net.head.out_features)

@@ -17,7 +17,7 @@ from certcli.nn.layers import (
     TokenMaxMin,
     TokenShift,
 )
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, raise_if
 
 
 class _PatchNetwork(nn.Module):
@@ -190,10 +190,11 @@ class LipschitzPyramid(nn.Module):
         classes: int,
     ) -> None:
         super().__init__()
-        if not widths or len(widths) != len(depths):
-            raise ArchitectureError(
-                f"{len(widths)} widths and {len(depths)} depths: each stage has one of both"
-            )
+        raise_if(
+            not widths or len(widths) != len(depths),
+            ArchitectureError,
+            f"{len(widths)} widths and {len(depths)} depths: each stage has one of both",
+        )
         self.num_classes = classes
         self.embed = nn.Conv2d(channels, widths[0], patch, stride=patch)
         self.stages = nn.ModuleList()
@@ -201,10 +202,11 @@ class LipschitzPyramid(nn.Module):
         for number, (width, depth) in enumerate(zip(widths, depths, strict=True)):
             before = 4 * widths[number - 1] if number else None
             if number:
-                if side % 2:
-                    raise ArchitectureError(
-                        f"{side} x {side} tokens do not fall into windows of 2 x 2"
-                    )
+                raise_if(
+                    side % 2,
+                    ArchitectureError,
+                    f"{side} x {side} tokens do not fall into windows of 2 x 2",
+                )
                 side //= 2
             self.stages.append(_Stage(side, before, width, depth))
         self.pool = L2Pool(side, windows)
@@ -281,10 +283,12 @@ def build_members(make: Callable[..., nn.Module], arguments: dict[str, Any]) -> 
     if count is None and not mirror:
         return make(**arguments)
     count = 1 if count is None else count
-    if type(count) is not int or not 1 <= count <= MOST_MEMBERS:
-        raise ArchitectureError(
-            f"members cannot be {count!r}", f"a number from 1 to {MOST_MEMBERS}"
-        )
+    raise_if(
+        type(count) is not int or not 1 <= count <= MOST_MEMBERS,
+        ArchitectureError,
+        f"members cannot be {count!r}",
+        f"a number from 1 to {MOST_MEMBERS}",
+    )
     own_arguments = [
         {key: value for key, value in arguments.items() if key.endswith(f"_{i}")}
         for i in range(1, count + 1)

@@ -11,7 +11,7 @@ from timm.layers import create_act, create_norm
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 
-from certcli.system.errors import ArchitectureError, Refused, one_line
+from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 
 class CenterNorm(nn.Module):
@@ -24,8 +24,7 @@ class CenterNorm(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        if width < 2:
-            raise ArchitectureError("CenterNorm needs at least two features")
+        raise_if(width < 2, ArchitectureError, "CenterNorm needs at least two features")
         self.width = width
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -52,10 +51,11 @@ class FloorNorm(nn.Module):
 
     def __init__(self, width: int, floor: float = 1.0) -> None:
         super().__init__()
-        if width < 2 or not 0 < floor < math.inf:
-            raise ArchitectureError(
-                f"FloorNorm needs two features and a positive floor, not {width} and {floor:g}"
-            )
+        raise_if(
+            width < 2 or not 0 < floor < math.inf,
+            ArchitectureError,
+            f"FloorNorm needs two features and a positive floor, not {width} and {floor:g}",
+        )
         self.width = width
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width))
@@ -99,10 +99,12 @@ class TokenBatchNorm(nn.BatchNorm1d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dim() not in (2, 3):
-            raise ArchitectureError(
-                "norm_layer=batchnorm is for tokens (b, n, d)", "maps take norm_layer=batchnorm2d"
-            )
+        raise_if(
+            x.dim() not in (2, 3),
+            ArchitectureError,
+            "norm_layer=batchnorm is for tokens (b, n, d)",
+            "maps take norm_layer=batchnorm2d",
+        )
         if self.training:
             return super().forward(x.mT).mT if x.dim() == 3 else super().forward(x)
         mean = self.running_mean
@@ -171,8 +173,11 @@ def with_layers(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for key, table in _TABLES.items():
         word = options.get(key)
         if isinstance(word, str):
-            if word not in table:
-                raise Refused(f"{key}={one_line(word)}: one of {', '.join(sorted(table))}")
+            raise_if(
+                word not in table,
+                Refused,
+                f"{key}={one_line(word)}: one of {', '.join(sorted(table))}",
+            )
             options[key] = table[word]
         elif word is not None:
             raise Refused(f"{key} is a word, not {one_line(repr(word))[:40]}")
@@ -185,8 +190,7 @@ def set_norm_eps(net: nn.Module, eps: float) -> None:
         raise Refused(f"{NORM_EPS} is a number in (0, 1], not {one_line(repr(eps))[:40]}")
     named = [module for module in net.modules() if "norm" in type(module).__name__.lower()]
     norms: list[Any] = [module for module in named if hasattr(module, "eps")]
-    if not norms:
-        raise Refused(f"{NORM_EPS}={eps:g}, and the network has no norm with an eps")
+    raise_if(not norms, Refused, f"{NORM_EPS}={eps:g}, and the network has no norm with an eps")
     for norm in norms:
         norm.eps = float(eps)
 

@@ -55,6 +55,7 @@ from certcli.nn.lipschitz_networks import (
     build_members,
 )
 from certcli.nn.published_networks import ClassAndMeanViT, CoViT, SmallConvNet, TiedL2ViT
+from certcli.system.errors import raise_if
 
 _MNIST_STATISTICS = ((0.1307,), (0.3081,))
 _IMAGENET_STATISTICS = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -142,8 +143,7 @@ def _convnet(
         "widths",
     }
     unknown = sorted(_network_arguments(options).keys() - argument_names)
-    if unknown:
-        raise TypeError(f"unknown arguments {unknown}")
+    raise_if(unknown, TypeError, f"unknown arguments {unknown}")
     shape = {"convolutions": convolutions, "widths": widths, **form}
     return _sized(SmallConvNet, config, shape, options)
 

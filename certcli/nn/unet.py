@@ -176,86 +176,54 @@ class Resample(nn.Module):
         return out
 
 
-def _level(
-    kind: str,
-    widths: list[int],
-    outputs: int,
-    time: int,
-    shape: UNetShape,
-    direction: str,
-    last: bool,
-) -> tuple[nn.ModuleList, nn.ModuleList | None, nn.ModuleList]:
-    """Return the residual blocks of inputs of these widths, the attention behind each (None:
-    there is none), and what changes the resolution, "down" or "up".
-    """
-    resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
-    attentions = None
-    if kind in ATTENTION_BLOCKS:
-        attentions = nn.ModuleList(Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
-    method = shape.downsample_type if direction == "down" else shape.upsample_type
-    resamplers = nn.ModuleList()
-    if not last and (kind in (RESNET_DOWN, RESNET_UP) or (attentions and method == "resnet")):
-        resamplers.append(ResnetBlock(outputs, outputs, time, shape, direction))
-    elif not last:
-        resamplers.append(Resample(outputs, direction, shape.downsample_padding))
-    return resnets, attentions, resamplers
+class Level(nn.Module):
+    """Residual blocks at a resolution, then, but at the last level, half of it or twice: on the way
+    down all maps are skips, and on the way up each block has one beside its input.
 
-
-class DownBlock(nn.Module):
-    """Residual blocks at a resolution, then half of it; all maps are skips for the way up."""
-
-    def __init__(
-        self, kind: str, inputs: int, outputs: int, time: int, shape: UNetShape, last: bool
-    ) -> None:
-        super().__init__()
-        widths = [inputs, *(outputs,) * (shape.layers_per_block - 1)]
-        self.resnets, self.attentions, self.downsamplers = _level(
-            kind, widths, outputs, time, shape, "down", last
-        )
-
-    def forward(self, maps: Tensor, time: Tensor) -> list[Tensor]:
-        skips = []
-        for index, resnet in enumerate(self.resnets):
-            maps = resnet(maps, time)
-            if self.attentions is not None:
-                maps = self.attentions[index](maps)
-            skips.append(maps)
-        for layer in self.downsamplers:
-            skips.append(layer(skips[-1], time))
-        return skips
-
-
-class UpBlock(nn.Module):
-    """Residual blocks, each with a skip beside its input, then a step to twice the resolution.
-
-    Attributes:
-        skips: widths of the skips, in the order in which they are taken.
+    Args:
+        widths: of the blocks' inputs.
+        direction: "down" or "up".
     """
 
     def __init__(
         self,
         kind: str,
-        inputs: int,
+        widths: list[int],
         outputs: int,
-        skips: list[int],
         time: int,
         shape: UNetShape,
+        direction: str,
         last: bool,
     ) -> None:
         super().__init__()
-        before = [inputs, *(outputs,) * (len(skips) - 1)]
-        widths = [width + skip for width, skip in zip(before, skips, strict=True)]
-        self.resnets, self.attentions, self.upsamplers = _level(
-            kind, widths, outputs, time, shape, "up", last
-        )
+        self.direction = direction
+        self.resnets = nn.ModuleList(ResnetBlock(width, outputs, time, shape) for width in widths)
+        self.attentions: nn.ModuleList | None = None
+        if kind in ATTENTION_BLOCKS:
+            attentions = (Attention(outputs, shape, shape.norm_num_groups) for _ in widths)
+            self.attentions = nn.ModuleList(attentions)
+        method = shape.downsample_type if direction == "down" else shape.upsample_type
+        resamplers = nn.ModuleList()
+        resnet = kind in (RESNET_DOWN, RESNET_UP) or (self.attentions and method == "resnet")
+        if not last and resnet:
+            resamplers.append(ResnetBlock(outputs, outputs, time, shape, direction))
+        elif not last:
+            resamplers.append(Resample(outputs, direction, shape.downsample_padding))
+        self.add_module(f"{direction}samplers", resamplers)
 
     def forward(self, maps: Tensor, skips: list[Tensor], time: Tensor) -> Tensor:
+        """Return the last maps; `skips` grows on the way down and shrinks on the way up."""
+        down = self.direction == "down"
         for index, resnet in enumerate(self.resnets):
-            maps = resnet(torch.cat([maps, skips.pop()], dim=1), time)
+            maps = resnet(maps if down else torch.cat([maps, skips.pop()], dim=1), time)
             if self.attentions is not None:
                 maps = self.attentions[index](maps)
-        for layer in self.upsamplers:
+            if down:
+                skips.append(maps)
+        for layer in self.get_submodule(f"{self.direction}samplers").children():
             maps = layer(maps, time)
+            if down:
+                skips.append(maps)
         return maps
 
 
@@ -323,17 +291,18 @@ class UNet(nn.Module):
         width = widths[0]
         for level, kind in enumerate(shape.down_block_types):
             last = level == final
-            self.down_blocks.append(DownBlock(kind, width, widths[level], time, shape, last))
+            before = [width, *(widths[level],) * (shape.layers_per_block - 1)]
             width = widths[level]
+            self.down_blocks.append(Level(kind, before, width, time, shape, "down", last))
             skips += [width] * (shape.layers_per_block + (not last))
         self.mid_block = MidBlock(width, time, shape)
         self.up_blocks = nn.ModuleList()
         for level, rising in enumerate(shape.up_block_types):
             taken = [skips.pop() for _ in range(shape.layers_per_block + 1)]
-            outputs = widths[final - level]
-            block = UpBlock(rising, width, outputs, taken, time, shape, level == final)
-            self.up_blocks.append(block)
-            width = outputs
+            before = [width, *(widths[final - level],) * shape.layers_per_block]
+            width = widths[final - level]
+            inputs = [one + skip for one, skip in zip(before, taken, strict=True)]
+            self.up_blocks.append(Level(rising, inputs, width, time, shape, "up", level == final))
         self.conv_norm_out = nn.GroupNorm(shape.norm_num_groups, width, shape.norm_eps)
         self.conv_out = nn.Conv2d(width, shape.out_channels, 3, padding=1)
 
@@ -342,8 +311,8 @@ class UNet(nn.Module):
         maps = self.conv_in(2 * noisy - 1 if self.shape.center_input_sample else noisy)
         skips = [maps]
         for down in self.down_blocks:
-            skips += down(skips[-1], time)
-        maps = self.mid_block(skips[-1], time)
+            maps = down(maps, skips, time)
+        maps = self.mid_block(maps, time)
         for up in self.up_blocks:
             maps = up(maps, skips, time)
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(maps)))
@@ -354,14 +323,6 @@ def _linear_betas(start: float, end: float, steps: int) -> Tensor:
     return torch.linspace(start, end, steps, dtype=torch.float64)
 
 
-def _scaled_linear(start: float, end: float, steps: int) -> Tensor:
-    return _linear_betas(start**0.5, end**0.5, steps).square()
-
-
-def _sigmoid(start: float, end: float, steps: int) -> Tensor:
-    return torch.sigmoid(_linear_betas(-6, 6, steps)) * (end - start) + start
-
-
 def _cosine_betas(start: float, end: float, steps: int) -> Tensor:
     times = torch.arange(steps + 1, dtype=torch.float64) / steps
     left = torch.cos((times + 0.008) / 1.008 * math.pi / 2).square()
@@ -370,9 +331,9 @@ def _cosine_betas(start: float, end: float, steps: int) -> Tensor:
 
 BETAS: Mapping[str, Callable[[float, float, int], Tensor]] = {
     "linear": _linear_betas,
-    "scaled_linear": _scaled_linear,
+    "scaled_linear": lambda start, end, n: _linear_betas(start**0.5, end**0.5, n).square(),
     "squaredcos_cap_v2": _cosine_betas,
-    "sigmoid": _sigmoid,
+    "sigmoid": lambda start, end, n: torch.sigmoid(_linear_betas(-6, 6, n)) * (end - start) + start,
 }
 """Name -> (first beta, last beta, number of steps) -> beta of each step. The cosine reads the number alone."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from certcli.evaluation.intervals import number_of
-from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation.threat import rounded_down, rounded_up
 from certcli.images.labelled import OWN
 from certcli.report import document, machine, page
 from certcli.report.shares import (

@@ -16,12 +16,12 @@ from msgspec import Meta, Struct
 
 from certcli.checkpoint.schema import MOST_CLASSES, Log10, Measured, Number, Seed, Upper
 from certcli.checkpoint.schema import Share as Unit
-from certcli.evaluation import intervals, radii
+from certcli.evaluation import intervals, threat
 
 Natural = Annotated[int, Meta(ge=0, le=2**53)]
 Class = Annotated[int, Meta(ge=-1, le=MOST_CLASSES)]
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
-Length = Annotated[float, Meta(ge=0, le=radii.LARGEST)]
+Length = Annotated[float, Meta(ge=0, le=threat.LARGEST)]
 Digest = Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$")]
 
 

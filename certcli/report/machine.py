@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 from msgspec.structs import asdict
 
-from certcli.evaluation import intervals, radii
+from certcli.evaluation import intervals, threat
 from certcli.report.document import Audit
 from certcli.report.shares import share_rows
 from certcli.system.errors import plain_lines
@@ -200,9 +200,9 @@ def figures(audit: Audit) -> dict[str, str]:
     if audit.bound is not None:
         values["upper"] = audit.bound.upper_text
     if audit.slope is not None:
-        values["slope"] = radii.rounded_down(audit.slope.lower, 6)
+        values["slope"] = threat.rounded_down(audit.slope.lower, 6)
     if audit.attention_weight is not None:
-        values["attention_weight"] = radii.rounded_up(audit.attention_weight, 6)
+        values["attention_weight"] = threat.rounded_up(audit.attention_weight, 6)
     for row in share_rows(audit):
         values[row.key] = f"{row.share.share:.4f} (n = {row.share.images}, {row.holds})"
     return values

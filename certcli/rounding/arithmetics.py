@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from certcli.engine.derived_constants import MOVING, Computed, Moved, place_of
 from certcli.engine.table import NoRule
+from certcli.engine.trace import MOVING, Computed, Moved, place_of
 from certcli.engine.tracer import tensors_in
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry
@@ -360,10 +360,6 @@ def _sum(p: Precision, step: Computed, sizes: list[float], errors: list[float]) 
     )
 
 
-def _moved_constant(p: Precision, step: Computed, sizes: list[float], errors: list[float]) -> float:
-    return max(errors)
-
-
 _RULES: dict[str, Callable[[Precision, Computed, list[float], list[float]], float]] = {
     "mm": _matrices,
     "addmm": _matrices,
@@ -378,5 +374,8 @@ _RULES: dict[str, Callable[[Precision, Computed, list[float], list[float]], floa
         if errors[0] <= 1
         else math.inf
     ),
-    **dict.fromkeys((*MOVING, "relu", "clamp", "clamp_min", "clamp_max", "neg"), _moved_constant),
+    **dict.fromkeys(
+        (*MOVING, "relu", "clamp", "clamp_min", "clamp_max", "neg"),
+        lambda p, step, sizes, errors: max(errors),
+    ),
 }

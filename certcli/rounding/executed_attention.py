@@ -20,20 +20,16 @@ from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
-from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.lipschitz.rules.convolution import padding_of
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.attention_variants import (
     FLOOR,
-    ConvAttention,
     CosineAttention,
     L2Attention,
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
 from certcli.rounding.arithmetics import LinearMap, Precision, Stored, compounded, covers, largest
-from certcli.rounding.executed_layers import require_plain_convolutions
 from certcli.rounding.operation_errors import (
     Followed,
     Operation,
@@ -248,6 +244,18 @@ def _attended(
     return rounding
 
 
+def _maps_of(
+    op: Operation, module: Any, x: Followed, names: tuple[str, ...], attn_mask: Any, is_causal: bool
+) -> tuple[list[list[LinearMap]], LinearMap]:
+    """Return the maps of a layer's heads, by name and head, and its output map."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    layers = [getattr(module, name) for name in (*names, "proj") if hasattr(module, name)]
+    op.require(all(runs_known_code(part, nn.Linear) for part in layers), "a replaced linear layer")
+    *maps, proj = layers
+    heads = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in maps]
+    return heads, op.map(proj.weight, proj.bias)
+
+
 @rules.module(L2Attention, L2UntiedValueAttention)
 @covers("any order", "softmax")
 def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal: bool = False,
@@ -255,14 +263,8 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
     """Scores (2 q_i.q_j - |q_j|^2) / sqrt(dh): softmax sees -|q_i - q_j|^2, moved by 8 |q| |dq|.
     Values are q, or a map of their own.
     """
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    layers = [getattr(module, name) for name in ("query", "value") if hasattr(module, name)]
-    op.require(
-        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
-        "a replaced linear layer",
-    )
+    maps, proj = _maps_of(op, module, x, ("query", "value"), attn_mask, is_causal)
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     scale = as_real(1 / math.sqrt(width) * (1 + 2.0**-50))
 
     def heads(token: Real) -> list[tuple[Real, Real, AttentionRow]] | None:
@@ -288,7 +290,6 @@ def l2(op: Operation, module: Any, x: Followed, attn_mask: Any = None, is_causal
             )
         return facts
 
-    proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, positions.gates)
 
 
@@ -301,30 +302,6 @@ def gated_positional(op: Operation, module: GPSA, x: Followed) -> Rounding:
     heads = _dot_products(op, [*qk, *values], module.num_heads, module.scale)
     proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, _gates(op, module, x.shape[-2]), normalised=True)
-
-
-@rules.module(ConvAttention)
-@covers("any order")
-def token_convolution(
-    op: Operation, module: ConvAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False
-) -> Rounding:  # fmt: skip
-    """Two linear maps: of all tokens, then of each."""
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    conv, (images, tokens, _) = module.convolution, x.shape
-    require_plain_convolutions(op)
-    pads = padding_of(conv.padding, conv.kernel_size, conv.dilation)
-    geometry = Geometry(conv.stride, pads, conv.dilation, conv.groups, (tokens,))
-    mixed = op.map(conv.weight, conv.bias, geometry)
-    proj = op.map(module.proj.weight, module.proj.bias)
-    root = as_real(float(images * tokens)).sqrt()
-
-    def rounding(sizes: Sizes) -> Real:
-        total = sizes(x).total
-        error = mixed.rounding(total, x.rows)
-        reach = mixed.norm * total + mixed.shift * root + error
-        return (proj.norm + proj.moved) * error + proj.rounding(reach, x.rows)
-
-    return rounding
 
 
 def _placed_scores(
@@ -343,14 +320,8 @@ def _placed_scores(
 def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False,
            mask: Any = None) -> Rounding:  # fmt: skip
     """Rows w / sqrt(|w|^2 + 1): <= 1, slope 1 in w = W x, some roundings; tau, nu are stored."""
-    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
-    layers = (module.query, module.key, module.value)
-    op.require(
-        all(runs_known_code(part, nn.Linear) for part in (*layers, module.proj)),
-        "a replaced linear layer",
-    )
+    maps, proj = _maps_of(op, module, x, ("query", "key", "value"), attn_mask, is_causal)
     p, width, positions = op.precision, module.head_dim, _positions(op, module, mask, x.shape[-2])
-    maps = [_executed_heads(op, layer.weight, layer.bias, module.num_heads) for layer in layers]
     tau, nu = ([op.stored(number) for number in part] for part in (module.tau, module.nu))
     # of |w|^2 + 1, which is no less than 1
     relative = compounded(p.products(width) + 2 * p.function + 12 * p.unit)
@@ -386,7 +357,6 @@ def cosine(op: Operation, module: CosineAttention, x: Followed, attn_mask: Any =
             )
         return facts
 
-    proj = op.map(module.proj.weight, module.proj.bias)
     return _attended(op, x, proj, heads, positions.gates)
 
 

@@ -22,12 +22,13 @@ from certcli.engine import moves
 from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.averages import Separable, register_averages
 from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
-from certcli.engine.table import runs_known_code, with_attributes
+from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.lipschitz.rules.convolution import numbers, padding_of, pads_with_zeros
+from certcli.nn.attention_variants import ConvAttention
 from certcli.nn.layers import (
     ChannelRoll,
     ClippedReLU,
@@ -107,15 +108,13 @@ def executed_clipped_relu(op: Operation, module: ClippedReLU, x: Followed) -> Ro
     return _broken_line(op, x, Line(0.0, 0.0, ((module.threshold.detach(), 1.0),)))
 
 
+@rules.module(nn.PReLU, timm_activations.PReLU, attributes=("weight",))
 @rules.method("prelu")
 @rules.function(functional.prelu, torch.prelu)
 @covers("entries")
 def executed_parametric_relu(op: Operation, x: Followed, weight: Any) -> Rounding:
     """A product with a stored number, for the entries below 0."""
     return scaled(op, x, op.stored(op.tensor(weight)))
-
-
-rules.module(nn.PReLU, timm_activations.PReLU)(with_attributes(executed_parametric_relu, "weight"))
 
 
 @covers("moves")
@@ -207,6 +206,10 @@ def _runs_nnpack() -> bool:
     return not replaced and nnpack.is_available() and torch._C._get_nnpack_enabled()
 
 
+@rules.module(
+    nn.Conv1d, nn.Conv2d, nn.Conv3d, when=pads_with_zeros,
+    attributes=("weight", "bias", "stride", "padding", "dilation", "groups"),
+)  # fmt: skip
 @rules.function(
     torch.conv1d, torch.conv2d, torch.conv3d, functional.conv1d, functional.conv2d, functional.conv3d
 )  # fmt: skip
@@ -240,11 +243,6 @@ def require_plain_convolutions(op: Operation) -> None:
     )
 
 
-rules.module(nn.Conv1d, nn.Conv2d, nn.Conv3d, when=pads_with_zeros)(
-    with_attributes(convolution, "weight", "bias", "stride", "padding", "dilation", "groups")
-)
-
-
 @rules.module(nn.ConvTranspose2d)
 @covers("any order")
 def transposed_convolution(
@@ -262,6 +260,30 @@ def transposed_convolution(
     layer.terms = module.weight[:, 0].numel() // module.groups
     layer.out = module.out_channels
     return lambda sizes: layer.rounding(sizes(x).total, op.entries // layer.out)
+
+
+@rules.module(ConvAttention)
+@covers("any order")
+def token_convolution(
+    op: Operation, module: ConvAttention, x: Followed, attn_mask: Any = None, is_causal: bool = False
+) -> Rounding:  # fmt: skip
+    """Two linear maps: of all tokens, then of each."""
+    op.require(attn_mask is None and not is_causal and len(x.shape) == 3, "attention with a mask")
+    conv, (images, tokens, _) = module.convolution, x.shape
+    require_plain_convolutions(op)
+    pads = padding_of(conv.padding, conv.kernel_size, conv.dilation)
+    geometry = Geometry(conv.stride, pads, conv.dilation, conv.groups, (tokens,))
+    mixed = op.map(conv.weight, conv.bias, geometry)
+    proj = op.map(module.proj.weight, module.proj.bias)
+    root = as_real(float(images * tokens)).sqrt()
+
+    def rounding(sizes: Sizes) -> Real:
+        total = sizes(x).total
+        error = mixed.rounding(total, x.rows)
+        reach = mixed.norm * total + mixed.shift * root + error
+        return (proj.norm + proj.moved) * error + proj.rounding(reach, x.rows)
+
+    return rounding
 
 
 @covers("any order")

@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional
 
 from certcli.engine.curves import curve_of
-from certcli.engine.table import with_attributes
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.rounding.arithmetics import FLOAT32, compounded, covers, largest, length
@@ -109,7 +108,7 @@ def least_deviation(op: Operation, eps: float, d: int) -> float:
     """Return sqrt(eps), rounded down; a smaller eps than the arithmetic needs is noted."""
     smallest = math.sqrt(eps) * (1 - 2.0**-40)
     if smallest * smallest <= (needed := least_square(op, d)):
-        place = op.call.path if op.call is not None else "LayerNorm"
+        place = op.path or "LayerNorm"
         wider = "float64" if op.precision.tiny == FLOAT32.tiny else "float32"
         why = (
             f"the eps {eps:g} of {place} vanishes in {op.precision.name}, which needs {needed:.2g}"
@@ -118,6 +117,7 @@ def least_deviation(op: Operation, eps: float, d: int) -> float:
     return smallest
 
 
+@rules.module(nn.LayerNorm, TimmLayerNorm, attributes=("normalized_shape", "weight", "bias", "eps"))
 @rules.function(functional.layer_norm, torch.layer_norm)
 @covers("two passes", "Welford")
 def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
@@ -134,11 +134,7 @@ def layer_norm(op: Operation, x: Followed, normalized_shape: Any, weight: Any = 
     )
 
 
-rules.module(nn.LayerNorm, TimmLayerNorm)(
-    with_attributes(layer_norm, "normalized_shape", "weight", "bias", "eps")
-)
-
-
+@rules.module(nn.GroupNorm, attributes=("num_groups", "weight", "bias", "eps"))
 @rules.function(functional.group_norm, torch.group_norm)
 @covers("two passes", "Welford", "one pass")
 def group_norm(op: Operation, x: Followed, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5,
@@ -184,9 +180,7 @@ def _one_pass(
     return square * op.precision.products(group) * 4.0 / root / variance * gain
 
 
-rules.module(nn.GroupNorm)(with_attributes(group_norm, "num_groups", "weight", "bias", "eps"))
-
-
+@rules.module(nn.RMSNorm, attributes=("normalized_shape", "weight", "eps"))
 @rules.function(functional.rms_norm, torch.rms_norm)
 @covers("any order", "function")
 def rms_norm(
@@ -259,9 +253,6 @@ def rms_norm_and_curve(op: Operation, module: RmsNormAct2d, x: Followed) -> Roun
         return error * facts.slope + curve(lambda _: Executed(x.shape, whole, row, row))
 
     return rounding
-
-
-rules.module(nn.RMSNorm)(with_attributes(rms_norm, "normalized_shape", "weight", "eps"))
 
 
 @rules.function(functional.normalize)
@@ -367,64 +358,3 @@ def center_norm(op: Operation, module: CenterNorm, x: Followed) -> Rounding:
         )
 
     return rounding
-
-
-@rules.function(functional.batch_norm)
-@covers("entries", "function")
-def batch_norm(
-    op: Operation,
-    x: Followed,
-    running_mean: Any,
-    running_var: Any,
-    weight: Any = None,
-    bias: Any = None,
-    training: bool = False,
-    momentum: float | None = 0.1,
-    eps: float = 1e-5,
-) -> Rounding:
-    """a (x - mean) + bias with a = weight / sqrt(variance + eps), or a x + (bias - a mean).
-
-    a' is off by D = max|a| s + |weight' - weight| / sqrt(variance + eps), s the relative error of
-    the root's argument and a few roundings; the result by (|x| + |mean|) D, what storing mean and
-    bias moves, and the roundings of four sizes.
-    """
-    op.require(not training, "a BatchNorm that depends on the batch")
-    mean, variance = op.stored(op.tensor(running_mean)), op.stored(op.tensor(running_var))
-    p, each = op.precision, as_real(x.entries / mean.number.numel()).sqrt()
-    smallest = (float(variance.number.min()) - float(variance.farthest) + eps) * (1 - 2.0**-40)
-    op.require(smallest > 0, "a variance of 0")
-    inverse = (ONE / smallest).sqrt()
-    relative = compounded((variance.farthest + p.tiny) / smallest + p.function + 8 * p.unit)
-    gain = inverse
-    gain_error = inverse * relative
-    if weight is not None:
-        stored = op.stored(op.tensor(weight))
-        gain = inverse * (largest(stored.number) + stored.farthest)
-        gain_error = gain * relative + stored.farthest * inverse
-    shift = ZERO
-    shifted = mean.moved * each * (gain + gain_error)
-    if bias is not None:
-        stored = op.stored(op.tensor(bias))
-        shift = length(stored.number) * each
-        shifted = shifted + stored.moved * each
-
-    def rounding(sizes: Sizes) -> Real:
-        reach = sizes(x).total + length(mean.number) * each
-        size = reach * (gain + gain_error) + shift
-        if not p.fits(size, gain + gain_error, reach):
-            return INF
-        return (
-            reach * gain_error
-            + shifted
-            + size * compounded(as_real(8 * p.unit))
-            + op.underflow() * (2 + gain + gain_error)
-        )
-
-    return rounding
-
-
-rules.module(nn.BatchNorm1d, nn.BatchNorm2d, when=lambda module: module.running_mean is not None)(
-    with_attributes(
-        batch_norm, "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"
-    )
-)

@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from certcli.engine.attention import CAUSAL, fused_attention
 from certcli.engine.averages import pair
-from certcli.engine.table import with_attributes
 from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
@@ -49,6 +48,7 @@ def multiplied(op: Operation, a: Any, b: Any) -> Rounding:
     return rounding
 
 
+@rules.module(nn.Linear, attributes=("weight", "bias"))
 @rules.function(functional.linear)
 @covers("any order")
 def linear(op: Operation, x: Followed, weight: Any, bias: Any = None) -> Rounding:
@@ -63,7 +63,6 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
     """gamma ||A| |B|| <= |A|_F times |B|'s norm, itself <= sqrt(k) times its longest of k rows."""
     if not (isinstance(a, Followed) and isinstance(b, Followed)):
         return _constant_matrix(op, a, b)
-    p = op.precision
     terms = a.shape[-1]
     rows = a.shape[-2]
     out = b.shape[-1]
@@ -78,10 +77,10 @@ def matrices(op: Operation, a: Any, b: Any) -> Rounding:
         second = sizes(b)
         of_right = min(second.total, second.fibre * as_real(float(terms)).sqrt())
         of_left = min(first.total, first.fibre * as_real(float(rows)).sqrt())
-        if not p.sums.fits(first.fibre * of_right):
+        if not op.precision.sums.fits(first.fibre * of_right):
             return INF
         size = min(first.total * copies[0] * of_right, second.total * copies[1] * of_left)
-        return size * p.products(terms) + p.lost(terms, op.entries)
+        return size * op.precision.products(terms) + op.precision.lost(terms, op.entries)
 
     return rounding
 
@@ -91,9 +90,8 @@ def _constant_matrix(op: Operation, a: Any, b: Any) -> Rounding:
     x, constant = (a, b) if isinstance(a, Followed) else (b, a)
     weight = op.tensor(constant) if isinstance(a, Constant) else op.tensor(constant).mT
     op.require(weight.dim() >= 2, "a product with a vector")
-    assert op.call is not None
     op.stored(op.tensor(constant))
-    copies = as_real(math.prod(op.call.shape[:-2]) / math.prod(x.shape[:-2])).sqrt()
+    copies = as_real(math.prod(op.shape[:-2]) / math.prod(x.shape[:-2])).sqrt()
     rows = op.entries / weight.shape[-2]
     if weight.dim() == 2:
         layer: LinearMap = LinearMap(weight, None, op.precision)
@@ -137,6 +135,7 @@ def folded(
     return rounding
 
 
+@rules.module(nn.Softmax, attributes=("dim",))
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 @covers("softmax")
@@ -168,9 +167,6 @@ def log_softmax(
         return (inside + largest * (2 * p.unit) + p.lost(classes, 1.0)) * root
 
     return rounding
-
-
-rules.module(nn.Softmax)(with_attributes(softmax, "dim"))
 
 
 @fused_attention(rules)

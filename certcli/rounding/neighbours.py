@@ -25,18 +25,19 @@ ones; what was float64 has the precision of the arithmetic.
 import copy
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from certcli.engine.replay import noise_like, plain_kernels, replayed
+from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, executed, of_margins, trace_model
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import walk
+from certcli.engine.watched_run import first_other_step
 from certcli.lipschitz.context import rules as slopes
 from certcli.lipschitz.network import deep_recursion
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
@@ -90,7 +91,9 @@ class NeighbourErrors:
             if traced is not None and traced.root is model and not tables:
                 graph = nullcontext(traced)
             with graph as self._traced, torch.no_grad(), deep_recursion():
-                domain = Stepwise(Operation(precision, self._traced.made, as_traced=as_traced))
+                domain = Stepwise(
+                    Operation(precision=precision, made=self._traced.made, as_traced=as_traced)
+                )
                 self._last: Followed = walk(self._traced, domain)
                 self._steps, self._tensors = domain.steps, domain.tensors
                 self._head = head_of(of_margins(self._traced), precision)
@@ -314,6 +317,23 @@ class NeighbourErrors:
         return sizes, errors
 
 
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Fused kernels are written out in operations; convolutions are sums of products."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
 def _floats(values: Sequence[Real]) -> Tensor:
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
@@ -336,70 +356,37 @@ def require_same_program(
     converted = copy.deepcopy(model).to(precision.dtype).eval()
     try:
         other = trace_model(converted, example_of(converted, size), *tables)
+        steps = _program(traced, precision.dtype)
+        others = _program(other, torch.float64)
+        if steps != others:
+            raise Untraceable(first_other_step(others, steps))
+        for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):
+            if not _is_stored(traced, name, other.constants[name], precision):
+                raise Untraceable(f"the constant '{name}' is another one")
+        for name in (str(node.target) for node in other.graph.nodes if node.op == "call_module"):
+            leaves = [
+                graph.root.get_submodule(name).state_dict().values() for graph in (traced, other)
+            ]
+            if not all(
+                torch.equal(exact.to(stored.dtype), stored)
+                for exact, stored in zip(*leaves, strict=True)
+            ):
+                raise Untraceable(f"the weights of '{name}' are other ones")
     except Untraceable as reason:
         raise NoRule(f"the network in {precision.name} is not the proven one: {reason}") from reason
-    difference = _first_difference(traced, other, precision)
-    if difference is not None:
-        raise NoRule(f"the network in {precision.name} is not the proven one: {difference}")
 
 
-def _first_difference(proven: Trace, run: Trace, precision: Precision) -> str | None:
-    """Say where two graphs part; None for the same graph."""
-    dtype = precision.dtype
-    ours = list(proven.graph.nodes)
-    theirs = list(run.graph.nodes)
-    places = {node: number for number, node in enumerate(ours)}
-    other_places = {node: number for number, node in enumerate(theirs)}
-    for one, other in zip(ours, theirs, strict=False):
-        name = f"step {places[one] + 1}, {one.name}"
-        if (one.op, one.target) != (other.op, other.target):
-            return f"{name} is {other.name} there"
-        if _arguments(one, places, dtype) != _arguments(other, other_places, dtype):
-            return f"{name} has other arguments there"
-        if one.meta.get("shape") != other.meta.get("shape"):
-            return f"{name} has another shape there"
-        if _stored_as(one.meta.get("dtype"), dtype) != other.meta.get("dtype"):
-            return f"{name} is computed in {other.meta.get('dtype')}"
-        if one.op == "get_attr" and not _is_stored(
-            proven, str(one.target), run.constants[str(other.target)], precision
-        ):
-            return f"{name} is another constant there"
-        if one.op == "call_module" and not all(
-            torch.equal(exact.to(stored.dtype), stored)
-            for exact, stored in zip(
-                _leaf_tensors(proven, one), _leaf_tensors(run, one), strict=True
-            )
-        ):
-            return f"{name} has other weights there"
-    return None if len(ours) == len(theirs) else "it runs another number of operations"
-
-
-def _leaf_tensors(trace: Trace, node: fx.Node) -> list[Tensor]:
-    leaf = trace.root.get_submodule(str(node.target))
-    return [*leaf.parameters(), *leaf.buffers()]
-
-
-def _stored_as(dtype: Any, precision: torch.dtype) -> Any:
-    return precision if dtype == torch.float64 else dtype
-
-
-def _arguments(node: fx.Node, places: dict[fx.Node, int], precision: torch.dtype) -> Any:
-    """Return a node's arguments in a form that equals that of the same call in another graph."""
-
-    def described(value: Any) -> Any:
-        if isinstance(value, fx.Node):
-            return "node", places[value]
-        if isinstance(value, (list, tuple)):
-            return [described(item) for item in value]
-        if isinstance(value, dict):
-            return [(str(name), described(item)) for name, item in value.items()]
-        if isinstance(value, slice):
-            return [described(part) for part in (value.start, value.stop, value.step)]
-        if isinstance(value, torch.dtype):
-            return repr(_stored_as(value, precision))
-        return repr(value)
-
-    return described((node.args, node.kwargs))
+def _program(traced: Trace, precision: torch.dtype) -> list[str]:
+    """Return each call with its arguments, shape and precision in words, which equal those of the
+    same call in another graph; this precision stands for float64."""
+    places: dict[fx.Node, str] = {}
+    steps = []
+    for node in traced.graph.nodes:
+        arguments = fx.node.map_arg((node.args, node.kwargs), places.__getitem__)
+        step = f"{node.target}{arguments} to {node.meta.get('shape')} of {node.meta.get('dtype')}"
+        steps.append(step.replace("torch.float64", str(precision)))
+        places[node] = f"%{len(places)}"
+    return steps
 
 
 def _is_stored(proven: Trace, name: str, stored: Tensor, precision: Precision) -> bool:

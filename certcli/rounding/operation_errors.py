@@ -11,10 +11,10 @@ import certcli.system.compat  # noqa: F401 (before timm)
 # isort: split
 import torch
 from timm.layers import LayerScale
-from torch import Tensor, nn
+from torch import Tensor
 
-from certcli.engine.derived_constants import Moved, place_of
 from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.trace import Moved, place_of
 from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
@@ -116,8 +116,8 @@ class Steep:
         return self.rounding(sizes)
 
 
-@dataclass(frozen=True)
-class Operation:
+@dataclass(frozen=True, kw_only=True)
+class Operation(Call):
     """The first argument of every rule.
 
     Attributes:
@@ -126,17 +126,13 @@ class Operation:
         as_traced: constants are the numbers that float64 gave: the network's, whoever computed them.
     """
 
+    path: str = ""
+    kind: str = ""
+    shape: Any = ()
     precision: Precision
     made: Moved
-    call: Call | None = None
     vanished: list[str] = field(default_factory=list)
     as_traced: bool = False
-
-    @property
-    def shape(self) -> Any:
-        """Return the shape of the result."""
-        assert self.call is not None
-        return self.call.shape
 
     @property
     def entries(self) -> int:
@@ -190,13 +186,6 @@ class Operation:
 
     def underflow(self, entries: float | None = None) -> Real:
         return self.precision.lost(1, self.entries if entries is None else entries)
-
-
-@rules.module(nn.Linear)
-@covers("any order")
-def linear(op: Operation, module: nn.Linear, x: Followed) -> Rounding:
-    layer = op.map(module.weight, module.bias)
-    return lambda sizes: layer.rounding(sizes(x).total, x.rows)
 
 
 @rules.module(PixelNormalize)
@@ -294,8 +283,7 @@ def divided(op: Operation, x: Any, divisor: Any) -> Rounding:
 @covers("any order")
 def summed(op: Operation, x: Followed, *_: Any, **__: Any) -> Rounding:
     """gamma sum |x_i| (/ n for means) <= gamma |x| sqrt(n) or gamma |x| / sqrt(n) of n terms."""
-    assert op.call is not None
-    averaged, count = op.call.kind == "mean", x.entries // max(1, op.entries)
+    averaged, count = op.kind == "mean", x.entries // max(1, op.entries)
     root = as_real(float(count)).sqrt()
     products = op.precision.products(count)
 

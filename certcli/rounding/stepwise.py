@@ -3,12 +3,13 @@ rounding adds in each.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from certcli.engine.table import NoRule, Rule
 from certcli.engine.trace import shifts_logits
@@ -28,8 +29,14 @@ class _Rules:
 
     def __init__(self, domain: "Stepwise") -> None:
         self.domain = domain
-        self.methods = _Looked(slopes.methods, rules.methods, domain)
-        self.functions = _Looked(slopes.functions, rules.functions, domain)
+        self.methods = self._with_errors(slopes.methods, rules.methods)
+        self.functions = self._with_errors(slopes.functions, rules.functions)
+
+    def _with_errors(
+        self, of_slopes: dict[Any, Rule], roundings: dict[Any, Rule]
+    ) -> dict[Any, Rule]:
+        followed = self.domain.followed
+        return {name: followed(slope, roundings.get(name)) for name, slope in of_slopes.items()}
 
     def find(self, module: nn.Module) -> Any:
         slope = slopes.find(module)
@@ -38,22 +45,6 @@ class _Rules:
             return None
         return replace(
             slope, apply=self.domain.followed(slope.apply, None if rule is None else rule.apply)
-        )
-
-
-class _Looked:
-    def __init__(
-        self, slope: Mapping[Any, Rule], rounding: Mapping[Any, Rule], domain: "Stepwise"
-    ) -> None:
-        self.slope = slope
-        self.own = rounding
-        self.domain = domain
-
-    def get(self, name: Any) -> Rule | None:
-        return (
-            self.domain.followed(self.slope[name], self.own.get(name))
-            if name in self.slope
-            else None
         )
 
 
@@ -99,11 +90,12 @@ class Stepwise(GlobalDomain):
         def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
             if rounding is None:
                 raise NoRule("no bound is known of its rounding at the neighbours of an image")
-            if ctx.call.dtype not in (None, torch.float64):
-                raise NoRule(f"a precision of its own, {ctx.call.dtype}")
-            args, hides = _without_hidden(ctx.call.kind, args)
-            sources = list({id(x): x for x in _followed_in((args, kwargs))}.values())
-            if ctx.call.kind != "softmax" and any(x.hides for x in sources):
+            if ctx.dtype not in (None, torch.float64):
+                raise NoRule(f"a precision of its own, {ctx.dtype}")
+            args, hides = _without_hidden(ctx.kind, args)
+            followed = (x for x in tree_leaves((args, kwargs)) if isinstance(x, Followed))
+            sources = list({id(x): x for x in followed}.values())
+            if ctx.kind != "softmax" and any(x.hides for x in sources):
                 raise NoRule("scores of -inf in something else than a softmax")
             try:
                 operands = [
@@ -117,16 +109,20 @@ class Stepwise(GlobalDomain):
                 raise NoRule("an operation without a tensor that depends on the image")
             if isinstance(operands[0], (Constant, Unproven)):
                 return operands[0]
-            own_rounding = rounding(replace(self.operation, call=ctx.call), *args, **kwargs)
+            own_rounding = rounding(
+                replace(self.operation, path=ctx.path, kind=ctx.kind, shape=ctx.shape),
+                *args,
+                **kwargs,
+            )
             several = isinstance(operands[0], list)
             parts = list(zip(*operands, strict=True)) if several else [tuple(operands)]
-            assert ctx.call.node is not None
             proven = [
                 place for place, values in enumerate(parts) if not isinstance(values[0], Unproven)
             ]
-            self.tensors[ctx.call.node.name] = proven
+            assert ctx.node is not None
+            self.tensors[ctx.node.name] = proven
             steps = [
-                self._step(ctx.call, sources, values, own_rounding, hides)
+                self._step(ctx, sources, values, own_rounding, hides)
                 if place in proven
                 else values[0]
                 for place, values in enumerate(parts)
@@ -146,18 +142,19 @@ class Stepwise(GlobalDomain):
     ) -> Any:
         """Return the theorem's values with only one of the tensors moving, at slope 1."""
         values = {x.place: self._value(x, ONE if x is moving else ZERO) for x in sources}
-        result = slope(ctx, *_replaced(args, values), **_replaced(kwargs, values))
-        shape = ctx.call.shape
+        args, kwargs = tree_map_only(Followed, lambda x: values[x.place], (args, kwargs))
+        result = slope(ctx, *args, **kwargs)
+        shape = ctx.shape
         if isinstance(result, (Constant, Unproven)):
             return result
         if isinstance(result, (list, tuple)):
             return [
                 x
                 if isinstance(x, Unproven)
-                else ctx.settle(super(Stepwise, self).result(x, replace(ctx.call, shape=s)))
+                else ctx.settle(super(Stepwise, self).result(x, replace(ctx, shape=s)))
                 for x, s in zip(result, shape, strict=True)
             ]
-        return ctx.settle(super().result(ctx.settle(super().result(result, ctx.call)), ctx.call))
+        return ctx.settle(super().result(ctx.settle(super().result(result, ctx)), ctx))
 
     def _value(self, x: Followed, base: Real) -> Value:
         if x.place == 0:
@@ -191,25 +188,9 @@ class Stepwise(GlobalDomain):
         return value.shape
 
 
-def _followed_in(x: Any) -> list[Followed]:
-    if isinstance(x, Followed):
-        return [x]
-    if isinstance(x, (list, tuple)):
-        return [value for part in x for value in _followed_in(part)]
-    return _followed_in(list(x.values())) if isinstance(x, dict) else []
-
-
 def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], bool]:
     """Return the arguments with 0 for a number of -inf that stands in place of scores."""
     if kind not in ("where", "masked_fill", "masked_fill_"):
         return args, False
     shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
     return shown, shown != args
-
-
-def _replaced(x: Any, values: Mapping[int, Value]) -> Any:
-    if isinstance(x, Followed):
-        return values[x.place]
-    if isinstance(x, (list, tuple)):
-        return type(x)(_replaced(part, values) for part in x)
-    return {name: _replaced(part, values) for name, part in x.items()} if isinstance(x, dict) else x

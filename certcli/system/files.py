@@ -21,7 +21,7 @@ from typing import IO
 
 from safetensors import SafetensorError
 
-from certcli.system import errors, watched
+from certcli.system import errors, reading
 
 MOST_LINKS = 40
 """Links that are followed, as on Linux."""
@@ -144,7 +144,7 @@ def atomic_file(path: Path) -> Iterator[Path]:
                 _take_name(written, path)
             else:
                 written.replace(path)
-            watched.written(path)
+            reading.written(path)
         with contextlib.suppress(OSError):  # some file systems cannot sync a folder
             number = os.open(path.parent, os.O_RDONLY)
             os.fsync(number)

@@ -10,8 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.schema import Digest, Json, ReportFields, Share, convert_json
-from certcli.evaluation.claim import Claim
-from certcli.evaluation.evidence import count_of
+from certcli.evaluation.evidence import Claim, count_of
 from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, ImageCount, JudgedImages
 from certcli.evaluation.intervals import share_interval
 from certcli.lipschitz.bound import FEATURES, check_proof_laws

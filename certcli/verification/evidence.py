@@ -14,8 +14,16 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.evaluation.claim import MEASURED, MOST_DRAWS, Claim, Status
-from certcli.evaluation.evidence import Decoded, command_of, count_of, decode_evidence
+from certcli.evaluation.evidence import (
+    MEASURED,
+    MOST_DRAWS,
+    Claim,
+    Decoded,
+    Status,
+    command_of,
+    count_of,
+    decode_evidence,
+)
 from certcli.evaluation.evidence_schema import (
     AttackResult,
     CertifyResult,
@@ -23,8 +31,7 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.intervals import number_of, share_interval
-from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import Threat, proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real

@@ -10,8 +10,8 @@ from msgspec import UNSET
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import MEAN, LineageStep
 from certcli.checkpoint.schema import LayerFields, ReportFields
-from certcli.evaluation.claim import Claim, Status
-from certcli.evaluation.radii import rounded_down
+from certcli.evaluation.evidence import Claim, Status
+from certcli.evaluation.threat import rounded_down
 from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real

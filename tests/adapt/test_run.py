@@ -1,24 +1,31 @@
 """Adaptation as it is run: interrupted and resumed to the same bytes, planned without work, and
 told about bad input.
+
+Where adapted parts start: floors, folded and fitted norms, least squares.
+
+Calibration images in shards: every image counts once, and the sums are the same bits whichever
+process works on a shard.
 """
 
 import json
+import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+import torch.distributed as distributed
+from torch import Tensor, nn
 
-from certcli.adapt import run as states
-from certcli.adapt.descend import augment_for_distillation, compact
-from certcli.adapt.run import Adapter, load_adaptation_state, save_adaptation_state
+from certcli.adapt.descend import Pairs, Shards, augment_for_distillation, compact
+from certcli.adapt.fit import Adapter
 from certcli.adapt.settings import AdaptSettings
-from certcli.adapt.start import deviations
+from certcli.adapt.start import compose_inputs, deviations, fit_layer, fold_center_norm
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build as models
-from certcli.system.errors import ArchitectureError, CheckpointError
+from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.system.errors import CheckpointError, UsageError
+from certcli.system.processes import Team
 from tests.helpers.commands import attempt, certvit
 from tests.helpers.runs import interrupted
 
@@ -41,7 +48,7 @@ def whole(
     adapter = Adapter(plain, INTERRUPTIBLE, images, CPU)
     folder = tmp_path_factory.mktemp("states")
     for number, _ in enumerate(adapter.run(), start=1):
-        save_adaptation_state(folder / f"{number}.safetensors", adapter.state())
+        adapter.store(folder / f"{number}.safetensors")
     return adapter, folder
 
 
@@ -52,7 +59,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bytes(
     """Resumed after each record in turn: the block, the end, and every epoch of the distillation."""
     adapter, folder = whole
     second = Adapter(plain, INTERRUPTIBLE, images, CPU)
-    second.restore(load_adaptation_state(folder / f"{stop}.safetensors", second.identity))
+    second.restore(folder / f"{stop}.safetensors")
     list(second.run())
     assert second.result().digest == adapter.result().digest
     assert second.records == adapter.records
@@ -66,7 +73,7 @@ def test_the_state_of_another_adaptation_is_refused(
     settings = AdaptSettings(norm="keep", residual="weighted", epochs=0)
     adapter = Adapter(plain, settings, images, CPU)
     next(adapter.run())
-    save_adaptation_state(tmp_path / "state.safetensors", adapter.state())
+    adapter.store(tmp_path / "state.safetensors")
     tensors = {name: value + 1e-3 for name, value in plain.tensors.items()}
     other = {
         "settings": lambda: Adapter(
@@ -76,116 +83,26 @@ def test_the_state_of_another_adaptation_is_refused(
         "parent": lambda: Adapter(Checkpoint(tensors, plain.record), settings, images, CPU),
     }[change]()
     with pytest.raises(CheckpointError, match="other"):
-        load_adaptation_state(tmp_path / "state.safetensors", other.identity)
+        other.restore(tmp_path / "state.safetensors")
 
 
 def test_ctrl_c_and_resume_on_the_command_line(workshop: Path, tmp_path: Path) -> None:
     """A real SIGINT once the first state is on disk; --resume ends in the bytes of a run that was
     left alone.
     """
-    words = [
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        20,
-        "--epochs",
-        1,
-        "--distill",
-        2,
-    ]
+    options = ("--dataset", "digits", "--limit", 20, "--epochs", 1, "--distill", 2)
+    words = [workshop / "plain.safetensors", *options]
     certvit("adapt", *words, "-o", tmp_path / "whole.safetensors")
     out = tmp_path / "stopped.safetensors"
     state = tmp_path / "stopped.state.safetensors"
     stopped = ["adapt", *map(str, words), "-o", str(out)]
-    interrupted(tmp_path, stopped, states, "save_adaptation_state")
+    interrupted(tmp_path, stopped, Adapter, "store")
     assert state.exists()
     assert not out.exists()
     resumed = attempt("adapt", *words, "-o", out, "--resume")
     assert resumed.exit_code == 0, resumed.output
     assert Checkpoint.read(out).digest == Checkpoint.read(tmp_path / "whole.safetensors").digest
     assert not state.exists()
-
-
-def test_a_second_adaptation_is_refused_while_the_first_lives(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = [
-        workshop / "plain.safetensors",
-        "--dataset",
-        "digits",
-        "--limit",
-        20,
-        "--epochs",
-        1,
-        "--distill",
-        2,
-    ]
-    words += ["-o", tmp_path / "o.safetensors"]
-    living = Adapter.run
-    refused = []
-
-    def run(self: Adapter) -> Any:
-        for record in living(self):
-            yield record
-            if len(refused) < 2:
-                with monkeypatch.context() as patch:
-                    patch.setattr(Adapter, "run", living)
-                    refused.append(
-                        attempt("adapt", *words, *(["--resume"] if refused else [])).exception
-                    )
-
-    monkeypatch.setattr(Adapter, "run", run)
-    certvit("adapt", *words)
-    assert [
-        ("another run" in str(failure), getattr(failure, "code", 0)) for failure in refused
-    ] == [(True, 8)] * 2
-    assert {path.name for path in tmp_path.iterdir()} == {"o.safetensors"}
-
-
-def test_calibration_images_of_another_size_and_colour_are_resized_and_the_output_says_so(
-    workshop: Path, tmp_path: Path
-) -> None:
-    told = attempt(
-        "adapt", workshop / "plain.safetensors", "--dataset", _colour_folder(tmp_path / "photos"), "--epochs", 0,
-        "-o", tmp_path / "a.safetensors",
-    )  # fmt: skip
-    assert told.exit_code == 0, told.output
-    init = attempt("init", "vit_tiny_patch16_224", "--arch-arg", "depth=1", "--arch-arg", "img_size=32",
-                   "--arch-arg", "embed_dim=12", "-o", tmp_path / "rgb.safetensors")  # fmt: skip
-    assert init.exit_code == 0, init.output
-    told = attempt(
-        "adapt", tmp_path / "rgb.safetensors", "--dataset", "digits", "--limit", 20, "--epochs", 0,
-        "-o", tmp_path / "b.safetensors",
-    )  # fmt: skip
-    assert told.exit_code == 0, told.output
-    assert "resized to 3x32x32" in told.stderr
-
-
-def _colour_folder(folder: Path) -> Path:
-    for label in ("cat", "dog"):
-        (folder / label).mkdir(parents=True)
-        for number in range(4):
-            shade = torch.randint(0, 255, (20, 30, 3), dtype=torch.uint8).numpy()
-            Image.fromarray(shade).save(folder / label / f"{number}.png")
-    return folder
-
-
-def test_adapt_refuses_a_network_without_attention(tmp_path: Path, plain: Checkpoint) -> None:
-    certvit("init", "certvit_4c3f", "-o", tmp_path / "cnn.safetensors")
-    told = attempt("adapt", tmp_path / "cnn.safetensors", "--dataset", tmp_path)
-    assert isinstance(told.exception, ArchitectureError)
-    assert "no LayerNorm" in told.exception.message
-    told = attempt(
-        "adapt",
-        tmp_path / "cnn.safetensors",
-        "--goal",
-        "certify",
-        "--dataset",
-        tmp_path,
-    )
-    assert isinstance(told.exception, ArchitectureError)
-    assert "no attention" in told.exception.message
 
 
 def test_pixels_are_kept_in_bytes_only_where_that_loses_nothing() -> None:
@@ -255,3 +172,146 @@ def test_floors_lie_below_every_deviation_that_was_seen(workshop: Path, tmp_path
     ]
     assert floors
     assert min(floors) > 1e-3  # no slope of 1,000 is left
+
+
+def test_floor_norm_is_layer_norm_above_its_floor() -> None:
+    x = torch.randn(50, 6, generator=torch.Generator().manual_seed(0)) * torch.logspace(
+        -2, 2, 50
+    ).unsqueeze(1)
+    norm = FloorNorm(6, floor=0.5)
+    deviation = x.var(dim=1, correction=0).sqrt()
+    normalised = norm(x)
+    reference = nn.functional.layer_norm(x, (6,), eps=0.0)
+    assert torch.allclose(
+        normalised[deviation > 0.5], reference[deviation > 0.5], atol=1e-5
+    )  # float32 rounding
+    assert torch.allclose(
+        normalised[deviation < 0.5],
+        (x - x.mean(dim=1, keepdim=True))[deviation < 0.5] / 0.5,
+        atol=1e-5,
+    )
+
+
+def test_floor_norm_of_a_constant_token_has_a_finite_gradient() -> None:
+    x = torch.full((2, 6), 0.3, requires_grad=True)
+    FloorNorm(6, floor=0.5)(x).square().sum().backward()
+    assert torch.isfinite(x.grad).all()
+
+
+def test_folding_a_centre_norm_keeps_the_function() -> None:
+    norm = CenterNorm(6)
+    layer = nn.Linear(6, 4)
+    nn.init.normal_(norm.weight)
+    nn.init.normal_(norm.bias)
+    x = torch.randn(5, 6)
+    with torch.no_grad():
+        before = layer(norm(x))
+        fold_center_norm(norm, layer)
+        assert torch.allclose(layer(x), before, atol=1e-5)  # float32 weights are rounded once
+
+
+def in_two_shards(x: Tensor, y: Tensor) -> tuple[Shards, Pairs]:
+    return Shards(2, number=2), lambda shard: zip(
+        x[shard::2].split(7), y[shard::2].split(7), strict=True
+    )
+
+
+def test_a_fitted_layer_is_the_minimiser() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(50, 5)
+    y = torch.randn(50, 3)
+    layer = nn.Linear(5, 3)
+    fit_layer(layer, *in_two_shards(x, y), ridge=0.0)
+    with torch.no_grad():
+        best = (layer(x) - y).square().sum()
+        for _ in range(20):
+            weight = layer.weight.clone()
+            layer.weight += 0.01 * torch.randn_like(layer.weight)
+            assert (layer(x) - y).square().sum() > best
+            layer.weight.copy_(weight)
+
+
+def test_a_layer_that_no_image_excites_keeps_its_prior() -> None:
+    layer = nn.Linear(5, 3)
+    weight = layer.weight.detach().clone()
+    bias = layer.bias.detach().clone()
+    fit_layer(layer, *in_two_shards(torch.zeros(4, 5), torch.ones(4, 3)), keep=True)
+    assert torch.allclose(layer.weight, weight)
+    assert not torch.allclose(layer.bias, bias)
+
+
+def test_composed_inputs_undo_a_linear_change_of_them() -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 3), nn.Linear(4, 6)]
+    old = torch.randn(60, 4)
+    new = old @ torch.randn(4, 4) + torch.randn(4)
+    with torch.no_grad():
+        wanted = [layer(old) for layer in layers]
+        compose_inputs(layers, *in_two_shards(new, old), ridge=1e-12)
+        for layer, goal in zip(layers, wanted, strict=True):
+            assert torch.allclose(layer(new), goal, atol=1e-4)
+
+
+class Spoken(Team):
+    """Processes that are threads: tensors go over the store, as decimals that say them exactly."""
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        return [torch.tensor(row, dtype=tensor.dtype) for row in self.everyone(tensor.tolist())]
+
+
+def sums_by(size: int, count: int) -> list[list[Tensor]]:
+    """The sums over shards, as each of `size` processes has them."""
+    store = distributed.HashStore()
+    results: list[list[Tensor]] = [[]] * size
+    images = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
+
+    def one(rank: int) -> None:
+        shards = Shards(count, Spoken(rank, size, store))
+
+        def per_shard(shard: int) -> list[Tensor]:
+            rows = images[shard :: shards.number]
+            return [rows.sum(0), rows.T @ rows]
+
+        results[rank] = shards.total(per_shard, [torch.zeros(5), torch.zeros(5, 5)])
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=600)
+    return results
+
+
+@pytest.mark.parametrize("count", [5, 43])
+def test_sums_over_shards_are_the_same_bits_for_any_number_of_processes(count: int) -> None:
+    (sums,) = sums_by(1, count)
+    images = torch.randn(count, 5, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sums, [images.sum(0), images.T @ images])
+    for size in (2, 3, 5):
+        for shared in sums_by(size, count):
+            assert all(map(torch.equal, shared, sums)), size
+
+
+@pytest.mark.parametrize(("count", "batch_size"), [(43, 10), (3, 10), (64, 64), (20, 3)])
+def test_an_epoch_meets_every_image_once_in_batches_of_the_size_asked_for(
+    count: int, batch_size: int
+) -> None:
+    shards = Shards(count)
+    met = []
+    for batch in shards.batches(batch_size, torch.Generator().manual_seed(0)):
+        met.append(
+            [
+                range(count)[shard :: shards.number][row]
+                for shard, rows in batch.items()
+                for row in rows.tolist()
+            ]
+        )
+    assert sorted(image for images in met for image in images) == list(range(count))
+    assert {len(images) for images in met[:-1]} <= {batch_size}
+    assert len(met) == -(-count // batch_size)
+    assert sum(shards.size(shard, 11) for shard in range(shards.number)) == min(11, count)
+
+
+def test_fewer_images_than_processes_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 calibration images are too few for 3 processes"):
+        Shards(2, Team(0, 3))

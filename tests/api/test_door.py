@@ -24,6 +24,7 @@ from certcli.api import door
 from certcli.models.build import OpenCheckpoint
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.api.test_signatures import FUNCTIONS
+from tests.helpers.commands import certvit as command
 from tests.helpers.grids import EVERY
 
 COUNT = 6
@@ -37,8 +38,9 @@ def network() -> OpenCheckpoint:
 
 
 def images() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.rand(COUNT, 3, 2, 2, generator=generator), torch.arange(COUNT) % 3
+    return torch.rand(COUNT, 3, 2, 2, generator=torch.Generator().manual_seed(1)), torch.arange(
+        COUNT
+    ) % 3
 
 
 class Numbered:
@@ -168,6 +170,9 @@ def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
     """Return arguments with which each function runs."""
     x, y = images()
     whole = {"source": network}
+    there = folder / "there.safetensors"
+    there.touch()  # a command reads its options, and refuses to replace it
+    changing = {"source": "certvit/digits", "path": there, "dataset": "digits", "limit": 8}
     return {
         "load": {"source": nn.Flatten(), "mean": 0, "std": 1, "input_size": (3, 2, 2)},
         "save": {"checkpoint": network, "path": folder / "x.safetensors"},
@@ -182,6 +187,9 @@ def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
         "predict": {**whole, "images": x},
         "attack": {**whole, "images": x, "labels": y, "attacks": ["fgsm"]},
         "audit": {**whole, "images": x, "labels": y, "seconds": 0.01},
+        "adapt": {**changing, "keep": 1.0},
+        "constrain": {**changing, "eta": 0.1, "layers": "head"},
+        "finetune": {**changing, "epochs": 1},
     }
 
 
@@ -190,6 +198,9 @@ OPTIONS = {
     "attack": ("steps", "step_size", "seed", "stop_early", "precision", "restarts"),
     "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
     "predict": ("patches", "hide"),
+    "adapt": ("limit", "head", "goal", "device"),
+    "constrain": ("eta", "prox", "arch_arg", "seed"),
+    "finetune": ("loss", "lr", "noise", "mean"),
 }
 """Keyword arguments that are fields of options, as a sample."""
 
@@ -211,7 +222,7 @@ def test_no_argument_of_any_type_ends_in_a_raw_error(
             try:
                 function(**{**usual, argument: value})
             except CertvitError as refusal:
-                shown = f"{refusal} {refusal.hint}"
+                shown = re.sub(r"certvit \w+ --help", "", f"{refusal} {refusal.hint}")
                 if re.search(r"(^|\s)--?[a-z]|Traceback", shown):
                     raw.append(f"{argument}={value!r:.40}: {shown}")
             except Exception as failure:
@@ -256,18 +267,14 @@ def test_examples_are_returned(network: OpenCheckpoint) -> None:
     labels = certvit.network(network)(x).argmax(1)
     curve = certvit.attack(network, x, labels, radii=[0.01, 1], attacks="pgd", return_examples=True)
     examples = curve.examples
-    assert examples is not None
     for one in curve:
-        assert one.examples is not None
         assert len(one.examples["indices"]) == one.fooled
         assert bool((one.examples["epsilons"] <= one.epsilon).all())
-    fallen = len(examples["indices"])
-    assert fallen == round(len(x) * (1 - curve[-1].robust)) > 0
+    assert len(examples["indices"]) == round(len(x) * (1 - curve[-1].robust)) > 0
     answers = certvit.network(network)(examples["adversarial"]).argmax(1)
     assert bool((answers != examples["labels"]).all())
     assert torch.equal(x[examples["indices"]], examples["images"])
     without = certvit.attack(network, x, labels, radii=0.0, attacks="fgsm", return_examples=True)
-    assert without.examples is not None
     assert without.examples["adversarial"].shape == (0, 3, 2, 2)
     assert certvit.attack(network, x, labels, attacks="fgsm").examples is None
 
@@ -309,3 +316,37 @@ def test_a_name_of_the_last_release_says_the_new_one(
         warnings.simplefilter("error")
         expected = FUNCTIONS[name](**arguments, **{new: value})
     assert repr(renamed) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adapt", {"keep": 1.0, "limit": 8}),
+        ("constrain", {"eta": 0.05, "layers": ["*mlp*", "head"], "limit": 20}),
+        ("finetune", {"loss": "ce", "epochs": 1, "limit": 32, "lr": None}),
+    ],
+)
+def test_what_writes_a_network_is_the_command(
+    name: str, options: dict[str, Any], workshop: Path, tmp_path: Path, capfd: Any
+) -> None:
+    source = workshop / "plain.safetensors"
+    words = [(f"--{key}", one) for key, value in options.items() for one in np.ravel(value) if one]
+    command(
+        name,
+        source,
+        *(word for pair in words for word in pair),
+        "-o",
+        tmp_path / "typed.safetensors",
+    )
+    typed = certvit.load(tmp_path / "typed.safetensors")
+    capfd.readouterr()
+    for number, network in enumerate((source, certvit.load(source))):
+        written = FUNCTIONS[name](network, tmp_path / f"{number}.safetensors", **options)
+        assert written.digest == typed.digest
+        assert written.record.lineage[-1].command == name
+    assert capfd.readouterr() == ("", "")
+    with pytest.raises(UsageError, match="exists already") as refusal:
+        FUNCTIONS[name](source, tmp_path / "0.safetensors", **options)
+    assert "force=True" in refusal.value.hint
+    with pytest.raises(UsageError, match="limit"):
+        FUNCTIONS[name](source, tmp_path / "other.safetensors", limit="few")

@@ -1,6 +1,5 @@
-"""What Python's functions take: docs/api.md lists it, types name it, and options are fields of the
-rooms' own options. Bounds of logits and margins: no image of the neighbourhood leaves them, and
-they say what certificates say.
+"""What Python's functions take: docs/api.md lists it, and options are fields of the rooms' own. Bounds of
+logits and margins: no image of the neighbourhood leaves them, and they say what certificates say.
 """
 
 import inspect
@@ -27,7 +26,7 @@ from certcli.certify import logit_bounds
 from certcli.certify import logit_bounds as logit_bounds_module
 from certcli.certify.methods import METHODS, Method, options_of_method
 from certcli.certify.options import Patches
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.models.in_memory import open_module
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
@@ -199,8 +198,7 @@ def test_the_top_classes_are_counted() -> None:
         still = certvit.bounds(model, images, 0, labels)
         assert still.in_top(place + 1).all()
         assert place == 0 or not still.in_top(place).any()
-        wide = certvit.bounds(model, images, 10, labels)
-        assert wide.in_top(4).all()
+        assert certvit.bounds(model, images, 10, labels).in_top(4).all()
     certificates = certvit.certify(model, images, logits.argmax(1), arithmetic="real")
     within = certvit.bounds(model, images, 0.01).in_top()
     assert all(bool(fine) for fine, one in zip(within, certificates) if one.radius > 0.0101)

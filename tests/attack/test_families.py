@@ -2,7 +2,6 @@
 left as it was.
 """
 
-import itertools
 import json
 from dataclasses import replace
 
@@ -12,13 +11,11 @@ from torch import Tensor, nn
 
 from certcli.attack import checks
 from certcli.attack.catalogue import ATTACKS
-from certcli.attack.families.ascent import Stretch, ascend_gradient, lost_margin
-from certcli.attack.families.smallest import carlini_wagner, projection
-from certcli.attack.judge import judge_points
+from certcli.attack.families.smallest import projection
 from certcli.attack.run import attack_images, robust_accuracy, robust_curve
-from certcli.attack.settings import AttackSettings, Planned, planned_attacks
+from certcli.attack.settings import AttackSettings
 from certcli.attack.watched_model import undisturbed
-from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
+from certcli.evaluation.perturbation import Norm, Region, image_norms
 from tests.helpers.attack_nets import (
     CASES,
     GENERAL,
@@ -185,20 +182,6 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
         json.dumps(record.to_json())
 
 
-def test_where_an_l2_ascent_begins() -> None:
-    """At a length uniform in [0, radius]; a uniform point of the ball would lie within 4 % of its
-    edge here.
-    """
-    images = torch.full((4000, 1, 8, 8), 0.5)
-    region = Region("l2", 0.4)
-    generator = torch.Generator().manual_seed(0)
-    share = image_norms(region.random_start(images, generator) - images, "l2").sort().values / 0.4
-    edge = image_norms(region.random_point(images, generator) - images, "l2") / 0.4
-    distance = (share - torch.linspace(0, 1, 4000, dtype=torch.float64)).abs().max()
-    assert distance < 1.95 / 4000**0.5  # Kolmogorov and Smirnov's, at 0.1 %; the seed is fixed
-    assert float((edge > 0.96).double().mean()) > 0.9  # 1 - 0.96^64 = 0.927
-
-
 @pytest.mark.parametrize("name", GENERAL)
 def test_an_attack_leaves_no_trace(name: str) -> None:
     """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers
@@ -254,22 +237,6 @@ def test_another_seed_is_another_run(name: str, restart: int) -> None:
     assert not torch.equal(first, second)
 
 
-def test_margin_ascent_spends_no_step_on_blocked_pixels() -> None:
-    """At corners of the box half of the gradient leads out of it; what remains must still make
-    whole steps.
-    """
-    model = linear_classifier(2)
-    images = random_pictures(12).round()
-    labels = labelled(model, images)
-    distance = exact_distances(model, images, labels, "l2")
-    for row, radius in enumerate(distance.tolist()):
-        batch = [(torch.tensor([row]), images[row : row + 1], labels[row : row + 1])]
-        (record,) = attack_images(
-            model, batch, ["margin-pgd"], Region("l2", 1.02 * radius), AttackSettings(steps=20)
-        )
-        assert not record.withstood
-
-
 @pytest.mark.parametrize(("norm", "share"), [("l2", 0.02), ("linf", 0.08)])
 def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, share: float) -> None:
     """The second class wins within a small share of the radius around a point of the ball."""
@@ -293,45 +260,6 @@ def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, sh
         ]
         robust[choice] = sum(record.withstood for record in rows)
     assert robust[None] < robust[2.5]
-
-
-def test_ascent_returns_the_highest_point_of_its_way() -> None:
-    """Steps far too long throw the point about; the largest loss seen is what counts."""
-    model = small_perceptron(5)
-    images = random_pictures(10)
-    labels = labelled(model, images)
-    settings = AttackSettings(step_size=100.0, stop_early=False)
-    region = Region("l2", 1.0)
-    heights = []
-    for steps in range(1, 8):
-        peak = ascend_gradient(
-            model,
-            images,
-            labels,
-            region,
-            settings,
-            lambda logits, labels, _: lost_margin(logits, labels),
-            [Stretch(steps)],
-            random_start=False,
-        )
-        with torch.no_grad():
-            heights.append(lost_margin(model(peak), labels))
-    # in batches of one size the same point gives the same logits, so this comparison is exact
-    assert all((later >= earlier).all() for earlier, later in itertools.pairwise(heights))
-    assert (heights[-1] > heights[0]).any()
-
-
-def test_tiny_gradients_still_give_whole_steps() -> None:
-    """torchattacks adds 1e-10 to the norm of an l2 gradient, which drowns one of 1e-13."""
-    images = random_pictures(10)
-    plain = scaled_logits(1.0).eval()
-    tiny = scaled_logits(1e-12).eval()
-    data = batches(images, labelled(plain, images))
-    runs = [
-        robust_accuracy(attack_images(net, data, ["pgd"], Region("l2", 2.0), AttackSettings()))
-        for net in (plain, tiny)
-    ]
-    assert runs[0].robust == runs[1].robust == 0.0
 
 
 OF_THE_SOFTMAX = ("fgsm", "eot-pgd", "apgd-ce", "autoattack", "autoattack-full")
@@ -380,23 +308,11 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
     stretches = len(passes) - steps
     assert 1 < stretches <= 1 + 6
     passes.clear()
-    classical = replace(settings, relative_step=2.5)
-    ATTACKS.load(name)(model, images, label, Region("l2", 1.0), classical)
+    ATTACKS.load(name)(
+        model, images, label, Region("l2", 1.0), replace(settings, relative_step=2.5)
+    )
     assert len(passes) == steps + 1
     assert int(model(point).argmax()) == 2
-
-
-def test_more_searches_of_carlini_and_wagner_find_no_farther_points() -> None:
-    model = small_perceptron(3)
-    images = random_pictures(6)
-    labels = labelled(model, images)
-    norms = []
-    for searches in range(1, 6):
-        settings = AttackSettings(steps=30, searches=searches, initial_c=10.0)
-        points = carlini_wagner(model, images, labels, Region("l2", 9.0), settings)
-        norms.append(judge_points(model, images, labels, points, Region("l2", 9.0)).norm)
-    assert all((more <= fewer).all() for fewer, more in itertools.pairwise(norms))
-    assert (norms[-1] < norms[0]).any()
 
 
 def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
@@ -455,65 +371,6 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
     assert flags == {"probabilities": False, "zero gradients": False, "randomness": True}
 
 
-def test_nets_without_parameters_and_in_float64() -> None:
-    class Sums(nn.Module):
-        def forward(self, images: Tensor) -> Tensor:
-            left, right = images.chunk(2, dim=-1)
-            return torch.stack([left.flatten(1).sum(1), right.flatten(1).sum(1)], dim=1)
-
-    images = random_pictures(6)
-    for model, pixels in ((Sums().eval(), images), (small_perceptron(3).double(), images.double())):
-        labels = labelled(model, pixels)
-        for name in GENERAL:
-            records = attack_images(
-                model, batches(pixels, labels), [name], Region("l2", 0.5), SHORT, keep_images=True
-            )
-            assert all(record.adversarial.dtype == pixels.dtype for record in records)
-
-
-def test_autoattack_with_many_classes_tries_nine_targets() -> None:
-    """torchattacks would run all k - 1 of them, with a tenth of the published steps."""
-    model = small_perceptron(40)
-    passes: list[int] = []
-    model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
-    images = random_pictures(1)
-    labels = labelled(model, images)
-    craft = ATTACKS.load("apgd-t")
-    craft(model, images, labels, Region("l2", 1e-4), AttackSettings(steps=5))
-    assert len(passes) <= 3 + 9 * (5 + 2)
-
-
-def test_what_was_reached_at_a_smaller_radius_is_tried_first_at_a_larger_one() -> None:
-    """On a linear net of two classes the first direction is the right one, so no second run is
-    needed.
-    """
-    model = linear_classifier(2)
-    images = random_pictures(5)
-    labels = labelled(model, images)
-    distance = float(exact_distances(model, images, labels, "l2").max())
-    passes: list[int] = []
-    model.register_forward_hook(lambda _, inputs, __: passes.append(len(inputs[0])))
-    radii = (0.1 * distance, 3.0 * distance)
-    for independent in (False, True):
-        counts = []
-        for chosen in (radii[:1], radii):
-            passes.clear()
-            rows = list(
-                attack_images(
-                    model,
-                    batches(images, labels, 5),
-                    ["apgd-ce"],
-                    growing("l2", chosen),
-                    SHORT,
-                    independent=independent,
-                )
-            )
-            counts.append(len(passes))
-        assert counts[1] <= counts[0] + 2
-        assert not any(row.withstood for row in rows if row.epsilon == radii[1])
-        assert all(row.norm <= radii[1] for row in rows if row.fell)
-
-
 def test_radius_zero_and_empty_batches() -> None:
     model = small_perceptron(3)
     images = random_pictures(4)
@@ -526,11 +383,3 @@ def test_radius_zero_and_empty_batches() -> None:
         assert ATTACKS.load(name)(
             model, images[:0], labels[:0], Region("l2", 0.1), SHORT
         ).shape == (0, 1, 6, 6)
-
-
-def test_every_attack_names_its_source() -> None:
-    for entry in ATTACKS:
-        assert entry.source
-        assert entry.summary
-        assert callable(entry.load())
-    assert isinstance(planned_attacks(["pgd"], SHORT)[0], Planned)

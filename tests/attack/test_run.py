@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.attack import checks, examples
+from certcli.attack import checks, findings
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.ascent import lost_margin
 from certcli.attack.run import AttackRecord, attack_images, robust_accuracy, robust_curve
@@ -218,8 +218,9 @@ def test_checks_of_the_model() -> None:
     }
     for name, (model, expected) in cases.items():
         labels = labelled(model.eval(), images)
-        first = checks.first_pass(model, images, labels)
-        flags = checks.inspect_model(model, images, labels, first)
+        flags = checks.inspect_model(
+            model, images, labels, checks.first_pass(model, images, labels)
+        )
         assert {flag.check.name for flag in checks.raised(flags)} == expected, name
         assert not any(flag.check.fatal for flag in flags)
 
@@ -232,8 +233,11 @@ def flags_of(
     plan = planned_attacks(attacks, settings)
     records = list(attack_images(model, batches(images, labels, 40), plan, region, settings))
     attacked = checks.Attacked(images, labels, records, plan, region)
-    first = checks.first_pass(model, images, labels)
-    return list(checks.inspect_attacks(model, attacked, first, settings, 1000))
+    return list(
+        checks.inspect_attacks(
+            model, attacked, checks.first_pass(model, images, labels), settings, 1000
+        )
+    )
 
 
 class Waves(nn.Module):
@@ -252,8 +256,7 @@ def test_at_two_radii_all_attacks_are_tried() -> None:
     model = Waves().eval()
     flags = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm", "pgd-20"])
     assert not checks.raised(flags)
-    alone = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"])
-    (rising,) = checks.raised(alone)
+    (rising,) = checks.raised(flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"]))
     assert "of 40 images from radius 0.1 to 0.2" in rising.measured
 
 
@@ -263,8 +266,9 @@ def test_checks_of_the_attacks() -> None:
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
     # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the
     # whole way
-    lame = AttackSettings(step_size=1e-6, steps=2)
-    flags = flags_of(small_perceptron(4), Region("linf", 0.05), lame)
+    flags = flags_of(
+        small_perceptron(4), Region("linf", 0.05), AttackSettings(step_size=1e-6, steps=2)
+    )
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised
     assert not checks.rising_accuracy({0.1: 0.5, 0.2: 0.52, 0.4: 0.1}, 100).raised
@@ -312,7 +316,7 @@ def test_examples_are_proofs_by_themselves() -> None:
             keep_images=True,
         )
     )
-    saved = examples.collect([record for record in records if record.fell])
+    saved = findings.collect([record for record in records if record.fell])
     assert (
         len(saved["indices"])
         == len(saved["indices"].unique())

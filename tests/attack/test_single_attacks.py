@@ -48,8 +48,9 @@ def share_broken(name: str, norm: Norm) -> float:
     for row in range(len(images)):
         part = slice(row, row + 1)
         region = Region(norm, REACH * float(distances[row]))
-        data = batches(images[part], labels[part], 1)
-        (record,) = attack_images(model, data, [name], region, LONG)
+        (record,) = attack_images(
+            model, batches(images[part], labels[part], 1), [name], region, LONG
+        )
         broken += not record.withstood
     return broken / len(images)
 
@@ -92,17 +93,6 @@ def test_no_size_of_a_gradient_ends_the_momentum(scale: float) -> None:
     assert bool(scaled.sign().equal(signs))
     assert float((scaled.abs() - 1).abs().max()) < 1e-3
     assert not ascent._unit_mean(0 * signs).any()
-
-
-def test_steps_of_one_length_have_no_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are a paper's."""
-    model = linear_classifier(2)
-    images = random_pictures(4)
-    labels = labelled(model, images)
-    settings = AttackSettings(steps=5, step_size=0.02)
-    before = ascent.pgd(model, images, labels, Region("linf", 0.05), settings)
-    monkeypatch.setattr(ascent, "MOMENTUM", 0.9)
-    assert ascent.pgd(model, images, labels, Region("linf", 0.05), settings).equal(before)
 
 
 def small_vit(l2: bool = False, pool: str = "token") -> nn.Module:
@@ -180,8 +170,9 @@ class Threshold(nn.Module):
         self.weight = nn.Parameter(torch.tensor([[0.0], [matrix]]))
 
     def forward(self, images: Tensor) -> Tensor:
-        mean = images.flatten(1).mean(1, keepdim=True)
-        return nn.functional.linear(mean, self.weight) + torch.tensor([0.5, 0.0])
+        return nn.functional.linear(
+            images.flatten(1).mean(1, keepdim=True), self.weight
+        ) + torch.tensor([0.5, 0.0])
 
 
 def test_a_flip_in_half_precision_alone_is_no_success() -> None:

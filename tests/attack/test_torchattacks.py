@@ -149,34 +149,6 @@ def test_one_attack_has_one_spelling() -> None:
     )
 
 
-def test_the_radius_of_each_image_and_a_step_that_follows_it(
-    colour: tuple[nn.Module, torch.Tensor, torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import torchattacks
-
-    signature("PGD")  # read before the constructor below hides it
-    called: list[tuple[float, float, int]] = []
-    build = torchattacks.PGD.__init__
-
-    def noted(self: object, model: nn.Module, **values: float) -> None:
-        called.append((values["eps"], values["alpha"], values["steps"]))
-        build(self, model, **values)
-
-    monkeypatch.setattr(torchattacks.PGD, "__init__", noted)
-    model, images, labels = colour
-    batch = [(torch.arange(2), images, labels)]
-    list(
-        attack_images(
-            model,
-            batch,
-            ["torchattacks:PGD"],
-            Region.each("linf", [0.02, 0.001]),
-            AttackSettings(steps=4),
-        )
-    )
-    assert sorted(called) == [(0.001, 0.00025, 4), (0.02, 0.005, 4)]
-
-
 def test_the_command_writes_records_and_evidence_like_any_other(
     workshop: Path, tmp_path: Path
 ) -> None:

@@ -53,8 +53,6 @@ def certified_audit(folder: Path) -> dict[str, Any]:
 def hostile(folder: Path) -> Audit:
     """An audit in which every name that a file may choose is hostile."""
     audit = from_json((folder / "plain.json").read_text())
-    assert audit.bound is not None
-    assert audit.dataset is not None
     network = msgspec.structs.replace(
         audit.network, name=HOSTILE, arch=HOSTILE, reading={HOSTILE: {"value": HOSTILE}}
     )

@@ -6,14 +6,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from certcli.audit import gates
 from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
 from certcli.report.document import (
-    Audit,
     Share,
     from_json,
 )
@@ -71,6 +69,12 @@ def test_gates(workshop: Path) -> None:
         ("clean<0.9; clean<0.8", ""),
         ("clean<-1", ""),
         ("", ""),
+        ("patched<0.1", ""),
+        ("patched@soup<0.1", ""),
+        ("patched@0.5<0.1", ""),
+        ("patched@32>0.1", ""),
+        ("proven@16x16<0.1", ""),
+        ("patched@0<0.1", ""),
     ],
 )
 def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
@@ -81,8 +85,7 @@ def test_what_is_no_gate_is_refused(gate: str, hint: str) -> None:
 
 def test_a_gate_that_was_not_measured_fails_and_says_why(workshop: Path) -> None:
     few = ("--quiet", "--json", "--limit", 8, "-e", 0.05)
-    bare = Checkpoint.read(workshop / "init.safetensors")
-    assert bare.record.dataset is None
+    assert Checkpoint.read(workshop / "init.safetensors").record.dataset is None
     found = commands.document(
         "audit", workshop / "init.safetensors", *few, "--fail-on", "certified@0.1<0", code=7
     )
@@ -142,8 +145,7 @@ SEQUENCES = {
 def test_few_images_decide_nothing_and_later_ones_change_nothing(name: str) -> None:
     outcomes, available, verdict = SEQUENCES[name]
     share = Share.of(sum(outcomes), len(outcomes))
-    sample = Sample(outcomes, available)
-    findings = AuditFindings(clean=share, samples={("clean", ""): sample})
+    findings = AuditFindings(clean=share, samples={("clean", ""): Sample(outcomes, available)})
     report = gates.judge_gates([gates.parse_gate("clean<0.4")], findings, (8, 8))
     assert report.verdict == verdict
     assert report.passed is (verdict == "passed")
@@ -218,7 +220,6 @@ def patched(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> None:
     audit = from_json((patched / "a.json").read_text())
-    assert audit.patched is not None
     kept = audit.patched.certified["1x1"]
     assert 0 < kept.hits < kept.images == 9
     assert any(
@@ -226,7 +227,6 @@ def test_the_audit_says_what_certify_finds(patched: Path, workshop: Path) -> Non
         for line in audit.verdict
     )
     assert audit.certificates == []  # shares at radii stand apart
-    assert audit.patch_attack is not None  # of the network without masks
     fell = audit.patch_attack.clean.hits - audit.patch_attack.robust.hits
     assert any(f"a patch of 1 x 1 pixels fooled {fell} of" in line for line in audit.verdict)
     assert ("at this place it changes the class" in (patched / "a.html").read_text()) is (fell > 0)
@@ -251,15 +251,6 @@ def test_every_report_tells_it(patched: Path, suffix: str) -> None:
     assert "patch changes the answer" in text or "patched@1" in text
 
 
-def test_its_evidence_is_verified(patched: Path) -> None:
-    found = json.loads(commands.certvit("log", patched / "a.safetensors", "--json").stdout)[
-        "evidence"
-    ]
-    (entry,) = [one for one in found if one["command"] == "certify" and not one["stale"]]
-    assert entry["understood"]
-    assert entry["result"]["method"] == "patch"
-
-
 def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
     patched: Path, workshop: Path
 ) -> None:
@@ -269,22 +260,6 @@ def test_a_gate_fails_where_too_few_are_certified_or_none_were_tried(
     done = commands.attempt(*words, "--fail-on", "patched@9<0.1")  # 9 pixels do not fit into 8
     assert isinstance(done.exception, GateError), done.output
     assert "patched@" in done.exception.message
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "patched<0.1",
-        "patched@soup<0.1",
-        "patched@0.5<0.1",
-        "patched@32>0.1",
-        "proven@16x16<0.1",
-        "patched@0<0.1",
-    ],
-)
-def test_gates_that_mean_nothing_are_refused(text: str) -> None:
-    with pytest.raises(UsageError):
-        gates.parse_gate(text)
 
 
 def test_gates_know_every_spelling_of_a_patch() -> None:
@@ -330,7 +305,6 @@ def test_two_audits_are_compared_where_they_are_alike(
 
 def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str, Any]) -> None:
     before = from_json(json.dumps(certified_audit))
-    assert before.attack is not None
     attack = msgspec.structs.replace(before.attack, settings={**before.attack.settings, "seed": 1})
     rows = compare_audits(before, msgspec.structs.replace(before, attack=attack, clean=None))
     assert {row.figure for row in rows if row.why == "attacks with other settings"} == {
@@ -341,14 +315,3 @@ def test_attacks_with_other_settings_are_not_compared(certified_audit: dict[str,
         "measured in one of the two audits only"
     ]
     assert all(row.alike for row in rows if row.figure.startswith("certified"))
-
-
-def test_a_document_names_date_machine_and_attention(
-    folder: Path, certified_audit: dict[str, Any]
-) -> None:
-    audit: Audit = from_json(json.dumps(certified_audit))
-    assert audit.machine is not None
-    assert audit.machine.threads == torch.get_num_threads()
-    assert audit.attention_weight is not None
-    assert audit.date[:2] == "20"
-    assert commands.certvit("log", folder / "certified.safetensors").exit_code == 0

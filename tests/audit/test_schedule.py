@@ -1,21 +1,13 @@
 """The order of an audit's work, on a clock that only work moves: what tells most for its time comes first."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from certcli.audit import gates, judging, plan, schedule
-from certcli.audit import run as audit_run
-from certcli.audit.clock import Clock
-from certcli.audit.stages import Stages
-from certcli.checkpoint.file import Checkpoint
+from certcli.audit import gates, schedule
+from certcli.audit.plan import Clock
 from certcli.evaluation.intervals import Sample
-from certcli.images import datasets
-from certcli.models import build
-from certcli.system.processes import ALONE
 
 
 class Machine:
@@ -109,44 +101,6 @@ def test_every_stage_that_fits_is_begun_before_any_has_a_second_unit(
     assert len(firsts) >= {2.0: 1, 10.0: 3, 40.0: 4, 160.0: 4}[budget]
 
 
-def test_a_first_round_may_have_several_units_and_an_easy_image_makes_none_cheap(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    machine = Machine()
-    easy = Toy(machine, "attack", 0.1, guess=0.4)
-    easy.first = 1
-    easy.few = 4
-    dear = Toy(machine, "smoothing", 1.0)
-    run(machine, [dear, easy], 12.0, monkeypatch)
-    assert machine.log[:4] == ["attack", "attack", "attack", "smoothing"]
-    single = Machine()
-    again = Toy(single, "attack", 0.1, guess=1.0)
-    again.first = 1
-    again.few = 4
-    run(single, [again], 2.0, monkeypatch)  # 2 images may take 2 s
-    assert again.count == 1
-
-
-def test_one_attacked_image_comes_first_and_then_the_bound(workshop: Path) -> None:
-    """Also where the guess of both is the same: a gate alone comes before them."""
-    checkpoint = Checkpoint.read(workshop / "certified.safetensors")
-    model, cpu = build.load(checkpoint), torch.device("cpu")
-    images = (
-        datasets.load_dataset("digits", checkpoint.record.input, "test")
-        .in_turn(0)
-        .select(range(10))
-    )
-    proving = judging.Proving(model, 10, 1e-3)
-    findings = gates.AuditFindings(parameters=5_000_000)
-    stages = Stages(
-        checkpoint, model, images, plan.AuditPlan(), cpu, findings, proving, 1e-3, 1e-3, ALONE
-    )
-    everything = [proving, *stages.all()]
-    first = sorted(everything, key=lambda stage: -stage.gain / stage.price)
-    assert [stage.name for stage in first[:2]] == ["attack", "bound"]
-    assert first[0].size == 1
-
-
 def test_a_stage_that_cannot_end_is_not_begun_and_says_what_it_takes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -180,26 +134,6 @@ def test_a_stage_that_was_taken_for_a_short_one_leaves_the_others_their_first_un
     findings = gates.AuditFindings()
     wrong.write_down(findings)
     assert "not finished in" in findings.skipped[0].why
-
-
-def test_what_was_broken_off_keeps_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An image much slower than those before: they stand, and the list says that it is missing."""
-    machine = Machine()
-    stage = Toy(machine, "slow", 1.0)
-    judge = stage.judge
-
-    def hard(positions: list[int]) -> list[int]:
-        machine.work(1e3 * (12 in positions))
-        return judge(positions)
-
-    monkeypatch.setattr(stage, "judge", hard)
-    clock = run(machine, [stage], 100.0, monkeypatch)
-    assert stage.rows == list(range(12))
-    assert clock.spent <= clock.budget
-    findings = gates.AuditFindings()
-    stage.write_down(findings)
-    assert findings.skipped[0].why.startswith("12 of 200 images")
-    assert "broken off" in findings.skipped[0].why
 
 
 def test_time_that_is_left_goes_to_gates_then_to_what_still_shrinks(
@@ -270,23 +204,3 @@ def test_where_the_start_takes_the_time_an_answer_gets_its_first_unit_and_no_mor
     schedule.run_stages([other, attack], clock, lambda stage: False)
     assert machine.log == begun
     assert clock.spent <= 75.0
-
-
-def test_images_that_are_read_slowly_are_the_first_ones(workshop: Path) -> None:
-    """Decoding two hundred photographs may take a busy machine's whole budget."""
-    record = Checkpoint.read(workshop / "certified.safetensors").record
-    images = datasets.load_dataset("digits", record.input, "test").in_turn(0)
-    machine = Machine(30.0)
-    clock = machine.clock(60.0)
-    digests_at = images.digests_at
-
-    def slow(positions: Sequence[int]) -> list[tuple[int, str, str]]:
-        machine.work(0.01 * len(positions))
-        return digests_at(positions)
-
-    images.__dict__["digests_at"] = slow
-    few = audit_run._read_in_time(images, clock)
-    assert few.indices.tolist() == images.indices.tolist()[: len(few)]
-    assert 32 <= len(few) < len(images)
-    assert few.digest == images.select(range(len(few))).digest
-    assert clock.spent < 60.0

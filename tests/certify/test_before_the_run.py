@@ -4,7 +4,6 @@ certificate is tried; and which bits of noise are drawn.
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,12 @@ from scipy import stats
 from torch import Tensor
 
 from certcli.certify.certificate import Certificate
-from certcli.certify.forecast import SHORT, duration, seconds_a_draw
+from certcli.certify.forecast import SHORT, seconds_a_draw
 from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
-from certcli.cli.shared.output import Bar, Sink
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
@@ -49,35 +47,18 @@ class Machine:
 @pytest.mark.parametrize("once", [0.0, 0.3, 20.0])
 def test_the_estimate_is_the_cost_of_a_draw(each: float, once: float) -> None:
     machine = Machine(each, once)
-    estimate = seconds_a_draw(machine.run, 128, machine.clock)
-    assert estimate == pytest.approx(each)
+    assert seconds_a_draw(machine.run, 128, machine.clock) == pytest.approx(each)
     assert machine.now <= once + 2 * SHORT + 3 * each
     assert max(machine.batches) <= 128
-
-
-def test_a_batch_of_the_runs_size_is_timed_where_it_is_short() -> None:
-    machine = Machine(1e-3)
-    seconds_a_draw(machine.run, 128, machine.clock)
-    assert machine.batches == [1, 128]
-
-
-def test_durations_are_said_in_units_of_their_size() -> None:
-    assert [duration(seconds) for seconds in (0.0032, 0.9, 3.52, 45.2, 600.0, 90_000.0)] == [
-        "3.2 ms",
-        "900 ms",
-        "3.5 s",
-        "45 s",
-        "10 min",
-        "25 h",
-    ]
 
 
 def certifier(workshop: Path) -> SmoothingCertifier:
     checkpoint = open_checkpoint(str(workshop / "plain.safetensors"), Hints())
     device = torch.device("cpu")
     classify = Classifier(build.load(checkpoint, device), "float32")
-    settings = Smoothing(0.1, 8, 24, batch_size=16)
-    return SmoothingCertifier(classify, checkpoint.record.classes, settings, device)
+    return SmoothingCertifier(
+        classify, checkpoint.record.classes, Smoothing(0.1, 8, 24, batch_size=16), device
+    )
 
 
 def test_telling_the_cost_changes_neither_draws_nor_checks(
@@ -111,20 +92,6 @@ def test_telling_the_cost_changes_neither_draws_nor_checks(
     assert runs[0] == runs[1]
     assert runs[0][1]
     assert purposes.count(noise.TIMED) >= 2
-
-
-def test_the_bar_moves_by_draws() -> None:
-    shown: list[float] = []
-    progress: Any = SimpleNamespace(
-        add_task=lambda *_, **__: 0, update=lambda _, completed, **__: shown.append(completed)
-    )
-    sink = Sink(as_json=False, quiet=True)
-    bar = Bar(sink, progress, "certify", 0, 0, lines=False)
-    for part in (0.25, 1.5):
-        bar.within(part)
-    bar.advance(2)
-    bar.within(0.5)
-    assert shown == [0.25, 1.5, 2, 2.5]
 
 
 def test_the_command_says_it_before_the_run(workshop: Path) -> None:
@@ -203,8 +170,7 @@ def test_the_published_answer_of_philox() -> None:
 
 def test_noise_is_normal_and_belongs_to_image_and_sample() -> None:
     drawn = noise.normals(1, [4] * 40, range(40), (3, 41, 41), CPU)
-    alone = noise.normals(1, [4], [17], (3, 41, 41), CPU)
-    assert torch.equal(drawn[17], alone[0])
+    assert torch.equal(drawn[17], noise.normals(1, [4], [17], (3, 41, 41), CPU)[0])
     flat = drawn.flatten().double().numpy()
     assert stats.kstest(flat, "norm").pvalue > 1e-4
     assert abs((flat**4).mean() - 3) < 5 * math.sqrt(96 / len(flat))

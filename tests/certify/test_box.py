@@ -129,8 +129,9 @@ def test_a_pixel_without_room_below_it_costs_nothing() -> None:
     """
     image = torch.tensor([[0.0, 0.5]], dtype=torch.float64)
     anchor = torch.tensor([[0.3, 0.5]], dtype=torch.float64)
-    r = torch.tensor([0.4], dtype=torch.float64)
-    assert float(distance(image, anchor, r).squared) == pytest.approx(0.25, rel=1e-6)
+    assert float(
+        distance(image, anchor, torch.tensor([0.4], dtype=torch.float64)).squared
+    ) == pytest.approx(0.25, rel=1e-6)
     assert float(
         box_reach(image, anchor, torch.tensor([0.5], dtype=torch.float64))
     ) == pytest.approx(0.4, rel=1e-6)
@@ -218,8 +219,12 @@ def test_what_is_kept_back_is_for_the_one_who_checks() -> None:
         (1 + certifier.kept_back / 2, "verified"),
         (1 + 4 * certifier.kept_back, "refuted"),
     ):
-        claim = replace(row, radius=row.radius * factor)
-        assert certifier.confirm([claim], image[None], RecheckSettings(0, 0.0))[0].status == status
+        assert (
+            certifier.confirm(
+                [replace(row, radius=row.radius * factor)], image[None], RecheckSettings(0, 0.0)
+            )[0].status
+            == status
+        )
     assert certifier.kept_back == BoxCertifier.kept_back > 0
     assert certifier.batch([row.index], image[None], [row.label])[0].radius == pytest.approx(
         row.radius, rel=1e-6

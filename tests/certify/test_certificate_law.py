@@ -220,8 +220,11 @@ def false_of_patches(
                     torch.ones_like(image),
                     torch.rand(SIZE, generator=draw).double(),
                 ):
-                    region = Region.within(patch, [corner], image[None])
-                    nearby.append(region.project(filled[None], image[None])[0])
+                    nearby.append(
+                        Region.within(patch, [corner], image[None]).project(
+                            filled[None], image[None]
+                        )[0]
+                    )
             if set(certifier.predict(torch.stack(nearby))) != {row.prediction}:
                 found.append(row)
     return found

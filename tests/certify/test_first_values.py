@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import certcli.system.compat  # noqa: F401
 from certcli.certify.local import LocalCertifier
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
-from certcli.certify.options import EFFORTS, Local
+from certcli.certify.options import Effort, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import pixel_ball
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.evaluation.radii import Norm
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
+from certcli.evaluation.threat import Norm
 from certcli.models import build
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel
@@ -30,7 +30,7 @@ from certcli.system.errors import UsageError
 from tests.certify.test_certificate_law import law_network
 from tests.certify.test_local_lip import SIZE
 from tests.helpers.attack_nets import NORMS, exact_distances
-from tests.helpers.grids import EVERY
+from tests.helpers.grids import EVERY, crossed
 
 PIXELS = (0.0, 1e-3, 0.04, 0.5, 0.96, 1 - 1e-3, 1.0)
 RADII = (5e-4, 0.03, 0.31, 0.9)
@@ -130,17 +130,21 @@ def linear(images: Tensor, share: float, norm: Norm) -> tuple[Any, nn.Module, Te
 
 
 CLAIMING = [
-    *(("local", effort, norm) for effort in EFFORTS for norm in NORMS),
+    *(("local", effort, norm) for effort in get_args(Effort) for norm in NORMS),
     *((method.name, None, "l2") for method in METHODS if method.name not in ("local", "patch")),
 ]
+CASES = list(
+    dict.fromkeys([*crossed(CLAIMING, [*IMAGES]), *((one, "black and white") for one in CLAIMING)])
+)
+"""Under `make soundness` each of the methods at each image; by default at one of them and at the hardest."""
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.93] if EVERY else [0.93])
-@pytest.mark.parametrize("kind", IMAGES)
-@pytest.mark.parametrize(("method", "effort", "norm"), CLAIMING)
+@pytest.mark.parametrize(("claiming", "kind"), CASES)
 def test_no_radius_is_beyond_where_a_linear_network_changes_its_class(
-    method: str, effort: str | None, norm: Norm, kind: str, share: float
+    claiming: tuple[str, str | None, Norm], kind: str, share: float
 ) -> None:
+    method, effort, norm = claiming
     draw = torch.Generator().manual_seed(3)
     images = IMAGES[kind](torch.rand(1, *SIZE, generator=draw, dtype=torch.float64))
     checkpoint, model, labels, distances = linear(images, share, norm)

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
-from typing import Any, get_type_hints
+from tempfile import TemporaryDirectory
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -22,13 +23,14 @@ from certcli.attack.catalogue import ATTACKS
 from certcli.certify.certificate import Certifier
 from certcli.certify.lipschitz import as_executed
 from certcli.certify.methods import METHODS, certify_images, options_of_method, prepare_method
-from certcli.certify.options import ARITHMETICS, REAL, Local, Smoothing
+from certcli.certify.options import REAL, Arithmetic, Local, Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.cli.certify.demands import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
 from certcli.engine.watched_run import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
+from certcli.models import build
 from certcli.rounding import PRECISIONS
 from certcli.system.ambient import SETTINGS
 from certcli.system.errors import NoBoundError, UsageError
@@ -119,6 +121,22 @@ def test_a_method_runs_under_the_settings_that_are_stated(method: str) -> None:
 
 
 MADE = chain()
+
+
+SMALL = build.initialise(
+    "certvit_vit_digits", {"depth": 1, "embed_dim": 8, "num_heads": 1, "patch_size": 4}
+)
+
+
+def rewritten(change: Callable[..., Any], **options: Any) -> str:
+    """Return the digest of a small network after a command that writes one."""
+    with TemporaryDirectory() as folder:
+        source = Path(folder, "source.safetensors")
+        SMALL.write(source, False)
+        target = Path(folder, "target.safetensors")
+        return change(source, target, dataset="digits", limit=20, **options).digest
+
+
 Run = Callable[[Any, torch.Tensor, torch.Tensor], Any]
 BRIEF = {"attacks": ("fgsm",), "methods": ("lipschitz",), "radii": (0.1,)}
 RUNS: dict[str, Run] = {
@@ -131,6 +149,9 @@ RUNS: dict[str, Run] = {
         for row in certvit.certify(net, x, y, method="smoothing", sigma=0.5, samples=50)
     ],
     "predict": lambda net, x, y: certvit.predict(net, x),
+    "adapt": lambda net, x, y: rewritten(certvit.adapt, epochs=0),
+    "constrain": lambda net, x, y: rewritten(certvit.constrain),
+    "finetune": lambda net, x, y: rewritten(certvit.finetune, loss="ce", steps=1),
     "audit": lambda net, x, y: certvit.audit(net, x, y, seconds=20.0, **BRIEF).clean,
     **{
         f"attack {name}": lambda net, x, y, name=name: list(
@@ -244,8 +265,13 @@ CROWDED = {"smoothing": [0.2] * 7 + [0.95] * 7, "patch": [0.2, 0.95, 0.95]}
 def test_no_certificate_of_a_class_that_single_images_do_not_have(method: str) -> None:
     checkpoint = certvit.load(Crowded().eval(), mean=0.0, std=1.0, input_size=SIZE)
     pixels = torch.stack([torch.full(SIZE, value) for value in CROWDED[method]])
-    labels = torch.zeros(len(pixels), dtype=torch.int64)
-    rows = certvit.certify(checkpoint, pixels, labels, method=method, **OPTIONS[method])
+    rows = certvit.certify(
+        checkpoint,
+        pixels,
+        torch.zeros(len(pixels), dtype=torch.int64),
+        method=method,
+        **OPTIONS[method],
+    )
     assert [row.prediction for row in rows] == [0] * len(pixels)
 
 
@@ -274,7 +300,7 @@ def test_draws_that_chose_the_class_are_not_counted(monkeypatch: pytest.MonkeyPa
 def test_the_command_line_knows_the_arithmetics(tmp_path: Path) -> None:
     path = tmp_path / "any.safetensors"
     path.touch()
-    assert (REAL, *PRECISIONS) == ARITHMETICS
+    assert (REAL, *PRECISIONS) == get_args(Arithmetic)
     given = ("--dataset", "digits", "--limit", 4, "--arithmetic", "float32")
     for method in ("auto", "smoothing", "patch"):
         commands.certvit("certify", path, "--method", method, *given, code=2)

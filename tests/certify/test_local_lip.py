@@ -102,8 +102,11 @@ def neighbours(pixels: Tensor, radii: Tensor, count: int) -> Tensor:
     steps[count // 4 : count // 2] *= (
         torch.rand(count // 2 - count // 4, *pixels.shape, generator=generator) < 0.05
     )
-    lengths = steps.flatten(2).norm(dim=2).clamp(min=1e-9)
-    moved = pixels + steps * (radii * 0.999999 / lengths)[..., None, None, None]
+    moved = (
+        pixels
+        + steps
+        * (radii * 0.999999 / steps.flatten(2).norm(dim=2).clamp(min=1e-9))[..., None, None, None]
+    )
     return moved.clamp(0, 1)  # only nearer
 
 

@@ -2,29 +2,141 @@
 record states.
 """
 
+import itertools
 import json
 import re
 import runpy
 import shlex
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
-from certcli.certify.smoothing.pixel_denoiser import Diffusion
+from certcli.certify.smoothing.pixel_denoiser import Diffusion, OneShot, step_of
 from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint.schema import convert_json
+from certcli.models.diffusion import EPSILON, SAMPLE, VELOCITY, Prediction, Schedule
+from certcli.models.guided import PUBLISHED, Flags, read_guided
+from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, console, document
-from tests.helpers.diffusion import SMALL, diffusion_folder
+from tests.helpers.diffusion import NETWORKS, SMALL, diffusion_folder
+from tests.helpers.guided_unet import Guided, Runner, random_tensors
 
 RUN = ["--method", "smoothing", "--n0", "16", "--samples", "64", "--limit", "2", "-e", "0.05"]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "diffusion.py"
+
+
+SIGMAS = (0.06, 0.25, 0.5, 1.0)
+
+
+class Oracle(UNet):
+    """Predicts without an error, knowing the clean image; right only at the step and the scale that
+    training had.
+    """
+
+    def __init__(self, clean: Tensor, schedule: Schedule, learned: bool) -> None:
+        super().__init__(
+            UNetShape(
+                block_out_channels=(8, 8),
+                norm_num_groups=4,
+                down_block_types=("DownBlock2D",) * 2,
+                up_block_types=("UpBlock2D",) * 2,
+            )
+        )
+        self.clean = 2 * clean - 1
+        self.kind = schedule.prediction_type
+        self.left = schedule.alpha_bars.float()
+        self.learned = learned
+
+    def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
+        alpha = self.left[steps][:, None, None, None]
+        noise = (noisy - alpha.sqrt() * self.clean) / (1 - alpha).sqrt()
+        answers = {
+            EPSILON: noise,
+            SAMPLE: self.clean + 0 * noise,
+            VELOCITY: alpha.sqrt() * noise - (1 - alpha).sqrt() * self.clean,
+        }
+        mean = answers[self.kind]
+        return torch.cat([mean, mean + 9], dim=1) if self.learned else mean
+
+
+def test_a_perfect_prediction_gives_the_clean_image() -> None:
+    """A perfect prediction gives the clean image, at each sigma, for each kind of prediction."""
+    torch.manual_seed(0)
+    clean = torch.rand(2, 3, 8, 8) * 0.8 + 0.1
+    for sigma, kind, learned in itertools.product(SIGMAS, get_args(Prediction), (False, True)):
+        schedule = Schedule(prediction_type=kind)
+        noisy = clean + sigma * torch.randn_like(clean)
+        shot = OneShot(Oracle(clean, schedule, learned), schedule, sigma, "")
+        assert float((shot(noisy) - clean).square().mean()) <= (0.02 * sigma) ** 2
+
+
+def test_the_network_is_given_scaled_pixels_beyond_the_range_too() -> None:
+    """The network is given sqrt(alpha_bar) (2 x - 1), beyond [-1, 1] too: an oracle would forgive."""
+    schedule = Schedule()
+    inputs = []
+
+    class Spy(Oracle):
+        def forward(self, noisy: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+            inputs.append((noisy, self.left[steps[0]]))
+            return noisy
+
+    pixels = torch.tensor([-3.0, 0.0, 1.0, 4.0]).expand(1, 3, 4, 4).contiguous()
+    for sigma in SIGMAS:
+        OneShot(Spy(pixels, schedule, False), schedule, sigma, "")(pixels)
+        noisy, alpha = inputs.pop()
+        assert torch.allclose(noisy, alpha.sqrt() * (2 * pixels - 1), rtol=0.02)
+
+
+def test_x0_is_clipped() -> None:
+    schedule = Schedule(prediction_type=SAMPLE)
+    bright = torch.full((1, 3, 4, 4), 1.5)
+    shot = OneShot(Oracle(bright, schedule, False), schedule, 0.25, "")
+    assert bool((shot(bright) == 1).all())
+
+
+def test_sigmas_and_sizes_outside_the_schedule_are_refused() -> None:
+    schedule = Schedule()
+    for sigma in (1e-4, 1e4):
+        with pytest.raises(CertvitError, match="outside the denoiser's schedule"):
+            step_of(schedule, sigma)
+    shot = OneShot(Oracle(torch.rand(1, 3, 4, 4), schedule, False), schedule, 0.25, "")
+    shot.require_size((3, 8, 6))
+    with pytest.raises(CertvitError, match="multiples of 2"):
+        shot.require_size((3, 8, 7))
+
+
+def test_norms_have_the_epsilon_of_the_config() -> None:
+    shape = convert_json({**NETWORKS["defaults"], "norm_eps": 0.5}, UNetShape)
+    norms = [part for part in UNet(shape).modules() if isinstance(part, torch.nn.GroupNorm)]
+    assert {part.eps for part in norms} == {0.5}
+
+
+@torch.no_grad()
+def test_a_guided_network_has_its_own_epsilon_and_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small maps, in whose norms the epsilon takes part."""
+    flags = Guided(head_channels=16, updown=True, learn_sigma=True)
+    torch.manual_seed(0)
+    tensors = random_tensors(flags)
+    for end in ("weight", "bias"):
+        tensors[f"input_blocks.0.0.{end}"] *= 0.01
+    stated = {"num_head_channels": 16, "use_new_attention_order": False}
+    published = Flags("cosine", 4000, rescale_timesteps=True, **stated)
+    monkeypatch.setitem(PUBLISHED, "here.pt", published)
+    net, schedule, _ = read_guided(tensors, Path("here.pt"), 1)
+    noisy = torch.randn(2, 1, 8, 8)
+    steps = torch.tensor([3, 700])
+    expected = Runner(tensors, flags)(noisy, steps)
+    assert float((net(noisy, steps) - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
+    assert schedule.time_of(400) == 100
+    assert schedule.prediction_type == EPSILON
 
 
 @pytest.mark.parametrize(
@@ -68,14 +180,6 @@ def test_the_digest_covers_the_fields_of_the_network(
     same = read_denoiser(diffusion_folder(tmp_path / "same", network={"dropout": 0.3}), 1)
     assert plain.at(0.25).digest == same.at(0.25).digest
     assert plain.at(0.25).digest != plain.at(0.5).digest
-
-
-@torch.no_grad()
-def test_an_image_does_not_depend_on_its_batch(tmp_path: Path) -> None:
-    shot = read_denoiser(diffusion_folder(tmp_path), 1).at(0.25)
-    pixels = torch.rand(5, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    alone = torch.cat([shot(image[None]) for image in pixels])
-    assert torch.allclose(shot(pixels), alone, atol=1e-4)
 
 
 def test_records_are_of_one_schedule_and_sigma(workshop: Path, tmp_path: Path) -> None:
@@ -183,8 +287,10 @@ def test_training_behind_a_denoiser_names_it_and_what_certifies_it(
     assert "--dataset digits --method smoothing --sigma 0.25 -e 0.25 --enough 0.25" in advised
     assert f"--denoiser {model}" in advised
     certvit(*shlex.split(advised), "--n0", 8, "--samples", 50, "--limit", 2, "--quiet")
-    step = Checkpoint.read(tuned).record.lineage[-1]
-    assert step.parameters["denoiser"] == read_denoiser(model, 1).at(0.25).digest
+    assert (
+        Checkpoint.read(tuned).record.lineage[-1].parameters["denoiser"]
+        == read_denoiser(model, 1).at(0.25).digest
+    )
     certvit(*noisy, "--force", code=2)
 
 
@@ -205,28 +311,3 @@ def test_the_example_trains_goes_on_and_is_read(
     assert more_spent >= spent + 0.3
     assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")
     assert not list(tmp_path.glob("*.partial"))
-
-
-@pytest.mark.parametrize(
-    ("side", "reason"), [("4", None), ("3", "a multiple of 2"), ("16", "at most 8")]
-)
-def test_the_example_trains_on_squares_of_the_images(
-    side: str,
-    reason: str | None,
-    workshop: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Without attention, so that a square and a whole image are seen alike."""
-    net = str(workshop / "plain.safetensors")
-    words = [net, "digits", "--widths", "8", "16", "--batch", "4", "--steps", "2"]
-    monkeypatch.setattr("sys.argv", ["diffusion.py", *words, "--crop", side, "-o", str(tmp_path)])
-    with nullcontext() if reason is None else pytest.raises(SystemExit):
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    if reason is not None:
-        assert reason in capsys.readouterr().err
-        return
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["add_attention"] is False
-    assert read_denoiser(tmp_path, 1).at(0.25).line.startswith("diffusers UNet2DModel")

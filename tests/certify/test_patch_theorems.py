@@ -21,7 +21,7 @@ from certcli.certify.patch.double_masking import DoubleMasking, Voting, vote_sta
 from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify.records import margin_attack
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.pixels import Grid, SeenPart, band_views
@@ -107,18 +107,6 @@ def test_every_pair_is_needed() -> None:
             )
             beaten += defence.predict(told, ONE_IMAGE)[0].prediction != 0
         assert beaten > 0
-
-
-def test_a_refuted_image_stops_at_its_first_pair() -> None:
-    defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
-    told = Told(
-        defence.views, lambda image, view: int(image == 1 and view >= defence.count), rows=1
-    )
-    refuted = defence.certify(told, ONE_IMAGE.repeat(2, 1, 1, 1), [0, 0])
-    assert [one.proven for one in refuted] == [(Patch(2, 2),), ()]
-    pairs = [image for image, view in told.asked if view >= defence.count]
-    assert pairs.count(0) == 6
-    assert pairs.count(1) == 1
 
 
 def test_voting_is_exact() -> None:
@@ -317,9 +305,7 @@ def test_a_patch_that_turns_the_network_is_found() -> None:
     rows = attack_patches(target, [5, 6], images, [0, 0], Patch(2, 2), AttackSettings(steps=10))
     for row, image in zip(rows, images, strict=True):
         assert row.corner == (0, 0)
-        assert row.adversarial is not None
-        changed = (row.adversarial != image).nonzero()[:, 1:]
-        assert bool((changed < 2).all())
+        assert bool(((row.adversarial != image).nonzero()[:, 1:] < 2).all())
         assert target.classify(row.adversarial[None]) == [1]
     assert (
         attack_patches(target, [0], images[:1], [1], Patch(2, 2), AttackSettings())[0].withstood
@@ -345,9 +331,14 @@ def test_no_adaptive_attack_breaks_what_is_certified(certified: Checkpoint, name
     pixels, labels = images.tensors()
     rows = certifier.batch(range(24), pixels, labels.tolist())
     target = PatchTarget(lambda corner: TouchedPasses(certifier, patch, corner), certifier.predict)
-    chosen = places_of(patch, (8, 8))[::9]
     found = attack_patches(
-        target, range(24), pixels, labels.tolist(), patch, AttackSettings(steps=8), chosen
+        target,
+        range(24),
+        pixels,
+        labels.tolist(),
+        patch,
+        AttackSettings(steps=8),
+        places_of(patch, (8, 8))[::9],
     )
     held = [row.index for row in rows if row.holds_at(Threat.of(patch))]
     assert [row.index for row in found if row.index in held and not row.withstood] == []

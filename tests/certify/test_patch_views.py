@@ -201,8 +201,7 @@ class Company(nn.Module):
         self.head = nn.Linear(64, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        found = self.head(x.flatten(1))
-        return found + 1e-6 * torch.arange(len(x))[:, None]
+        return self.head(x.flatten(1)) + 1e-6 * torch.arange(len(x))[:, None]
 
 
 def test_passes_that_depend_on_their_company_need_a_lead() -> None:
@@ -289,8 +288,7 @@ class Counting(SeenPart):
 def test_batches_always_have_one_size() -> None:
     part = Counting(half_normalised(nn.Sequential(nn.Flatten(), nn.Linear(20, 3)), (1, 4, 5)), GRID)
     defence = DoubleMasking(GRID, [Patch(2, 2)], 2)
-    passes = MaskedPasses(part, defence.views, 4)
-    defence.certify(passes, torch.rand(3, 1, 4, 5), [0, 1, 2])
+    defence.certify(MaskedPasses(part, defence.views, 4), torch.rand(3, 1, 4, 5), [0, 1, 2])
     assert set(part.rows) == {4}
 
 

@@ -22,7 +22,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
@@ -78,14 +78,6 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(records, "STEPS", 4)
     monkeypatch.setattr(records, "SMOOTH_STEPS", 2)
-
-
-def test_radii_where_none_is_asked_for(workshop: Path, made: Path) -> None:
-    """In linf those that people quote: at l2's every local certificate would read 0."""
-    told = document("certify", workshop / "plain.safetensors", "--limit", 1, *MADE["linf"][1][:-2])
-    assert list(told["certified"]) == [str(part / 255) for part in (1, 2, 4, 8)]
-    told = document("certify", workshop / "certified.safetensors", "--limit", 2)
-    assert list(told["certified"]) == ["0.25", "0.5", "1"]
 
 
 def lines(path: Path) -> list[Row]:

@@ -21,9 +21,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import STATED, SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.noise import Classifier, smoothed_classifier
 from certcli.cli.shared.output import Sink
-from certcli.engine.table import NoRule
 from certcli.evaluation.evidence import method_of
-from certcli.evaluation.radii import proven_percent
 from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.evaluation.records import read_records
 from certcli.models.in_memory import open_module
@@ -51,8 +49,9 @@ def certificates(
     settings: Smoothing, pixels: Tensor, batch_size: int = 4096, net: nn.Module | None = None
 ) -> list[Certificate]:
     net = net or Plane()
-    classes = net(pixels[:1]).shape[1]
-    certifier = SmoothingCertifier(net, classes, replace(settings, batch_size=batch_size), CPU)
+    certifier = SmoothingCertifier(
+        net, net(pixels[:1]).shape[1], replace(settings, batch_size=batch_size), CPU
+    )
     found: list[Certificate] = []
     for start in range(0, len(pixels), certifier.at_once):
         part = pixels[start : start + certifier.at_once]
@@ -293,20 +292,6 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
     assert "smoothed classifier" in refused.message
 
 
-def test_several_methods_stand_side_by_side(workshop: Path, tmp_path: Path) -> None:
-    net = workshop / "certified.safetensors"
-    words = ("certify", net, "--method", "lipschitz", *RUN, "--plot", tmp_path / "f.png", "--force")
-    found = document(*words)
-    assert [part["method"] for part in found["methods"]] == ["lipschitz", "smoothing"]
-    assert found["method"] == "lipschitz"
-    assert [part["promise"] for part in found["methods"]] == ["proof", "probability 0.999"]
-    shown = attempt(*words).stdout
-    for part in found["methods"]:
-        (row,) = [line for line in shown.splitlines() if line.startswith(f"{part['method']} ")]
-        assert proven_percent(part["certified"]["0.1"]) in row
-        assert part["promise"] in row
-
-
 @pytest.mark.parametrize(
     ("stem", "radius", "methods", "because"),
     [
@@ -336,32 +321,6 @@ def test_auto_says_which_certificate_is_worth_having(
         assert f"--method {methods[0]}: " in attempt(*words).stdout
 
 
-def test_auto_builds_the_network_once_and_names_what_lacks_a_rule(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = (
-        "certify",
-        workshop / "certified.safetensors",
-        "--method",
-        "auto",
-        *RUN[2:8],
-        "--limit",
-        2,
-        "-e",
-        0.1,
-    )
-    monkeypatch.setattr(
-        "certcli.certify.lipschitz.load_double", None
-    )  # the certifier that was tried is the one that runs
-    assert document(*words)["method"] == "lipschitz"
-
-    def analysis(*_: Any, **__: Any) -> None:
-        raise NoRule("blocks.0: no bound is known of its rounding")
-
-    monkeypatch.setattr("certcli.certify.lipschitz.NeighbourErrors", analysis)
-    assert "gives no certificate: blocks.0: no bound is known" in document(*words)["reason"]
-
-
 def test_radii_beyond_enough_are_not_drawn_for(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,13 +342,6 @@ def test_radii_beyond_enough_are_not_drawn_for(
         r"certify \(smoothing\): \d+ % after 1 min, about \d+(\.\d h| min) left", lines[0]
     )
     assert certvit(*words, "--quiet").stderr == ""
-
-
-def test_a_network_that_abstains_everywhere_is_said_to(workshop: Path) -> None:
-    done = attempt("certify", workshop / "plain.safetensors", *with_sigma(40), "--limit", 4)
-    assert done.exit_code == 0
-    assert "abstains on every image" in done.stderr
-    assert "abstained" in done.stdout
 
 
 def test_where_memory_ends_batches_are_halved_and_nothing_changes() -> None:

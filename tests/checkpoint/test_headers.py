@@ -26,13 +26,13 @@ from certcli.api.door import speaks_python
 from certcli.checkpoint import tensor_files, torch_file
 from certcli.checkpoint.config_fields import decode_config, plain_names
 from certcli.checkpoint.file import Checkpoint, read_tensors
-from certcli.checkpoint.record import InputSpec, Record
+from certcli.checkpoint.record import Record
 from certcli.checkpoint.schema import MOST_DIGITS, Json, decode_json
 from certcli.checkpoint.torch_file import load_plain
 from certcli.cli.main import COMMANDS, _interruptible
 from certcli.models.diffusion import Schedule
 from certcli.nn.unet import UNetShape
-from certcli.system import watched
+from certcli.system import reading
 from certcli.system.errors import CheckpointError, Refused
 
 
@@ -46,7 +46,7 @@ def with_header(path: Path, about: object, size: int = 4) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_read_yet() -> None:
     """Each test begins as a process does: files that others read and changed are forgotten."""
-    watched.forget()
+    reading.forget()
 
 
 def tensor(shape: list[int], begin: int = 0, end: int = 4, dtype: str = "F32") -> dict[str, Any]:
@@ -125,13 +125,13 @@ def test_every_command_says_that_a_file_was_written_to(
     def command() -> None:
         weights, _ = read_tensors(path)
         change(path)
-        if change is rewritten or watched.IN_MEMORY:
+        if change is rewritten or reading.IN_MEMORY:
             assert float(weights["x"][0]) == 1.0
 
-    monkeypatch.setattr(watched, "_copied_to_disk", lambda *_: None)
+    monkeypatch.setattr(reading, "_copied_to_disk", lambda *_: None)
     for in_memory, ends in ((0.25, nullcontext()), (0, pytest.raises(CheckpointError))):
         save_file({"x": torch.ones(10_000)}, path)
-        monkeypatch.setattr(watched, "IN_MEMORY", in_memory)
+        monkeypatch.setattr(reading, "IN_MEMORY", in_memory)
         with ends:
             _interruptible(name, command)()
     assert "was changed after it was read" in capsys.readouterr().err
@@ -146,7 +146,7 @@ def test_a_large_file_is_mapped_from_a_copy(
     The copy has no name any more.
     """
     path = tmp_path / f"m{suffix}"
-    monkeypatch.setattr(watched, "IN_MEMORY", 0)
+    monkeypatch.setattr(reading, "IN_MEMORY", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
     weights = {"x": torch.ones(10_000)}
@@ -158,13 +158,13 @@ def test_a_large_file_is_mapped_from_a_copy(
     assert list((tmp_path / "copies").iterdir()) == []
     change(path)
     assert torch.equal(read["x"], torch.ones(10_000))
-    assert watched.require_unchanged() == ([] if change is Path.unlink else [path.absolute()])
+    assert reading.require_unchanged() == ([] if change is Path.unlink else [path.absolute()])
 
 
 def test_a_copy_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     path = tmp_path / "m.safetensors"
     save_file({"x": torch.ones(10_000)}, path)
-    monkeypatch.setattr(watched, "IN_MEMORY", 0)
+    monkeypatch.setattr(reading, "IN_MEMORY", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "copies"))
     (tmp_path / "copies").mkdir()
 
@@ -176,7 +176,7 @@ def test_a_copy_without_space_leaves_nothing(tmp_path: Path, monkeypatch: pytest
     assert list((tmp_path / "copies").iterdir()) == []
     rewritten(path)
     with pytest.raises(CheckpointError, match="may be of neither network"):
-        watched.require_unchanged()
+        reading.require_unchanged()
 
 
 def test_python_says_that_a_mapped_file_was_written_to(
@@ -192,12 +192,12 @@ def test_python_says_that_a_mapped_file_was_written_to(
 
     opened = certvit.load(path)
     assert meanwhile(opened) == 1
-    monkeypatch.setattr(watched, "IN_MEMORY", 0)
-    monkeypatch.setattr(watched, "_copied_to_disk", lambda *_: None)
+    monkeypatch.setattr(reading, "IN_MEMORY", 0)
+    monkeypatch.setattr(reading, "_copied_to_disk", lambda *_: None)
     opened = certvit.load(path)
     with pytest.raises(CheckpointError, match="was changed while it was read"):
         meanwhile(opened)
-    watched.forget()
+    reading.forget()
 
 
 def test_a_file_that_is_cut_while_it_is_read_is_refused_and_kills_nothing(
@@ -239,17 +239,6 @@ def test_tensors_that_are_not_aligned_are_read(tmp_path: Path) -> None:
     assert tensors["c"].shape == (0, 3)
 
 
-def test_a_field_that_is_null_is_not_there() -> None:
-    """timm writes null where a network has no such number."""
-    about = {"input_size": [3, 64, 64], "mean": [0.5, 0.5, 0.5]}
-    empty = {"std": None, "crop_pct": None, "interpolation": None, "test_crop_pct": None}
-    config, same = (
-        decode_config(json.dumps({"architecture": "vit_tiny_patch16_224", "pretrained_cfg": cfg}))
-        for cfg in (about, {**about, **empty})
-    )
-    assert same == config
-
-
 @pytest.mark.parametrize(
     ("names", "plain"),
     [
@@ -266,15 +255,6 @@ def test_a_field_that_is_null_is_not_there() -> None:
 )
 def test_names_of_classes_could_name_folders(names: tuple[str, ...], plain: bool) -> None:
     assert plain_names(names) == (names if plain else None)
-
-
-def test_images_of_another_size_are_resized_to_the_networks() -> None:
-    own = InputSpec((3, 224, 224), (0.5,), (0.5,))
-    small = own.perturbed_at(32)
-    assert (small.size, small.resized) == ((3, 32, 32), (224, 224))
-    smaller = small.perturbed_at(16)
-    assert (smaller.size, smaller.resized) == ((3, 16, 16), (224, 224))
-    assert small.perturbed_at(224) == own
 
 
 @pytest.mark.parametrize("value", [[], "x", 3])

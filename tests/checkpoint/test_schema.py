@@ -15,10 +15,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from certcli.checkpoint.arch_args import MOST_ENTRIES, arch_arguments
 from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Record
-from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY
+from certcli.checkpoint.outputs import read_state
+from certcli.checkpoint.record import MOST_ENTRIES, Record, arch_arguments
+from certcli.checkpoint.schema import LONGEST_RECORD, SURGERY, AdaptFields, TrainingFields
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -424,17 +424,6 @@ def test_the_digest_covers_the_function(
     assert (changed.digest != tiny.digest) == other
 
 
-def test_the_digest_is_the_same_after_writing(tiny: Checkpoint, tmp_path: Path) -> None:
-    """Numbers that JSON writes in another way are the same numbers."""
-    spec = replace(tiny.record.input, mean=(0,), std=(1,), crop_pct=1)
-    before = Checkpoint(
-        tiny.tensors,
-        replace(tiny.record, input=spec, arch_args={**tiny.record.arch_args, "img_size": (8, 8)}),
-    )
-    before.write(tmp_path / "a.safetensors")
-    assert Checkpoint.read(tmp_path / "a.safetensors").digest == before.digest
-
-
 def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) -> None:
     """`log` marks evidence that is older than an edit of std."""
     told = tiny.with_evidence("lipschitz", {}, {"log10_upper": 1.0, "upper": 10.0})
@@ -444,38 +433,15 @@ def test_results_about_another_function_are_stale(room: Path, tiny: Checkpoint) 
     assert "another network" in console("log", "m.safetensors", folder=room).out
 
 
-def test_a_training_state_belongs_to_its_images(tiny: Checkpoint) -> None:
-    """A training does not resume on other images or labels."""
-    from certcli.finetune.settings import FinetuneSettings
-    from certcli.finetune.state import training_identity
-
-    images = datasets.load_dataset("digits", tiny.record.input, "val")
-    inverted = replace(images, fetch=lambda positions: 1 - images.fetch(positions))
-    relabelled = replace(images, labels=images.labels.flip(0))
-    found = [
-        training_identity(tiny.digest, FinetuneSettings(), images, other)
-        for other in (images, inverted, relabelled)
-    ]
-    assert len(set(found)) == 3
-    assert found[0] == training_identity(tiny.digest, FinetuneSettings(), images, images)
-
-
 @pytest.mark.parametrize(
     "text", ["", "{}", "[]", "[" * 99_999, '{"identity": 3}', '{"identity":"x","epoch":"1"}', None]
 )
 def test_a_state_that_is_none(room: Path, tiny: Checkpoint, text: str | None) -> None:
-    from certcli.adapt import run as adapt_state
-    from certcli.finetune import state as finetune_state
-
-    loads = {
-        adapt_state: adapt_state.load_adaptation_state,
-        finetune_state: finetune_state.load_training_state,
-    }
-    for module, load in loads.items():
-        metadata = None if text is None else {module.KEY: text}
+    for fields in (TrainingFields, AdaptFields):
+        metadata = None if text is None else {"key": text}
         safetensors.torch.save_file(dict(tiny.tensors), "s.safetensors", metadata)
         with pytest.raises(CheckpointError, match="is not the state of"):
-            load(Path("s.safetensors"), "0" * 64)
+            read_state(Path("s.safetensors"), "key", fields, "a run", "0" * 64)
 
 
 @pytest.mark.parametrize(

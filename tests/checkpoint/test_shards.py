@@ -20,8 +20,6 @@ from certcli.checkpoint.record import KEY
 from certcli.checkpoint.tensor_files import (
     INDEX,
     MOST_FILES,
-    free_names,
-    in_file_order,
     metadata_of,
     shards_of_index,
     write_one_by_one,
@@ -238,13 +236,9 @@ def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
         "float": torch.randn(5, 2).T,
         "none": torch.empty(0, 4),
     }
-    likes = {
-        name: torch.empty(value.shape, dtype=value.dtype, device="meta")
-        for name, value in tensors.items()
-    }
     path = tmp_path / "s.safetensors"
     about = {"a": json.dumps({"b": "é"})}
-    write_one_by_one(path, likes, (tensors[name] for name in in_file_order(likes)), about)
+    write_one_by_one(path, tensors, about)
     found, metadata = read_tensors(path)
     assert metadata == about
     assert found.keys() == tensors.keys()
@@ -253,19 +247,10 @@ def test_a_file_written_tensor_by_tensor_is_read_as_any(tmp_path: Path) -> None:
         for name, value in found.items()
     )
     before = path.read_bytes()
-    with pytest.raises(ValueError, match="not as it was announced"):
-        write_one_by_one(path, likes, iter([torch.zeros(1)] * 6), about)
     with pytest.raises(OutputError):
-        write_one_by_one(tmp_path / "nowhere" / "s.safetensors", likes, iter([]), about)
+        write_one_by_one(tmp_path / "nowhere" / "s.safetensors", tensors, about)
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_names_of_new_files_are_free(tmp_path: Path) -> None:
-    """Also where one of several is taken, or by a link that leads nowhere."""
-    (tmp_path / "model-00002-of-00003.safetensors").touch()
-    (tmp_path / "model-2-00003-of-00003.safetensors").symlink_to("nowhere")
-    assert free_names(tmp_path / INDEX, 3)[0].name == "model-3-00001-of-00003.safetensors"
 
 
 def test_an_index_without_metadata_has_none_and_one_of_many_files_is_refused(
@@ -362,8 +347,7 @@ def test_an_index_that_names_a_key_twice_is_refused(
     tiny: Checkpoint, tmp_path: Path, old: str, new: str, key: str
 ) -> None:
     in_shards(tiny, tmp_path)
-    text = (tmp_path / INDEX).read_text()
-    (tmp_path / INDEX).write_text(text.replace(old, new, 1))
+    (tmp_path / INDEX).write_text((tmp_path / INDEX).read_text().replace(old, new, 1))
     with pytest.raises(CertvitError, match=f"the key '{key}' occurs twice") as refused:
         open_checkpoint(str(tmp_path))
     assert refused.value.code == 3
@@ -420,34 +404,9 @@ def test_narrow_weights_are_widened_exactly(
     assert torch.equal(read.tensors["head.out.weight"].float(), wide["head.out.weight"])
 
 
-@pytest.mark.parametrize("limit", [0, spool.IN_MEMORY], ids=["mapped", "in memory"])
-def test_a_copy_has_its_own_memory_row_after_row(
-    monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    monkeypatch.setattr(spool, "IN_MEMORY", limit)
-    monkeypatch.setattr(spool, "_SMALL", 0)
-    source = torch.arange(6.0).view(2, 3).T
-    found = spool.copies({"x": source}, {"x": source.dtype})["x"]
-    assert torch.equal(found, source)
-    assert found.is_contiguous()
-    assert found.data_ptr() != source.data_ptr()
-
-
 def test_a_wider_type_is_reported(tiny: Checkpoint, capsys: pytest.CaptureFixture[str]) -> None:
     half = Checkpoint({name: value.bfloat16() for name, value in tiny.tensors.items()}, tiny.record)
     say_wider(half, half, Sink(False, False))
     assert not capsys.readouterr().err
     say_wider(half, tiny, Sink(False, False))
     assert "written as float32; the numbers that were read are bfloat16" in capsys.readouterr().err
-
-
-def test_a_network_in_float64_is_the_same_numbers_mapped(
-    tiny: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spool, "IN_MEMORY", 0)
-    monkeypatch.setattr(spool, "_SMALL", 0)
-    pixels = torch.rand(2, *tiny.record.input.size, dtype=torch.float64)
-    mapped = build.load(tiny, dtype=torch.float64)
-    plain = build.load(tiny).double()
-    assert torch.equal(mapped(pixels), plain(pixels))
-    assert all(value.dtype == torch.float64 for value in mapped.parameters())

@@ -12,10 +12,8 @@ from safetensors.torch import load_file
 
 from certcli.attack import catalogue, checks, run, settings, stages
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.shared.output import Bar
 from certcli.images.labelled import Batch
 from certcli.models import build
-from certcli.report.figures import AttackedImage, draw_gallery
 from certcli.system.errors import DataError, UsageError
 from tests.helpers import commands, grids
 
@@ -81,24 +79,6 @@ def test_the_document_counts_the_records(net: Path, tmp_path: Path, independent:
     assert (
         None in itertools.chain(*(row["robust"].values() for row in correct))
     ) is not independent
-
-
-def test_the_table_shows_every_attack_its_interval_and_the_worst_case(net: Path) -> None:
-    words = ("attack", net, "-a", "fgsm", "-a", "pgd-2", "-e", 0.2, *QUICK, "--independent")
-    outcome = commands.certvit(*words)
-    found = commands.document(*words)
-    for name, share in {
-        **found["attacks"],
-        "worst case": found["robust"],
-        "clean": found["clean"],
-    }.items():
-        (row,) = [
-            line
-            for line in outcome.stdout.splitlines()
-            if f"{name} " in line.replace("(", "").replace(")", " ")
-        ]
-        assert f"{100 * share:.1f} %" in row
-        assert " to " in row
 
 
 @pytest.mark.parametrize("name", settings.PRESETS)
@@ -264,13 +244,6 @@ def test_a_gallery_is_drawn(net: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_gallery_of_colours(tmp_path: Path) -> None:
-    image = torch.rand(3, 5, 5)
-    picture = AttackedImage(image, image, "image 0", "a long name " * 5, "b", "l2 0")
-    draw_gallery([picture], tmp_path / "g.png", "title")
-    assert (tmp_path / "g.png").stat().st_size > 1000
-
-
 def test_a_masked_network_is_flagged_on_stderr_and_in_the_document(
     net: Path, tmp_path: Path
 ) -> None:
@@ -318,22 +291,3 @@ def test_the_page_names_every_attack_preset_and_check() -> None:
         assert check.raised_if in flat, check.name
     for preset in settings.PRESETS.values():
         assert preset.open_choices in flat, preset.name
-
-
-def test_the_bar_names_the_checks_and_counts_passes(
-    net: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A batch may take minutes: the bar says what is done meanwhile."""
-    remarks: list[str] = []
-    advance = Bar.advance
-
-    def noted(self: Bar, steps: int = 1, remark: str = "") -> None:
-        remarks.append(remark)
-        advance(self, steps, remark)
-
-    monkeypatch.setattr(Bar, "advance", noted)
-    commands.certvit("attack", net, "-a", "fgsm", "-e", 0.1, "--limit", 8)
-    named = [remark for remark in remarks if remark]
-    assert {remark.partition(",")[0] for remark in named} == {"attacks", "checks of the attacks"}
-    counts = [int(remark.split()[-2]) for remark in named]
-    assert counts == list(range(1, len(named) + 1))

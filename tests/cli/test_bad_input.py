@@ -155,14 +155,6 @@ def test_bad_input(
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
-def test_json_errors_are_one_object_on_stdout(tmp_path: Path) -> None:
-    done = commands.console("lipschitz", "nowhere.safetensors", "--json", folder=tmp_path)
-    assert done.code == 3
-    error = json.loads(done.out)
-    assert error["code"] == 3
-    assert "nowhere" in error["error"]
-
-
 def test_a_read_only_folder(
     workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

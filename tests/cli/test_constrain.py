@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.constrain import network, settings
+from certcli.lipschitz.network import bound_network
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
@@ -64,7 +65,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
     calibration = network.LayerCalibration(swin, paths, [IMAGES[:3], IMAGES[3:]])
     results = list(network.constrain_to(calibration, settings.ConstrainSettings(ridge=None)))
     assert [result.path for result in results] == paths
-    before = network.network_upper(swin, (3, 32, 32), 5)
+    before = bound_network(swin, (3, 32, 32), 5).upper
     for result in results:
         module: Any = swin.get_submodule(result.path)
         inputs, old, new = (
@@ -85,7 +86,7 @@ def test_every_matrix_of_a_swin_is_constrained_against_its_own_inputs(swin: nn.M
             assert (result.before, result.after) == (spectral_norm(old), spectral_norm(new))
     originals = {path: swin.get_submodule(path).weight.detach().clone() for path in paths}
     network.write(swin, {result.path: result.weight for result in results})
-    after = network.network_upper(swin, (3, 32, 32), 5)
+    after = bound_network(swin, (3, 32, 32), 5).upper
     network.write(swin, originals)
     assert before.finite
     assert after < before
@@ -107,8 +108,7 @@ def test_too_few_images_are_said(tiny: Checkpoint, tmp_path: Path, images: int, 
         tmp_path / "out.safetensors",
     ]
     outcome = commands.certvit(*words)
-    report = json.loads(outcome.stdout)
-    (layer,) = report["layers"]
+    (layer,) = json.loads(outcome.stdout)["layers"]
     # an image of 8 x 8 has four patches of 16 pixels
     assert layer["rank"] == (4 * images if said else 16)
     assert layer["ridge"] == 0.3

@@ -2,7 +2,6 @@
 does.
 """
 
-import builtins
 import re
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from PIL import Image
 from typer import rich_utils
 from typer.models import OptionInfo
 
-from certcli.attack.catalogue import torchattacks_library
 from certcli.audit.plan import AuditPlan
 from certcli.certify.methods import METHODS
 from certcli.checkpoint.file import Checkpoint
@@ -117,18 +115,6 @@ def test_the_doctor_finds_what_breaks_a_program_without_certvit(
     assert ("--index-url" in parts["torchvision"]["remark"]) is ("torchvision::" in said)
 
 
-def test_without_torchattacks_one_line_says_what_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(name: str, *rest: Any) -> Any:
-        if name == "torchattacks":
-            raise ModuleNotFoundError("No module named 'torchattacks'", name="torchattacks")
-        return builtins.__import__(name, *rest)
-
-    monkeypatch.setattr("certcli.attack.catalogue.import_module", absent)
-    with pytest.raises(errors.UsageError, match="torchattacks, which is not installed") as refused:
-        torchattacks_library()
-    assert "pip install" in refused.value.hint
-
-
 PYPROJECT = (
     '[tool.certvit.audit]\nlimit = 7\nsigma = 0.25\nfail-on = ["clean<0.1"]\n[tool.other]\nx = 1\n'
 )
@@ -210,14 +196,6 @@ def test_wrong_settings_are_one_line(
     assert not isinstance(other.exception, errors.UsageError)
 
 
-def test_settings_that_are_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "certvit.toml").mkdir()
-    outcome = attempt("audit", "m.safetensors")
-    assert isinstance(outcome.exception, errors.UsageError), outcome.exception
-    assert "certvit.toml cannot be read: it is no regular file" in outcome.exception.message
-
-
 PER_CLASS = 12
 
 
@@ -226,8 +204,7 @@ def numbered(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Digits in folders c1 to c10, which torchvision and timm number differently."""
     folder = tmp_path_factory.mktemp("numbered")
     spec = Checkpoint.read(workshop / "plain.safetensors").record.input
-    digits = datasets.load_dataset("digits", spec, "test")
-    pixels, labels = digits.tensors()
+    pixels, labels = datasets.load_dataset("digits", spec, "test").tensors()
     for label in range(10):
         (inside := folder / f"c{label + 1}").mkdir()
         for place, image in enumerate(pixels[labels == label][:PER_CLASS]):

@@ -14,7 +14,7 @@ from certcli.certify.lipschitz import certified_radii
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import CertvitError, GateError
+from certcli.system.errors import GateError
 from tests.helpers.commands import attempt, certvit, document
 
 STAGES = ["plain", "adapted", "constrained", "certified"]
@@ -112,8 +112,7 @@ def test_evidence_is_fresh_for_its_tensors_and_stale_for_others(
     forged.with_evidence("lipschitz", forged.record.evidence[-1].parameters, wrong).write(
         tmp_path / "forged.safetensors"
     )
-    outcome = attempt("verify", tmp_path / "forged.safetensors")
-    assert isinstance(outcome.exception, GateError)
+    assert isinstance(attempt("verify", tmp_path / "forged.safetensors").exception, GateError)
     changed = tmp_path / "changed.safetensors"
     certvit("constrain", audited, "--eta", 0.2, "--limit", 100, "-o", changed)
     evidence = document("log", changed)["evidence"]
@@ -140,21 +139,3 @@ def test_constrain_as_printed_on_the_card(
     )
     assert all(layer["error"] <= layer["eta"] for layer in report["layers"])
     assert report["kept"]["agreement"] >= 0.95
-
-
-def test_report_proof_can_be_rechecked_and_a_tampered_one_fails(
-    workshop: Path, tmp_path: Path
-) -> None:
-    report = document("lipschitz", workshop / "certified.safetensors", "--no-estimate")
-    assert report["upper"] < 1e4
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(report))
-    assert document("verify", path)["counts"]["refuted"] == 0
-    report["proof"][-1]["value"][1] -= 1  # half the bound
-    path.write_text(json.dumps(report))
-    certvit("verify", path, code=7)
-    for broken in ("", "[]", '{"proof": [{"value": 3}]}'):
-        path.write_text(broken)
-        outcome = attempt("verify", path)
-        assert outcome.exit_code == 1
-        assert isinstance(outcome.exception, CertvitError)

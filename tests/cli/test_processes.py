@@ -185,9 +185,11 @@ def two_processes(plan: list[list[str]], folder: Path) -> Iterator[None]:
         (folder / "plan.json").write_text(json.dumps(plan))
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
         with (folder / "stdout").open("w") as out, (folder / "stderr").open("w") as err:
-            script = Path(__file__).with_name("several.py")
             running = subprocess.Popen(
-                [*torchrun, script, "plan.json", "."], cwd=folder, stdout=out, stderr=err
+                [*torchrun, Path(__file__).with_name("several.py"), "plan.json", "."],
+                cwd=folder,
+                stdout=out,
+                stderr=err,
             )
             yield
             running.wait()
@@ -264,8 +266,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def test_two_processes_write_the_bytes_of_one(both: tuple[Path, Path, str]) -> None:
     one, two, said = both
     for rank in (0, 1):
-        codes = json.loads((two / f"codes.{rank}.json").read_text())
-        assert codes == [0] * 13 + [6], said
+        assert json.loads((two / f"codes.{rank}.json").read_text()) == [0] * 13 + [6], said
     for name in RECORDS:
         texts = [(folder / f"{name}.jsonl").read_text() for folder in (one, two)]
         if name in ("smoothing", "patch"):  # what an image took is not what was found

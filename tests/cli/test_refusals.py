@@ -8,23 +8,20 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from certcli.certify.options import Local, Smoothing
 from certcli.checkpoint.file import Checkpoint
-from certcli.cli.certify.demands import first_given
 from certcli.cli.main import COMMANDS
 from certcli.finetune import settings
 from certcli.finetune.losses import LOSSES
 from certcli.images import datasets
 from certcli.models import build, hub, open
 from certcli.models import open as opening
-from certcli.system import errors, options
+from certcli.system import errors
 from tests.helpers.commands import attempt, console
 
 ROWS = """
@@ -43,6 +40,7 @@ certify n.onnx --vnnlib q.vnnlib --records r.jsonl | 2 | --records does not go w
 constrain n.onnx | 2 | n.onnx is a program
 finetune n.onnx --loss ce | 2 | n.onnx is a program
 adapt n.onnx | 2 | n.onnx is a program
+adapt m -o . | 2 | -o . names no file
 lipschitz n.onnx -o x.safetensors | 2 | n.onnx is a program
 attack n.onnx -o x.safetensors | 2 | n.onnx is a program
 certify m -e nan | 2 | nan
@@ -123,6 +121,20 @@ predict m i --patch 2 | 2 | --defence patch
 predict m i --defence patch | 2 | needs a patch
 predict m i --defence patch --patch 99 | 2 | do not fit
 predict m nowhere.png | 6 | nowhere.png
+lipschitz certvit/digitsx | 3 | did you mean 'certvit/digits'
+adapt m --goal win | 2 | unknown --goal 'win'
+verify certvit/mnst | 3 | did you mean 'certvit/mnist'
+log n.onnx | 3 | ONNX file
+init vit_tiny_patch16_224 --arch-arg img_size=8 | 4 | does not take an image of size 3x8x8
+init certvit_vit_cifar10 --mean 0.5,0.5 | 2 | 3 input channels
+lipschitz m --dataset digits --around 0 | 2 | above 0
+lipschitz m --dataset digits --around -0.1 | 2 | above 0
+lipschitz m --dataset digits --around inf | 2 | above 0
+lipschitz m --dataset digits --around nan | 2 | above 0
+lipschitz m --dataset digits --around 8 | 2 | no two images are farther apart
+lipschitz m --dataset digits --around 1 --norm linf | 2 | no two images are farther apart
+lipschitz m --dataset digits --norm linf | 2 | --around
+lipschitz m --dataset digits --around 0.1 --norm l7 | 2 | l7
 finetune m --batch-size 99999999999999999999 | 2 | --batch-size
 finetune m -e nan | 2 | nan
 finetune m --schedule cosin | 2 | cosin
@@ -178,20 +190,6 @@ def test_what_was_probably_meant(plain: Checkpoint, workshop: Path) -> None:
         assert meant in refused.value.hint.split("?")[0] + "?"
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("certvit/mnst", "certvit/mnist"), ("reprot.json", "report.json")]
-)
-def test_verify_offers_the_file_that_was_probably_meant(
-    typed: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "report.json").write_text("{}")
-    refused = attempt("verify", typed).exception
-    assert isinstance(refused, errors.CheckpointError)
-    assert refused.message == f"no file {typed}"
-    assert f"did you mean '{meant}'?" in refused.hint
-
-
 @pytest.mark.parametrize("source", ["hf-hub:nobody/nothing", "vit_base_patch8_224.dino"])
 def test_no_network_is_one_line_at_once(
     source: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -228,8 +226,6 @@ OTHERS: dict[str, Any] = {
     "worst_weight": 0.2,
     "enclosed": 4,
 }
-PANELS = {"Attacks on training images": "adversarial"}
-"""Panels of finetune whose options all serve one switch."""
 
 
 @pytest.mark.parametrize(
@@ -239,32 +235,9 @@ PANELS = {"Attacks on training images": "adversarial"}
     ),
 )
 def test_an_option_of_a_switch_that_is_off_is_refused(name: str) -> None:
-    default = settings.FinetuneSettings.__dataclass_fields__[name].default
-    assert OTHERS[name] != default
+    assert OTHERS[name] != settings.FinetuneSettings.__dataclass_fields__[name].default
     with pytest.raises(errors.UsageError, match=f"--{name.replace('_', '-')}"):
         settings.FinetuneSettings(loss="ce", optimiser="adamw", **{name: OTHERS[name]})
-
-
-def served() -> list[tuple[str, str]]:
-    """Return each option of a panel of one switch, with the switch."""
-    notes = (
-        (one.name, one.metadata.get(options.NOTE)) for one in fields(settings.FinetuneSettings)
-    )
-    switches = [(name, PANELS.get(note.panel or "")) for name, note in notes if note is not None]
-    assert {switch for _, switch in switches} >= set(PANELS.values())
-    return [(name, switch) for name, switch in switches if switch not in (None, name)]
-
-
-@pytest.mark.parametrize(("name", "switch"), served())
-def test_a_panel_of_one_switch_is_refused_without_it(
-    name: str, switch: str, workshop: Path
-) -> None:
-    option = f"--{name.replace('_', '-')}"
-    words = ("--dataset", "digits", "--loss", "ce", option, OTHERS[name])
-    done = console("finetune", workshop / "plain.safetensors", *words)
-    assert done.code == 2
-    assert option in done.err
-    assert f"--{switch}" in done.err
 
 
 @pytest.mark.parametrize("name", settings.OF_A_CHOICE)
@@ -283,12 +256,6 @@ def test_an_option_of_another_choice_is_refused(name: str) -> None:
 @pytest.mark.parametrize("loss", [loss.name for loss in LOSSES if loss.needs != "nothing"])
 def test_a_loss_with_a_radius_has_its_ramp(loss: str) -> None:
     assert loss in settings.OF_A_CHOICE["ramp"][1]
-
-
-def test_defaults_are_not_given() -> None:
-    for kind in (Smoothing, Local):
-        assert first_given(kind()) is None
-        assert fields(kind)
 
 
 JUDGING = ("audit", "certify", "attack", "finetune", "adapt", "constrain", "lipschitz")

@@ -98,26 +98,6 @@ def test_verify_proves_the_slopes_again(
         assert "proven again: " in verified(forged, workshop, tmp_path, 0)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--around", 0), "above 0"),
-        (("--around", -0.1), "above 0"),
-        (("--around", "inf"), "above 0"),
-        (("--around", "nan"), "above 0"),
-        (("--around", 8), "no two images are farther apart"),
-        (("--around", 1, "--norm", "linf"), "no two images are farther apart"),
-        (("--norm", "linf"), "--around"),
-        (("--around", 0.1, "--norm", "l7"), "l7"),
-    ],
-)
-def test_a_radius_that_is_none_is_refused(
-    words: tuple[object, ...], message: str, workshop: Workshop
-) -> None:
-    done = certvit("lipschitz", workshop / "plain.safetensors", *WORDS, *words, code=2)
-    assert message in str(done.exception) + done.output
-
-
 def test_memory_is_told_before_it_is_taken(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:

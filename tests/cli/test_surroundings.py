@@ -17,15 +17,14 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 
-from certcli.checkpoint import file, record, schema, tensor_files
+from certcli.checkpoint import file, record
 from certcli.cli.main import run
-from certcli.cli.shared import output, streams
+from certcli.cli.shared import output
 from certcli.images import datasets
 from certcli.report import figures, page
 from certcli.system import errors, processes
-from tests.helpers import commands, runs
+from tests.helpers import commands
 
 TINY = ["init", "certvit_vit_digits", "-o", "x.safetensors"]
 ONE_PROCESS = {"RANK": "0", "WORLD_SIZE": "2"}
@@ -139,14 +138,6 @@ def test_an_image_that_would_become_huge_is_refused(
     assert small.tensors()[0].shape == (1, 1, 8, 8)
 
 
-def test_an_index_of_very_many_files_is_refused_at_once(tmp_path: Path) -> None:
-    files = {f"t{n}": f"{n}.safetensors" for n in range(tensor_files.MOST_FILES + 1)}
-    (tmp_path / f"m{tensor_files.ENDING}").write_text(json.dumps({"weight_map": files}))
-    done = commands.console("lipschitz", f"m{tensor_files.ENDING}", folder=tmp_path)
-    assert done.code == 3
-    assert f"at most {tensor_files.MOST_FILES:,}" in done.err
-
-
 HOSTILE = "a\x1b[31m\x00\u202eb\u2066<script>"
 
 
@@ -175,37 +166,6 @@ def test_every_figure_is_a_valid_file(tmp_path: Path, name: str) -> None:
             axes.set_xlabel(name)
             axes.legend()
     ElementTree.parse(path)
-
-
-def test_what_libraries_warn_of_is_not_said(workshop: Path, tmp_path: Path) -> None:
-    """matplotlib warns of characters that its font lacks, and names its own file."""
-    (tmp_path / "日本.safetensors").symlink_to(workshop / "init.safetensors")
-    words = ["lipschitz", "日本.safetensors", "--no-estimate", "--plot", "x.svg", "--quiet"]
-
-    def act() -> None:
-        warnings.resetwarnings()  # those of pytest
-        warnings.showwarning = lambda message, *_: print(message, file=sys.stderr)
-        os.chdir(tmp_path)
-        sys.argv = ["certvit", *words]
-        run()
-
-    code = runs.exit_of_fork(runs.fork(act, tmp_path / "out", tmp_path / "err"))
-    assert (code, (tmp_path / "err").read_text()) == (0, "")
-
-
-def test_a_layer_has_no_negative_constant(plain: file.Checkpoint) -> None:
-    row = {"path": "", "upper": -1.0, "log10_upper": None, "log10_cumulative": None}
-    report = {
-        "schema": 1,
-        "checkpoint": plain.digest,
-        "arch": "a",
-        "input": [1, 8, 8],
-        "layers": [row],
-        "proof": [],
-    }
-    report |= {"upper": 1.0, "log10_upper": 0.0, "upper_finite": True, "upper_text": "1"}
-    with pytest.raises(errors.Refused, match="upper"):
-        schema.decode_json(json.dumps(report), schema.ReportFields)
 
 
 def only_document(text: str) -> dict:
@@ -263,27 +223,6 @@ def test_a_gate_raises_its_first_failure() -> None:
 # ---- words that reach a terminal
 
 
-@pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_names_and_numbers_stay_whole_in_a_narrow_terminal(width: int) -> None:
-    written = io.StringIO()
-    sink = output.Sink(False, False)
-    sink._out = Console(
-        file=written, width=width, force_terminal=True, color_system=None, highlight=False
-    )
-    names = ["blocks.0.attn.qkv", "blocks.11.mlp.fc2", "norm"]
-    why = "spectral norm of the matrix, with the normalisation before it folded in and its scale"
-    sink.table(
-        "A title that is longer than eighty characters, so that it must be wrapped between its words somewhere",
-        ["layer", "kind", "constant", "cumulative constant", "why"],
-        [(name, "LayerNorm", "1.981e+04", "1.231e+120", why) for name in names],
-    )
-    lines = written.getvalue().splitlines()
-    assert max(map(len, lines)) <= width
-    words = set(written.getvalue().split())
-    assert {*names, "LayerNorm", "1.981e+04", "1.231e+120"} <= words
-    assert {*why.split()} <= words
-
-
 # ---- streams
 
 
@@ -328,14 +267,6 @@ def test_a_stdout_that_takes_nothing(
     assert file.Checkpoint.read(target).record.evidence
 
 
-def test_a_guarded_stream_fails_once_and_is_silent_after() -> None:
-    stream = streams.Guarded(Left())
-    assert stream.write("a") == 1
-    assert stream.failure == ""
-    stream.write("b")
-    stream.flush()
-
-
 @pytest.mark.parametrize("redirection", [">&-", "> /dev/full", "| head -c 1"])
 def test_a_shell_sees_no_traceback(redirection: str) -> None:
     command = f"set -o pipefail; {sys.executable} -m certcli lipschitz --help {redirection}"
@@ -368,15 +299,3 @@ def test_an_early_interruption_is_one_line() -> None:
 
 
 # ---- values that stand for all channels
-
-
-def test_one_mean_stands_for_every_channel(tmp_path: Path) -> None:
-    path = tmp_path / "m.safetensors"
-    words = ["certvit_vit_cifar10", "--mean", "0.5", "--std", "0.25", "-o", path, "--quiet"]
-    assert commands.console("init", *words).code == 0
-    assert file.Checkpoint.read(path).record.input.mean == (0.5, 0.5, 0.5)
-    code, _, err = commands.console(
-        "init", "certvit_vit_cifar10", "--mean", "0.5,0.5", "-o", tmp_path / "other.safetensors"
-    )
-    assert code == 2
-    assert "3 input channels" in err

@@ -118,17 +118,6 @@ def test_words_stand_left_and_numbers_right() -> None:
     assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
 
 
-def test_sentences_below_a_table_are_told_once_and_leave_no_empty_table() -> None:
-    why = "a sentence that is far too long to stand in a table of thirty columns"
-    layout = tables.Layout(
-        ["layer", "why"],
-        [("a", why), ("b", why), ("c", "another sentence that is rather long as well")],
-        30,
-    )
-    assert list(layout.parts()) == []
-    assert list(layout.remarks.values()) == [["a", "b"], ["c"]]
-
-
 def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
     assert [
         output.percent(-0.0004, 0),
@@ -284,15 +273,6 @@ def test_no_output_is_forged_by_the_names_that_it_shows(
     done = console(*words, folder=hostile_folder)
     assert done.code == 0, done.err
     require_text(done)
-
-
-def test_the_images_of_predict_have_a_row_each(hostile_folder: Path) -> None:
-    done = console("predict", f"{HOSTILE}.safetensors", "d", "--json", folder=hostile_folder)
-    found = json.loads(done.out)["predictions"]
-    assert {Path(row["image"]).name for row in found} == set(NAMES)
-    done = console("predict", f"{HOSTILE}.safetensors", "d", folder=hostile_folder)
-    assert "[red]x[bold] :smile:.png" in done.out
-    assert sum("d/" in line for line in done.out.split("\n")) == len(found)
 
 
 def test_configs_and_keys_are_text(tmp_path: Path) -> None:

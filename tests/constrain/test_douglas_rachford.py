@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.constrain import network
 from certcli.constrain.network import LayerCalibration, compute_in_parallel, constrain_to, try_layer
-from certcli.constrain.prox import Eigenbasis, eigenbasis
+from certcli.constrain.prox import eigenbasis
 from certcli.constrain.settings import PENALTIES, ConstrainSettings
 from certcli.constrain.single_ellipsoid import Solution, least_norm
 from certcli.constrain.statistics import LayerStatistics
@@ -59,8 +58,9 @@ def test_spectral_prox_reaches_its_lower_limit(shape: tuple[int, int, int], eta:
     left, values, right = torch.linalg.svd(statistics.weight, full_matrices=False)
     for level in (0.2, 0.5, 0.8, 0.95):
         clipped = left @ torch.diag(values.clamp_max(level * values[0])) @ right
-        inside = pulled_inside(clipped, statistics, eta)
-        assert float(torch.linalg.matrix_norm(inside, 2)) > result.objective * (1 - 1e-3)
+        assert float(
+            torch.linalg.matrix_norm(pulled_inside(clipped, statistics, eta), 2)
+        ) > result.objective * (1 - 1e-3)
 
 
 @pytest.mark.parametrize("eta", [0.05, 0.4])
@@ -70,7 +70,6 @@ def test_a_trial_is_about_the_weight(shape: tuple[int, int, int], eta: float) ->
     options = ConstrainSettings(eta=eta, ridge=0.3, tolerance=0.005)
     weight, basis = try_layer(statistics, options, None)
     exact = constrain(statistics, eta=eta, ridge=0.3)
-    assert basis is not None
     assert float(statistics.relative_error(weight.double())) <= eta * (
         1 + 1e-5
     )  # float32, not pulled inside again
@@ -155,17 +154,6 @@ def test_what_is_written_is_feasible(name: str, dtype: torch.dtype) -> None:
             assert result.after <= result.before
 
 
-@pytest.mark.parametrize("name", PENALTIES.names())
-def test_a_tiny_eta_changes_nothing(name: str) -> None:
-    statistics, columns = anisotropic_layer(dtype=torch.float32)
-    result = constrain(statistics, prox=name, eta=1e-10)
-    change = float((result.weight.double() - statistics.weight).norm())
-    # |D X| <= eta |W0 X| leaves |D| <= eta |W0 X| / smallest singular value of X, far below a
-    # float32 step of |W0|
-    limit = 1e-10 * float(statistics.output_energy.sqrt() / torch.linalg.svdvals(columns)[-1])
-    assert change <= limit < 6e-8 * float(statistics.weight.norm())
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -228,41 +216,8 @@ def test_layers_run_side_by_side_one_thread_each(monkeypatch: pytest.MonkeyPatch
     calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
     options = ConstrainSettings(ridge=None)
     alone = list(constrain_to(calibration, options))
-    monkeypatch.setattr(
-        network, "workers_for", lambda device: 3
-    )  # the machine may have fewer cores
-    assert calibration.workers == 3
+    # the machine may have fewer cores
+    monkeypatch.setattr(LayerCalibration, "workers", property(lambda _: 3))
     together = list(constrain_to(calibration, options))
     assert [one.path for one in alone] == [two.path for two in together]
     assert all(torch.equal(one.weight, two.weight) for one, two in zip(alone, together))
-
-
-@pytest.mark.parametrize("limit", [0, 600, 2**20])
-def test_bases_that_fit_are_kept_for_another_eta_and_change_nothing(
-    limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(network, "BASES_BYTES", limit)
-    calibration = LayerCalibration(small_net(), PATHS, IMAGES.split(4))
-    bases: dict[str, Eigenbasis] = {}
-    for eta in (0.1, 0.2):
-        options = ConstrainSettings(eta=eta, ridge=0.3)
-        again = list(constrain_to(calibration, options, bases=bases))
-        assert sum(basis.vectors.nbytes for basis in bases.values()) <= limit
-        for one, two in zip(again, constrain_to(calibration, options)):
-            assert torch.equal(one.weight, two.weight)
-    # in float64 the first basis takes 2048 bytes, that of fc1 512
-    assert set(bases) == {0: set(), 600: {"fc1"}, 2**20: {result.path for result in again}}[limit]
-
-
-def test_a_layer_that_fails_calls_the_others_off() -> None:
-    seen = []
-
-    def work(one: LayerStatistics) -> None:
-        seen.append(one)
-        raise UsageError("no")
-
-    threads = torch.get_num_threads()
-    with pytest.raises(UsageError):
-        list(compute_in_parallel(work, [anisotropic_layer()[0] for _ in range(50)], 2))
-    assert len(seen) < 50
-    assert torch.get_num_threads() == threads

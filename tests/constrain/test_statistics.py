@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.constrain import network, prox, statistics
-from certcli.constrain.network import LayerCalibration, room_for
+from certcli.constrain import network, prox
+from certcli.constrain.network import LayerCalibration
 from certcli.constrain.prox import Eigenbasis, Penalty, eigenbasis, shrinkage
 from certcli.constrain.settings import PENALTIES, PRESETS
 from certcli.constrain.statistics import MOST_ETA, energy, passes_within
@@ -95,59 +95,6 @@ def test_statistics_of_a_network(net: Net) -> None:
     assert not any(module._forward_pre_hooks for module in (net.embed, net.fc1, net.fc2))
 
 
-def test_who_runs_the_held_out_images_anyway_gathers_their_statistics(net: Net) -> None:
-    calls = 0
-
-    def counted(*_: object) -> None:
-        nonlocal calls
-        calls += 1
-
-    def calibration(**options: Any) -> LayerCalibration:
-        return LayerCalibration(
-            net, PATHS, IMAGES.split(4), IMAGES[:6].split(3), sample=3, **options
-        )
-
-    apart = {layer.path: layer for part in calibration().parts() for layer in part}
-    handle = net.register_forward_hook(counted)
-    shared = calibration()
-    with shared.watching(), torch.inference_mode():
-        for batch in IMAGES[:6].split(3):
-            net(batch)
-    together = {layer.path: layer for part in shared.parts() for layer in part}
-    assert calls == 2 + 3  # the held-out images once, the others once
-    assert list(apart) == list(together)
-    for path, layer in apart.items():
-        held_out = together[path].held_out
-        assert layer.held_out is not None
-        assert held_out is not None
-        assert torch.equal(layer.held_out, held_out)
-        assert not held_out.is_inference()
-        assert torch.equal(layer.gram, together[path].gram)
-    limited = calibration(memory_limit_bytes=2**20)
-    with limited.watching():
-        pass
-    assert all(layer.held_out is not None for part in limited.parts() for layer in part)
-    handle.remove()
-
-
-@pytest.mark.parametrize("rows", [1, 70, 10**6])
-def test_rows_that_wait_for_one_product_all_count(
-    net: Net, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sums of float32 products are those of float64 ones, whenever they are taken."""
-    net = net.float()
-    batches = [images.float() for images in gaussian(*IMAGES.shape).split(3)]
-    monkeypatch.setattr(statistics, "ROWS", rows)
-    sampled = collect(net, batches, PATHS, sample=10**6)
-    exact = [images.double() for images in batches]
-    whole = collect(net.double(), exact, PATHS)
-    for path, layer in whole.items():
-        gram = sampled[path].gram
-        assert sampled[path].tokens == layer.tokens
-        scale = float(layer.gram.diagonal().max())
-        assert float((gram - layer.gram).abs().max()) < 1e-5 * scale
-
-
 def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     called = [path for path in PATHS if path != "hidden"]
     limit = 8 * 16 * 16  # fc2's own statistics
@@ -161,19 +108,6 @@ def test_a_memory_limit_splits_the_work_and_changes_nothing(net: Net) -> None:
     parts = collect(net, lambda: iter(IMAGES.split(3)), PATHS, memory_limit_bytes=limit)
     assert list(parts) == list(whole)
     assert all(torch.equal(parts[path].gram, whole[path].gram) for path in whole)
-
-
-def test_statistics_that_do_not_fit_are_made_in_passes(
-    net: Net, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    called = [path for path in PATHS if path != "hidden"]
-    assert room_for(net, called) is None
-    monkeypatch.setattr(network, "free_bytes", lambda: 1000.0)
-    limit = room_for(net, called)
-    assert limit is not None
-    parts = passes_within(net, called, copies=2, memory_limit_bytes=limit)
-    assert len(parts) > 1
-    assert [path for part in parts for path in part] == called
 
 
 def spoiled(net: Net, name: str) -> Net:

@@ -13,7 +13,6 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import coupled, hinges, proven
 from certcli.enclosure.zonotopes.backward import (
-    Ball,
     Hinge,
     HingeChoice,
     Node,
@@ -22,9 +21,9 @@ from certcli.enclosure.zonotopes.backward import (
     descend,
     lower,
 )
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
 from certcli.enclosure.zonotopes.rules.layers import affine, arranged
@@ -86,7 +85,6 @@ def test_descent_does_not_get_below_what_going_back_says(case: Case) -> None:
         out = case.relax(*forms)
         rows = draw(3, *out.shape, seed=4)
         rows = rows.abs() if case.below else rows
-        assert out.node is not None
         bound = lower(out.node, rows)
         assert torch.isfinite(bound).all()
         at = (IN_BOX if in_box else PLACE).flatten()
@@ -132,7 +130,6 @@ def test_going_back_is_going_forward(case: Case) -> None:
     forms, _ = inputs(case, 0.05)
     out = case.relax(*forms)
     rows = draw(3, *out.shape, seed=4)
-    assert out.node is not None
     weight = rows.flatten(1)
     along = out.solid().linear(
         lambda t: t.flatten(1)[:, None] @ weight.T, lambda t: t.flatten(1)[:, None] @ weight.abs().T
@@ -159,7 +156,6 @@ def hinged(
         ball or l2_ball(pixels, radius, squares_up_to=0, limit=4000, tape=True, in_box=in_box)
     )
     head = local.ending.head
-    assert head is not None
     rows = head.weight[label] - head.weight[[j for j in range(4) if j != label]]
     offset = head.bias[label] - head.bias[[j for j in range(4) if j != label]]
     return (
@@ -242,7 +238,6 @@ def test_parabolas_lie_above_hinges() -> None:
     along = middle + columns[0] * e
     for sign in (-1.0, 1.0):
         back, offset, curved = _through(node, sign * torch.eye(count).double(), choice)
-        assert curved is not None
         bound = back.diagonal() * (along + p) + offset - (curved.weight * along**2).diagonal()
         truth = sign * (along + p).relu()
         assert (bound <= truth + 1e-12 * (1 + bound.abs())).all()
@@ -266,7 +261,6 @@ def test_bounds_above_hinges_are_attained(share: float) -> None:
     x = middle * (1 + split)
     choice = HingeChoice(0 * x, ParabolaChoice(0 * x + share, x.abs(), split))
     back, offset, curved = _through(open_hinge(x, middle), -torch.eye(50).double(), choice)
-    assert curved is not None
     bound = back.diagonal() * x + offset - (curved.weight * middle**2).diagonal()
     assert (bound <= -x.relu() + 1e-12 * x.abs()).all()
     assert torch.allclose(bound, -x.relu(), rtol=1e-9, atol=1e-9)
@@ -293,7 +287,6 @@ def test_rounding_on_the_way_back_is_covered() -> None:
     first = draw(30, 40, seed=1)
     second = draw(2, 30, seed=2)
     out = affine(affine(x, first, None), second, None)
-    assert out.node is not None
     exact = [Fraction(v) for v in pixels.flatten().tolist()]
     inner = [
         sum(Fraction(w) * v for w, v in zip(row, exact, strict=True)) for row in first.tolist()
@@ -307,7 +300,6 @@ def test_rounding_on_the_way_back_is_covered() -> None:
 def test_the_size_of_terms_is_no_less_than_their_sum() -> None:
     """Of ReLUs that just open: the value of the chord at 0 is all there is."""
     out = relu(l2_ball(torch.zeros(1, 1, 1, 4).double(), 1.0, squares_up_to=0, limit=9, tape=True))
-    assert out.node is not None
     descent = descend(out.node, -torch.eye(4).double().view(4, *out.shape), {})
     assert bool((descent.total < -0.4).all())
     assert bool((descent.size >= -descent.total).all())
@@ -318,14 +310,6 @@ def test_each_part_goes_back_to_its_own_place() -> None:
     for place, part in enumerate(arranged(torch.chunk, x, 3, -1)):
         (row,) = part.node.pull(torch.ones(1, *part.shape).double())
         assert row.flatten().nonzero().flatten().tolist() == [2 * place, 2 * place + 1]
-
-
-def test_the_first_node_is_the_image() -> None:
-    form, *_ = hinged(0.01)
-    assert form.node is not None
-    assert isinstance(
-        descend(form.node, torch.eye(3).double()[:1].view(1, *form.shape), {}).ball, Ball
-    )
 
 
 def test_backward_proves_more_than_forward_for_relu() -> None:
@@ -351,7 +335,6 @@ def test_units_that_cannot_open_cost_nothing() -> None:
     bias = torch.tensor([9.0, -9.0] * 4).double()
 
     out = relu(affine(x, weight, bias))
-    assert out.node is not None
     assert not hinges(out.node)
     assert float(out.slack.max()) < 1e-12
     assert (out.gens[..., 1::2] == 0).all()

@@ -9,11 +9,9 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 from timm.models.vision_transformer import VisionTransformer
 
-from certcli.certify.local import LocalCertifier
-from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.space import Coordinates, coordinates_of
 from certcli.models.pixels import PixelModel
@@ -64,7 +62,6 @@ def test_margins_are_those_of_the_pixels(act: type[nn.Module], tape: bool, in_bo
     fewer.margins(l2_ball(pixels, 0.0, squares_up_to=0, limit=400), 1)  # which shows no map
     start = l2_ball(pixels, 0.05, squares_up_to=0, limit=400, tape=tape, in_box=in_box)
     bounds = fewer.margins(start, 1)
-    assert fewer.coordinates is not None
     assert fewer.coordinates.basis.shape == (4, 16, 6)
     assert torch.allclose(bounds, whole.margins(start, 1), rtol=1e-9, atol=1e-11)
     with_squares = fewer.margins(
@@ -84,8 +81,7 @@ def test_every_node_holds_at_points_of_the_ball(squares: int) -> None:
         if isinstance(value, Form):
             forms[node] = (value, token)
 
-    start = l2_ball(pixels, 0.1, squares_up_to=squares, limit=400)
-    local.margins(start, 0, watch)
+    local.margins(l2_ball(pixels, 0.1, squares_up_to=squares, limit=400), 0, watch)
     assert {form.space.ball for form, _ in forms.values()} == {64, 24}
     e = moves()
     points = [node_values(local, pixels + 0.1 * one.view_as(pixels)) for one in e]
@@ -125,16 +121,11 @@ def test_the_stretch_is_no_less_than_the_length_of_any_image_of_the_ball() -> No
 
 def test_patches_have_blocks_of_their_own_and_other_maps_one() -> None:
     draw = torch.randn(8, 3, generator=torch.Generator().manual_seed(0)).double()
-    apart = torch.block_diag(draw, draw.flip(0))
-    found = coordinates_of(apart)
-    assert found is not None
+    found = coordinates_of(torch.block_diag(draw, draw.flip(0)))
     assert found.pixels.tolist() == [list(range(8)), list(range(8, 16))]
-    uneven = torch.block_diag(draw, draw[:5])
-    found = coordinates_of(uneven)
-    assert found is not None
+    found = coordinates_of(torch.block_diag(draw, draw[:5]))
     assert (found.basis.shape, found.count) == ((1, 13, 6), 6)
     twice = coordinates_of(torch.cat([draw, draw], 1))
-    assert twice is not None
     assert twice.count == 3  # six results of rank three
     assert coordinates_of(torch.randn(4, 9).double()) is None
 
@@ -153,28 +144,6 @@ class Twice(nn.Module):
 def test_pixels_that_are_read_again_and_boxes_keep_their_own_symbols() -> None:
     model = Twice(network()).eval().requires_grad_(False)
     local = LocalNetwork(model, SIZE)
-    assert local.narrow is not None
     assert len(local.narrow.all_input_nodes) == 2  # where the two ways have met
     local = LocalNetwork(network(), SIZE)
     assert local.last_form(linf_ball(image(), 1e-4, limit=400)).space.ball == 64
-
-
-def test_more_pixels_than_columns_are_enough_for_second_order() -> None:
-    """`auto` takes columns for e e^T where the first map leaves few numbers, and the way back for
-    ReLU.
-    """
-    torch.manual_seed(0)
-    layers = [nn.Flatten(), nn.Linear(256, 16), nn.GELU(), nn.Linear(16, 3)]
-    model = nn.Sequential(*layers).double().eval().requires_grad_(False)
-    certifier = LocalCertifier(model, (1, 16, 16), Local())
-    assert certifier.rung == "zonotope"
-    assert "16 numbers" in certifier.title
-    pixels = torch.rand(1, 1, 16, 16, generator=torch.Generator().manual_seed(0)).double()
-    label = int(model(pixels).argmax())
-    radius = certifier.radius(pixels, label)
-    assert certifier.network.coordinates is not None
-    plain = LocalCertifier(model, (1, 16, 16), Local(effort="backward"))
-    plain.network.narrow = None
-    assert radius > plain.radius(pixels, label)
-    model[2] = nn.ReLU().eval()
-    assert LocalCertifier(model, (1, 16, 16), Local()).rung == "backward"

@@ -35,8 +35,7 @@ def margins_of_three(kind: str, seed: int) -> Form:
     count = 3 if coordinates is None else 2
     space = Space(count, kind != "plain", 9, coordinates=coordinates)
     gens = torch.cat([draw(count, 1, 2), 0.15 * draw(space.square, 1, 2), 0.1 * draw(2, 1, 2)])
-    block = Block(-3, 2, 1)
-    return Form(space, 1.2 + 0.3 * draw(1, 2), gens, 0.1 * draw(1, 2).abs(), (block,))
+    return Form(space, 1.2 + 0.3 * draw(1, 2), gens, 0.1 * draw(1, 2).abs(), (Block(-3, 2, 1),))
 
 
 def least_of_form(form: Form, e: Tensor) -> Tensor:
@@ -162,8 +161,12 @@ def test_cuts_reach_further_and_no_attack_succeeds(kind: str) -> None:
     assert (row.rung, row.splits, certifier.remark) == ("branch", {}, "")
     require_withstood(model, pixels, label, row.radius, "l2", in_box=True)
     for part, status in ((1.0, "verified"), (4.0, "refuted")):
-        claim = replace(row, radius=row.radius * part)
-        assert certifier.confirm([claim], pixels, RecheckSettings(0, 0.0))[0].status == status
+        assert (
+            certifier.confirm(
+                [replace(row, radius=row.radius * part)], pixels, RecheckSettings(0, 0.0)
+            )[0].status
+            == status
+        )
 
 
 def test_no_walk_begins_when_time_is_over_or_a_ball_is_no_smaller() -> None:

@@ -22,7 +22,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.lipschitz.network import propagate, prove_network, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
@@ -171,11 +171,10 @@ SPELLED: dict[str, dict[str, Spelling]] = {
 
 _APART = "heads as products of tensors: no fold of W_K^T W_Q, and no norm folded in"
 DIFFERENT: dict[tuple[str, str], tuple[str, dict[str, float]]] = {
-    ("LayerNorm", "function"): (
-        "a last norm is bounded together with the head where it is a module",
+    ("LayerNorm", "gain beside it"): (
+        "a last norm is bounded together with the head where it has its gain",
         {"norms": 0.666, "zonotope": 0.805},
     ),
-    ("LayerNorm", "gain beside it"): ("the same", {"norms": 0.666, "zonotope": 0.805}),
     ("GELU", "erf"): (
         "a product of two tensors, which may move apart",
         {"global": 1.686, "norms": 0.816},

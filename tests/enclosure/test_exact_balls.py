@@ -232,8 +232,7 @@ def test_products_of_matrices_follow_their_theorem(seed: int) -> None:
 def test_a_quotient_reaches_as_far_as_the_least_divisor_lets_it(share: float) -> None:
     x = near(1, 4, 5, seed=1)
     d = draw(2, 1, 4, 1, seed=2)
-    y = Near.of(d, share * d[..., 0].abs())
-    found = ruled(torch.div, x, y)
+    found = ruled(torch.div, x, Near.of(d, share * d[..., 0].abs()))
     assert torch.equal(found.centre, x.centre / d)
     if share >= 1:
         assert bool(found.fibre.isinf().all())

@@ -113,8 +113,7 @@ def test_inner_products_of_many_entries_lose_as_much_as_their_terms_say() -> Non
 
 
 def test_one_row_without_a_direction_refuses_all() -> None:
-    x = along_a_line(ROWS["a few"], 0.0)
-    both = x.linear(lambda t: torch.cat([t, 0 * t], -2))
+    both = along_a_line(ROWS["a few"], 0.0).linear(lambda t: torch.cat([t, 0 * t], -2))
     with pytest.raises(Unbounded):
         _deviation(both, 0.0)
 
@@ -166,8 +165,13 @@ def test_no_point_turns_further_than_the_largest_turn(place: int, eps: float) ->
     columns[1] = 0  # of e^2
     columns[2:] *= sizes[1]
     slack = torch.rand(4, generator=generator).double() * sizes[2]
-    gens = columns[:, None, None]
-    x = Form(Space(1, True, 9), row[None, None], gens, slack[None, None], (Block.fresh(2, 2),))
+    x = Form(
+        Space(1, True, 9),
+        row[None, None],
+        columns[:, None, None],
+        slack[None, None],
+        (Block.fresh(2, 2),),
+    )
     direction = Direction.of(x, eps)
     along = direction.along(x)
     across = x + direction.times(along.scale(number(-1.0, x)))

@@ -17,7 +17,7 @@ from timm.layers.attention import Attention
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.columns import Block, reach_of
-from certcli.enclosure.zonotopes.domain import with_space
+from certcli.enclosure.zonotopes.domain import l2_ball, with_space
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import (
     Operand,
@@ -25,7 +25,6 @@ from certcli.enclosure.zonotopes.fibre_attention import (
     head_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
 from certcli.enclosure.zonotopes.rules.layers import negative
 from certcli.enclosure.zonotopes.space import Space
@@ -155,8 +154,7 @@ def of_one_number(scale: Tensor, centre: Tensor, column: int, boxed: bool = Fals
     else:
         gens[1 + column, 0, :, 0] = scale
     block = Block(-3, 3, 1, of_fibres=True)
-    slack = torch.zeros(1, count, 1).double()
-    return Form(space, centre.view(1, -1, 1), gens, slack, (block,))
+    return Form(space, centre.view(1, -1, 1), gens, torch.zeros(1, count, 1).double(), (block,))
 
 
 def at_corners(seed: int, boxed: bool) -> tuple[float, float]:
@@ -220,8 +218,9 @@ def test_what_attention_makes_of_errors_is_bounded_and_felt(moved: str) -> None:
         form = attend_by_fibres(*forms, 1, 1.0, None)  # type: ignore[arg-type]
         symbols_of_all = n[:, None].expand(-1, 3, 3)
         block = forms[0].blocks[0]
-        columns = form.box[: block.columns, 0, :, 0]
-        middle = form.centre[0, :, 0] + torch.einsum("bkf,kf->bf", symbols_of_all, columns)
+        middle = form.centre[0, :, 0] + torch.einsum(
+            "bkf,kf->bf", symbols_of_all, form.box[: block.columns, 0, :, 0]
+        )
         free = (form.slack + reach_of(form.box[block.columns :], form.blocks[1:]))[0, :, 0]
         reached.append(float(((truth[..., 0] - middle).abs() / free).max()))
     assert max(reached) <= 1
@@ -243,26 +242,15 @@ def test_scores_that_move_too_far_have_no_bound() -> None:
         attend_by_fibres(q, k, v, HEADS, 1.0, None)
 
 
-def test_side_by_side_the_symbols_say_the_same() -> None:
-    (x,) = fibre_forms(((2, 3, 4),), 0.3, 0, positive=False, boxed=False)
-    e, n, _ = symbols(50, 6, False, 0)
-    beside = x.with_common_symbols()
-    assert not beside.has_fibres_own
-    assert beside.consistent
-    apart, together = evaluate_fibres(x, e, n)[0], evaluate_fibres(beside, e, n)[0]
-    assert torch.allclose(apart, together, rtol=0, atol=1e-12)
-    assert torch.equal(beside.with_common_symbols().gens, beside.gens)
-    assert torch.allclose(beside.radius, x.radius)
-
-
 def test_tokens_do_not_share_their_symbols() -> None:
     """x_0 - x_1 reaches as far as both, and x_0 - x_0 is 0."""
     (x,) = fibre_forms(((1, 3, 4),), 0.3, 0, positive=False, boxed=False)
     x = Form(x.space, x.centre, 0 * x.gens[:BALL], 0 * x.slack).solid() + x
     x = Form(x.space, 0 * x.centre, torch.cat([0 * x.ball, x.box]), 0 * x.slack, x.blocks)
     first, second = x.choose(0), x.choose(1)
-    both = (first + negative(second)).box_radius
-    assert torch.allclose(both, first.box_radius + second.box_radius)
+    assert torch.allclose(
+        (first + negative(second)).box_radius, first.box_radius + second.box_radius
+    )
     assert float((first + negative(x.choose(0))).box_radius.max()) < 1e-12
     assert first.blocks[-1].name != second.blocks[-1].name
 
@@ -321,8 +309,7 @@ def test_where_tokens_are_mixed_no_symbol_is_a_tokens_own(name: str) -> None:
             values.append((str(node.meta.get("path")), value))
 
     local = LocalNetwork(model, SIZE)
-    start = l2_ball(image(), 1e-3, squares_up_to=0, limit=1, by_fibres=True)
-    local.margins(start, 0, watch)
+    local.margins(l2_ball(image(), 1e-3, squares_up_to=0, limit=1, by_fibres=True), 0, watch)
     by_path = dict(values)  # the last of each
     assert by_path["first.1"].has_fibres_own
     assert by_path["last.1"].has_fibres_own
@@ -350,26 +337,6 @@ def test_every_node_of_a_network_stays_in_its_form(kind: str, radius: float) -> 
     assert largest_share(local, pixels, label, radius, 0, 4000, partial=True, by_fibres=True) <= 1
 
 
-def test_it_proves_nearly_what_many_symbols_prove_and_says_how() -> None:
-    model = network("plain")
-    pixels = image()
-    label = int(model(pixels).argmax())
-    rows = {}
-    for effort in ("tokens", "norms"):
-        certifier = LocalCertifier(model, SIZE, Local(effort=effort))
-        (rows[effort],) = certifier.batch([0], pixels, [label])
-        claims = certifier.confirm([rows[effort]], pixels, None)  # type: ignore[arg-type]
-        assert [claim.status for claim in claims] == ["verified"]
-    assert rows["tokens"].rung == "tokens"
-    assert rows["tokens"].radius > 10 * rows["norms"].radius > 0
-    local = LocalNetwork(model, SIZE)
-    margins = [
-        local.margins(l2_ball(pixels, 1e-3, squares_up_to=0, limit=limit, by_fibres=own), label)
-        for limit, own in ((1, True), (4000, False))
-    ]
-    assert float((margins[0] / margins[1]).min()) > 0.99
-
-
 def test_auto_refutes_no_certificate_of_another_enclosure() -> None:
     """What `auto` takes depends on memory: a record of another way is left unverified, no more."""
     model = network("plain")
@@ -388,10 +355,3 @@ def test_what_does_not_fit_into_memory_is_refused(monkeypatch: pytest.MonkeyPatc
     local = LocalNetwork(network("plain"), SIZE)
     assert fits_by_fibres(local, 1e9)
     assert not fits_by_fibres(local, 1e3)
-
-
-def test_own_blocks_are_named_by_block_and_place() -> None:
-    for block in OWN:
-        assert block.at(2).name == (block.name, 2)
-        assert not block.at(2).of_fibres
-        assert block.of_all(3)[:2] == ((block.name, None), 3 * block.columns)

@@ -15,15 +15,15 @@ from certcli.enclosure.slopes.products import inner
 from certcli.enclosure.zonotopes import ellipsoids, pointwise, products
 from certcli.enclosure.zonotopes.columns import Block, reach_of
 from certcli.enclosure.zonotopes.direction import divided
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram, enclosing, of_products
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
-from certcli.enclosure.zonotopes.pointwise import EXP, activation, apply, joint_activation
+from certcli.enclosure.zonotopes.pointwise import activation, apply, joint_activation
 from certcli.enclosure.zonotopes.products import matrix_product
 from certcli.enclosure.zonotopes.rules.attention import AVERAGES, SCORES, attend, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine
-from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
+from certcli.engine.curves import EXP, GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
 from tests.helpers.enclosure_cases import Case, forms
@@ -65,8 +65,9 @@ def excess_of_form(x: Form) -> tuple[Tensor, Tensor]:
     reach = group.new_zeros(len(beyond))
     for part in group.split(UNITS):
         reach = reach + (part * beyond).sum(-1).norm(dim=0)
-    room = (beyond.abs() * form.slack[0]).sum(-1)
-    return ((beyond * beyond).sum(-1) - reach - room), (beyond * beyond).sum(-1)
+    return ((beyond * beyond).sum(-1) - reach - (beyond.abs() * form.slack[0]).sum(-1)), (
+        beyond * beyond
+    ).sum(-1)
 
 
 @pytest.mark.parametrize("squares_on", [True, False])
@@ -200,7 +201,6 @@ def excess(form: Form, x: Form, y: Form, rows: Tensor) -> tuple[Tensor, Tensor]:
 def test_an_ellipsoid_of_products_holds_them_and_is_nearly_reached(seed: int) -> None:
     x, y = factors(10 * seed)
     form = matrix_product(x, y, AVERAGES, keyed=False)
-    assert form is not None
     assert form.consistent
     assert form.blocks[2].width == BATCH * ROWS * COLUMNS
     rows = draw(60, BATCH * ROWS * COLUMNS, seed=7)
@@ -213,20 +213,6 @@ def test_an_ellipsoid_of_products_holds_them_and_is_nearly_reached(seed: int) ->
 
 
 exact_gram = products.of_matrix_products
-
-
-def a_quarter(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
-    gram = exact_gram(first, second, shape)
-    return gram._replace(matrix=gram.matrix / 4)
-
-
-def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "of_matrix_products", a_quarter)
-    x, y = factors(0)
-    form = matrix_product(x, y, AVERAGES, keyed=False)
-    assert form is not None
-    further, _ = excess(form, x, y, draw(200, BATCH * ROWS * COLUMNS, seed=7))
-    assert (further > 0).any()
 
 
 def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +230,10 @@ def test_keys_are_read_as_the_transposed_values(monkeypatch: pytest.MonkeyPatch)
         matrix_product(x, keys, SCORES, keyed=True),
     )
     for gram in grams:
-        square = gram.matrix.diagonal(dim1=1, dim2=2)
-        assert (gram.lengths.square() >= square * (1 - 1e-12)).all()
+        assert (gram.lengths.square() >= gram.matrix.diagonal(dim1=1, dim2=2) * (1 - 1e-12)).all()
     rows = draw(30, BATCH * ROWS * COLUMNS, seed=8)
     reaches = []
     for form in pair:
-        assert form is not None
         further, _ = excess(form, x, y, rows)
         assert (further <= 0).all()
         reaches.append((form.gens.flatten(1) @ rows.T)[form.fixed + 2 :].norm(dim=0))
@@ -262,10 +246,8 @@ def test_where_no_ellipsoid_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = factors(0)
     for space in (replace(x.space, limit=0), replace(x.space, by_fibres=True)):
         assert matrix_product(replace(x, space=space), y, AVERAGES, keyed=False) is None
-        form = replace(x, space=space, gens=x.gens / 9)
-        assert joint_activation(EXP, form).blocks == x.blocks
-    plain = replace(x.space, squares=False)
-    bare = replace(x, space=plain, gens=torch.cat([x.ball, x.box]))
+        assert joint_activation(EXP, replace(x, space=space, gens=x.gens / 9)).blocks == x.blocks
+    bare = replace(x, space=replace(x.space, squares=False), gens=torch.cat([x.ball, x.box]))
     assert matrix_product(bare, y, AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[..., :1]), AVERAGES, keyed=False) is None
     assert matrix_product(x, y.linear(lambda t: t[:, :1]), AVERAGES, keyed=False) is None
@@ -391,3 +373,17 @@ def test_symbols_of_single_tokens_behind_an_activation_change_nothing(
         assert ("first_1" in own) == (entries > 0)
         assert own <= allowed
     torch.testing.assert_close(*margins, rtol=1e-5, atol=1e-7)
+
+
+def a_quarter(first: Gram, second: Gram, shape: tuple[int, int, int, int]) -> Gram:
+    gram = exact_gram(first, second, shape)
+    return gram._replace(matrix=gram.matrix / 4)
+
+
+def test_an_ellipsoid_of_half_the_size_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "of_matrix_products", a_quarter)
+    x, y = factors(0)
+    form = matrix_product(x, y, AVERAGES, keyed=False)
+    assert form is not None
+    further, _ = excess(form, x, y, draw(200, BATCH * ROWS * COLUMNS, seed=7))
+    assert (further > 0).any()

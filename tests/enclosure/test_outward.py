@@ -35,11 +35,11 @@ from certcli.enclosure.zonotopes.backward import (
     lower,
 )
 from certcli.enclosure.zonotopes.cuts import Remainder
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import lower_bounds
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
@@ -132,7 +132,6 @@ def margins_of_hinges() -> Form:
 def chosen() -> Numbers:
     """What is proven with given choices at the hinges."""
     form = margins_of_hinges()
-    assert form.node is not None
     made: dict[Node, HingeChoice] = {}
     for hinge in hinges(form.node):
         half = torch.full((len(hinge.places),), 0.5).double()
@@ -238,7 +237,6 @@ def left_by_cuts() -> Numbers:
         patch.setattr(Remainder, "_weights", lambda *_: torch.tensor([1.0, 0.01]).double())
         remainder.add(pixels + 0.01, 0.5, x, 0)
         ball = remainder.ball()
-    assert ball is not None
     return [ball[1], float(remainder.high.sum()), *(-cut.level for cut in remainder.cuts)]
 
 
@@ -293,6 +291,8 @@ SLOPES = (
     ("l2-normalize", "l2"),
     ("batch-norm-folded", "squares"),
     ("clamp", "squares"),
+    ("spelled-rounded-jumps", "squares"),
+    ("adaptive-max", "l2"),
 )
 """Rows of networks whose gradients reach every rounding on the way back."""
 

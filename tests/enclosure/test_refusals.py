@@ -29,8 +29,8 @@ from certcli.enclosure.balls.ball import Near
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.operations import unit_length
 from certcli.enclosure.zonotopes import space as zonotopes
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Space
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.rules.layers import arranged
 from certcli.enclosure.zonotopes.space import ZonotopeContext
@@ -94,8 +94,11 @@ def shares(net: Tokens, x: Tensor) -> Tensor:
 
 def queried(net: Tokens, x: Tensor) -> Tensor:
     heads = x.unflatten(-1, (2, 3)).transpose(1, 2)
-    query = ADDED[None, :, :, :3]
-    return F.scaled_dot_product_attention(query, heads, heads).transpose(1, 2).flatten(2)
+    return (
+        F.scaled_dot_product_attention(ADDED[None, :, :, :3], heads, heads)
+        .transpose(1, 2)
+        .flatten(2)
+    )
 
 
 def written_out(net: Tokens, x: Tensor) -> Tensor:

@@ -15,16 +15,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import certcli.enclosure.slopes  # noqa: F401 (for its pulls)
 import certvit
 from certcli.certify.around import steepest_slopes
-from certcli.enclosure.slopes import functions as derivatives
 from certcli.enclosure.slopes.length import Parts, largest, norm, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import Neighbourhood, SlopeNetwork
-from certcli.enclosure.slopes.table import pulls
+from certcli.enclosure.slopes.pulls import pulls
 from certcli.enclosure.zonotopes import space as zonotopes
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.ellipsoids import Gram
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
-from certcli.engine import curves
-from certcli.engine.curves import NAMED
+from certcli.engine.curves import NAMED, STEEP
 from certcli.engine.table import ModuleRule, NoRule
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_every_rule import QUICK, pixel_model
@@ -35,43 +33,9 @@ from tests.helpers.reached import Entry, entries_of_table, entries_without_row, 
 from tests.helpers.slopes import IMAGE
 from tests.helpers.spellings import calls_on_images, seeded_tensor
 
-WITHOUT = {
-    **dict.fromkeys(
-        (
-            *(f"{kind}.{name}imum".replace("methods.", "methods ")
-              for kind in ("functions torch._VariableFunctionsClass", "methods")
-              for name in ("max", "min")),
-            *(f"{kind}.a{name}".replace("methods.", "methods ")
-              for kind in ("functions torch._VariableFunctionsClass", "methods")
-              for name in ("max", "min")),
-            "modules torch.nn.modules.pooling.AdaptiveMaxPool2d",
-            "functions torch._VariableFunctionsClass.max_pool2d",
-            "functions torch.nn.functional.boolean_dispatch.<locals>.fn",
-            "modules torch.nn.modules.pooling.MaxPool2d",
-        ),
-        "which entry is the largest is not enclosed",
-    ),
-    **dict.fromkeys(
-        (
-            "functions torch._VariableFunctionsClass.where", "functions torch._VariableFunctionsClass.masked_fill",
-            "methods where", "methods masked_fill", "methods masked_fill_",
-        ),
-        "a choice by a mask has none yet",
-    ),
-    "modules certcli.nn.layers.Rounded": "a staircase has slopes 0, and jumps",
-}  # fmt: skip
+WITHOUT = {"modules certcli.nn.layers.Rounded": "a staircase has slopes 0, and jumps"}
 """Rules of the zonotopes without a derivative, with the reason."""
-REFUSED = {
-    **dict.fromkeys(("quick-gelu", "mish", "softplus", "spelled-curves", "spelled-rounded-curves"), "the slope of"),
-    **dict.fromkeys(
-        (
-            "max-pool", "rounded", "adaptive-max", "masked", "choice", "amax", "spelled-images", "spelled-lines",
-            "spelled-rounded-chosen",
-        ),
-        "no rule for the derivative of",
-    ),
-    "broadcast": "a broadcast argument",
-}  # fmt: skip
+REFUSED = {"rounded": "no rule for the derivative of"}
 """Rows without a derivative, and what the refusal says."""
 OWN = {
     "averages": lambda: calls_on_images(
@@ -128,7 +92,6 @@ def faults(near: Neighbourhood, kind: str, pixels: Tensor) -> Iterator[float]:
     weights = torch.randn(count, generator=torch.Generator().manual_seed(1)).double()
     form = near.gradient(weights)
     reaching = near.tape.start.space.reach
-    assert reaching is not None
     for place in ball_places(model, pixels, "linf" if kind == "linf" else "l2", 2):
         e = torch.maximum(torch.minimum(place, reaching[1]), -reaching[0])
         truth = near.measured(weights, near.tape.start.at(e))
@@ -164,54 +127,12 @@ def test_a_row_reaches_every_pull() -> None:
     reached = {entry for case in cases for entry in visited(*case)[0]}
     of_curves = {
         (kind, key)
-        for named in NAMED
+        for named in NAMED + STEEP
         for kind in ("modules", "functions", "methods")
         for key in getattr(named, kind)
     }
     assert of_curves & reached
     assert entries_without_row(pulls, reached | of_curves) == []
-
-
-ROW_OF = {
-    "GELU": "gelu-tanh",
-    "LayerNorm": "layer-norm-linear",
-    "FloorNorm": "floor-norm",
-    "Attention": "attention-bare",
-    "MaxMin": "maxmin",
-    "SiLU": "silu",
-    "Linear": "layer-norm-linear",
-    "PixelNormalize": "chunks",
-    "chunk": "chunks",
-    "softmax": "softmax",
-    "expand": "expand",
-    "normalize": "l2-normalize",
-}
-
-
-@pytest.mark.parametrize("what", ROW_OF)
-def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
-
-    def wrong(rule):  # type: ignore[no-untyped-def]
-        scale = torch.tensor(1.5).double()
-        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
-
-    for kind in ("modules", "functions", "methods"):
-        table = getattr(pulls, kind)
-        for key, rule in list(table.items()):
-            if getattr(key, "__name__", key) == what:
-                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
-                monkeypatch.setitem(table, key, planted)
-    guard = Neighbourhood.require_holds
-    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
-    pixels = sample_images(1)[0]
-    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
-        ball("squares", pixels, 0.01)
-    )
-    assert max(faults(near, "squares", pixels)) > 0
-    weights = torch.randn(near.network.model(pixels).shape[1]).double()
-    with pytest.raises(NoRule, match="excludes"):
-        guard(near, weights, near.gradient(weights))
 
 
 def test_a_gradient_that_autograd_does_not_follow_is_refused(
@@ -228,24 +149,6 @@ def test_an_operation_without_a_derivative_is_named(monkeypatch: pytest.MonkeyPa
     monkeypatch.delitem(pulls.modules, nn.GELU)
     with pytest.raises(NoRule, match="derivative of GELU"):
         SlopeNetwork(pixel_model(build_row("gelu")), IMAGE)
-
-
-CURVES = [curves.GELU, curves.GELU_TANH, curves.SILU, curves.SIGMOID, curves.TANH]
-
-
-@pytest.mark.parametrize("curve", CURVES, ids=lambda curve: curve.name)
-def test_derivatives_of_derivatives(curve: curves.Curve) -> None:
-    """f''' is the derivative of f'', and sup |f''''| is proven on a grid by a bound of f'''''.
-
-    Between points h apart f'''' changes by h^2 / 8 sup |f^(6)| at most, some 1e-6 here.
-    """
-    bent = derivatives.derivative(curve)
-    x = torch.linspace(-9, 9, 18001, dtype=torch.float64).requires_grad_(True)
-    for lower, upper in ((bent.value, bent.first), (bent.first, bent.second)):
-        (truth,) = torch.autograd.grad(lower(x).sum(), x)
-        assert torch.allclose(upper(x), truth, atol=1e-11)
-    (fourth,) = torch.autograd.grad(bent.second(x).sum(), x)
-    assert float(fourth.abs().max()) <= bent.third <= 1.001 * float(fourth.abs().max()) + 1e-3
 
 
 def test_lengths_are_bounds_and_nearly_the_least() -> None:
@@ -316,3 +219,45 @@ def test_the_shipped_network_is_bounded_nearly_as_low_as_its_slope() -> None:
     form = network.near(l2_ball(pixels, 0.1, squares_up_to=128, limit=500, in_box=True)).gradient(weights)  # fmt: skip
     measured = float(steepest_slopes(model, pixels, first, 0.1, "l2")[second])
     assert measured <= Parts.of(form).length <= 1.01 * measured
+
+
+ROW_OF = {
+    "GELU": "gelu-tanh",
+    "LayerNorm": "layer-norm-linear",
+    "FloorNorm": "floor-norm",
+    "Attention": "attention-bare",
+    "MaxMin": "maxmin",
+    "SiLU": "silu",
+    "Linear": "layer-norm-linear",
+    "PixelNormalize": "chunks",
+    "chunk": "chunks",
+    "softmax": "softmax",
+    "expand": "expand",
+    "normalize": "l2-normalize",
+}
+
+
+@pytest.mark.parametrize("what", ROW_OF)
+def test_a_wrong_derivative_is_seen(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaled by 1.5, at places of the law, and by the guard of every walk."""
+
+    def wrong(rule):  # type: ignore[no-untyped-def]
+        scale = torch.tensor(1.5).double()
+        return lambda *args, **named: [(x, g.scale(scale)) for x, g in rule(*args, **named)]
+
+    for kind in ("modules", "functions", "methods"):
+        table = getattr(pulls, kind)
+        for key, rule in list(table.items()):
+            if getattr(key, "__name__", key) == what:
+                planted = replace(rule, apply=wrong(rule.apply)) if isinstance(rule, ModuleRule) else wrong(rule)  # fmt: skip
+                monkeypatch.setitem(table, key, planted)
+    guard = Neighbourhood.require_holds
+    monkeypatch.setattr(Neighbourhood, "require_holds", lambda near, weights, form: None)
+    pixels = sample_images(1)[0]
+    near = SlopeNetwork(pixel_model(build_row(ROW_OF[what])), IMAGE).near(
+        ball("squares", pixels, 0.01)
+    )
+    assert max(faults(near, "squares", pixels)) > 0
+    weights = torch.randn(near.network.model(pixels).shape[1]).double()
+    with pytest.raises(NoRule, match="excludes"):
+        guard(near, weights, near.gradient(weights))

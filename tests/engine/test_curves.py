@@ -4,7 +4,7 @@ timm's attention with an option, or with a part of another kind, is not the modu
 domains have theorems for.
 """
 
-import certcli.system.compat  # noqa: F401
+import certcli.system.compat
 
 # isort: split
 import math
@@ -17,11 +17,12 @@ import torch
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 
+import certcli.enclosure.zonotopes.rules  # noqa: F401 (for its rules)
 from certcli.enclosure.balls.ball import rules as balls
 from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine import activations
 from certcli.engine.attention import require_no_mask
-from certcli.engine.curves import NAMED, Curve, Named, unknown_derivative
+from certcli.engine.curves import NAMED, STEEP, Curve, Named, derivative, unknown_derivative
 from certcli.engine.table import NoRule, RuleTable
 from certcli.lipschitz.context import rules as lipschitz
 from certcli.lipschitz.network import bound_network  # noqa: F401 (registers the rules)
@@ -41,25 +42,32 @@ CURVES = {
     f"{named.describe.__name__} {number}": named.describe(
         **REQUIRED.get(named.describe.__name__, {})
     )
-    for number, named in enumerate(NAMED)
+    for number, named in enumerate(NAMED + STEEP)
 }
 STEP = 1e-4
 X = torch.cat(
     [torch.arange(-12, 12, STEP, dtype=torch.float64), torch.linspace(-1e3, 1e3, 4001).double()]
-)
+).unique()
 """Every ten-thousandth where curves bend, and farther."""
 ROUNDED = 1e-12
 """Of a derivative of order n by automatic differentiation, relative to its bound, times 10^n."""
 
 
+def axis(f: Curve) -> Tensor:
+    """Return places where f is defined, and a power is no larger than its bounds' rounding allows."""
+    if f.slope < math.inf or f.bend < math.inf:
+        return X
+    return X[(X > 0.01 if f.relative else X > -12) & (X < 12)]
+
+
 def derivatives(f: Curve, order: int) -> list[Tensor]:
-    """Return f, f', ... up to this order at X, by automatic differentiation."""
-    x = X.clone().requires_grad_()
-    found = [f.value(x)]
+    """Return f, f', ... up to this order on its axis, by automatic differentiation."""
+    x = axis(f).clone().requires_grad_()
+    results = [f.value(x)]
     for _ in range(order):
-        (slope,) = torch.autograd.grad(found[-1].sum(), x, create_graph=True)
-        found.append(slope)
-    return [part.detach() for part in found]
+        (slope,) = torch.autograd.grad((results[-1] + 0 * x).sum(), x, create_graph=True)
+        results.append(slope)
+    return [part.detach() for part in results]
 
 
 @pytest.mark.parametrize("name", CURVES)
@@ -69,18 +77,19 @@ def test_slopes_and_sizes_are_within_their_bounds(name: str) -> None:
     # torch's backward of hardsigmoid multiplies by 1/6 in float32
     rounded = 1e-7 if f.name == "hard sigmoid" else 10 * ROUNDED
     assert float(slope.abs().max()) <= f.slope * (1 + rounded)
-    assert bool((value.abs() <= f.growth * X.abs() + f.offset + 1e-15).all()) or math.isinf(
-        f.growth
+    assert math.isinf(f.growth) or bool(
+        (value.abs() <= f.growth * X.abs() + f.offset + 1e-15).all()
     )
     assert float(value.abs().max()) <= f.limit
 
 
-@pytest.mark.parametrize(("name", "named"), zip(CURVES, NAMED, strict=True))
+@pytest.mark.parametrize(("name", "named"), zip(CURVES, NAMED + STEEP, strict=True))
 def test_a_curve_is_the_function_that_it_is_entered_for(name: str, named: Named) -> None:
     options = REQUIRED.get(named.describe.__name__, {})
     functions = [] if "power" in name else named.functions  # a power asks for its exponent
+    x = axis(CURVES[name])
     for function in functions:
-        assert torch.allclose(function(X.clone(), **options), CURVES[name].value(X), atol=1e-12)
+        assert torch.allclose(function(x.clone(), **options), CURVES[name].value(x), atol=1e-12)
 
 
 SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown_derivative]
@@ -88,18 +97,44 @@ SMOOTH = [name for name, f in CURVES.items() if f.second is not unknown_derivati
 
 @pytest.mark.parametrize("name", SMOOTH)
 def test_derivatives_are_those_of_the_curve_and_within_their_bounds(name: str) -> None:
-    """The record's f' and f'' are what differentiation gives; sup |f''| and sup |f'''| hold."""
+    """The record's f', f'' and what is made of them are what differentiation gives; its bounds hold."""
     f = CURVES[name]
-    _, slope, bend, third = derivatives(f, 3)
-    near = X.abs() < 12
-    assert torch.allclose(f.first(X)[near], slope[near], rtol=1e-9, atol=1e-11)
-    assert torch.allclose(f.second(X)[near], bend[near], rtol=1e-8, atol=1e-10)
-    assert float(bend.nan_to_num().abs().max()) <= f.bend * (1 + 100 * ROUNDED)
-    if f.third > 0:
-        assert float(third.nan_to_num().abs().max()) <= f.third * (1 + 1000 * ROUNDED)
-    else:
-        steps = f.second(X[:-4001]).diff()
-        assert bool((steps >= 0).all()) or bool((steps <= 0).all())
+    _, slope, bend, third, fourth = derivatives(f, 4)
+    x = axis(f)
+    near = x.abs() < 12
+    assert torch.allclose(f.first(x)[near], slope[near], rtol=1e-9, atol=1e-11)
+    assert torch.allclose(f.second(x)[near], bend[near], rtol=1e-8, atol=1e-10)
+    parts = (slope, f.slope), (bend, f.bend), (third, f.third or math.inf), (fourth, f.fourth)
+    for order, (part, bound) in enumerate(parts):
+        largest = float(part.nan_to_num().abs().max())
+        assert largest <= bound * (1 + 10**order * 10 * ROUNDED), order
+    if f.breaks:
+        return
+    assert torch.allclose(derivative(f).second(x)[near], third[near], rtol=1e-7, atol=1e-9)
+    if f.third == 0:
+        for part in (slope, bend, third, fourth):
+            steps = part[near].diff()
+            assert bool((steps >= 0).all()) or bool((steps <= 0).all())
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_slopes_jump_where_the_record_says_so_and_nowhere_else(name: str) -> None:
+    """Between neighbours f' changes by sup |f''| and the jumps between, and f'' by its slope."""
+    f = CURVES[name]
+    x = axis(f)
+    x = x[x.abs() < 12]
+    steps, slope, bend = x.diff(), f.first(x), f.second(x)
+    jumps, broken = torch.zeros_like(steps), torch.zeros_like(steps, dtype=torch.bool)
+    for place, jump in f.breaks:
+        across = (x[:-1] <= place) & (place <= x[1:])
+        broken |= across
+        jumps = jumps + jump * across
+    assert bool((slope.diff().abs() <= f.bend * steps + jumps + ROUNDED).all())
+    assert bool((bend.diff().abs()[~broken] <= (f.third or math.inf) * steps[~broken] + 1e-9).all())
+    for place, jump in f.breaks:
+        beside = torch.tensor([place - STEP, place + STEP], dtype=torch.float64)
+        assert float(f.first(beside).diff().abs()) >= 0.999 * jump - 3 * f.bend * STEP
+        assert max(jump, float(f.second(beside).diff().abs())) > 0.1
 
 
 LINES = [name for name, f in CURVES.items() if f.line is not None]
@@ -120,10 +155,10 @@ def test_a_broken_line_is_its_curve(name: str) -> None:
 def test_a_bound_that_is_too_small_is_seen() -> None:
     for name in SMOOTH:
         f = CURVES[name]
-        _, slope, bend, third = derivatives(f, 3)
-        for bound, found in ((f.slope, slope), (f.bend, bend), (f.third, third)):
+        _, *parts = derivatives(f, 4)
+        for bound, part in zip((f.slope, f.bend, f.third, f.fourth), parts, strict=True):
             if 0 < bound < math.inf:
-                assert float(found.nan_to_num().abs().max()) > 0.8 * bound, (name, bound)
+                assert float(part.nan_to_num().abs().max()) > 0.8 * bound, (name, bound)
 
 
 class Doubled(nn.Linear):

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from certcli.checkpoint import record, schema
-from certcli.evaluation import record_lines, threat
+from certcli.cli.shared.command import typed_share
+from certcli.evaluation import record_lines
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
@@ -34,16 +35,18 @@ from certcli.evaluation.evidence_schema import (
     SmoothingOptions,
 )
 from certcli.evaluation.perturbation import Region, image_norms
-from certcli.evaluation.radii import (
+from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
+from certcli.evaluation.records import read_records
+from certcli.evaluation.threat import (
     Norm,
+    Patch,
+    Threat,
     attacked_radius,
     confidence,
     proven_percent,
     proven_radius,
     require_radii,
 )
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import _same_file_name, read_records, require_share
 from certcli.system.errors import DataError, Refused, UsageError
 
 NORMS: tuple[Norm, ...] = ("l2", "linf")
@@ -76,9 +79,9 @@ def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
         moved = image.clone()
         moved[..., 1, 1] = value
         assert bool(wide.contains(moved, image)) is inside
-        assert threat.Threat(norm, 9.0).allows(moved[0], image[0]) is inside
-    assert threat.Threat(norm, 0.25).allows((image + step)[0], image[0])
-    assert not threat.Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
+        assert Threat(norm, 9.0).allows(moved[0], image[0]) is inside
+    assert Threat(norm, 0.25).allows((image + step)[0], image[0])
+    assert not Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -103,7 +106,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
         )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
     assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places = Region.within(threat.Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
+    places = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
     rows = torch.tensor([2, 0])
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
@@ -115,8 +118,7 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
-    count = 4000
-    images = torch.full((count, 1, 1, 2), 0.5).double()
+    images = torch.full((4000, 1, 1, 2), 0.5).double()
     region = Region(norm, 0.4)
     generators = [torch.Generator().manual_seed(3) for _ in range(3)]
     points, again = (region.random_point(images, generator) for generator in generators[:2])
@@ -144,11 +146,10 @@ def test_radii_are_finite_and_not_negative(radii: list[float]) -> None:
 
 def test_radii_ascend_and_shares_are_shares() -> None:
     assert require_radii([0.5, 0.0, 0.5]) == (0.0, 0.5)
-    assert require_share(0.0, "--gate") == 0.0
-    assert require_share(1.0, "--gate") == 1.0
-    for wrong in (-1e-9, 1.0000001, math.nan):
-        with pytest.raises(UsageError):
-            require_share(wrong, "--gate")
+    assert [typed_share(text) for text in ("0", "1", "9/10")] == [0.0, 1.0, 0.9]
+    for wrong in ("-1e-9", "1.0000001", "nan"):
+        with pytest.raises(ValueError, match="share"):
+            typed_share(wrong)
 
 
 @pytest.mark.parametrize(
@@ -159,9 +160,9 @@ def test_radii_ascend_and_shares_are_shares() -> None:
 def test_a_patch_fits_into_its_image(text: str, image: tuple[int, int], fits: bool) -> None:
     if not fits:
         with pytest.raises(UsageError, match="do not fit"):
-            threat.Patch.read(text, image)
+            Patch.read(text, image)
     else:
-        assert threat.Patch.read(text, image).within(threat.Patch(*image))
+        assert Patch.read(text, image).within(Patch(*image))
 
 
 @pytest.mark.parametrize("digits", [1, 3, 6])
@@ -334,16 +335,6 @@ def test_a_training_certifies_no_more_than_is_right(
     entry = record.Evidence("finetune", {"epsilon": 0.5}, {**result, **images}, "0" * 64)
     assert (understood(entry) is None) is contradicts
     assert understood(replace(entry, command="divination")) is None
-
-
-def test_a_file_that_nobody_named_is_no_other() -> None:
-    for stated, found, alike in (
-        (None, "a", True),
-        ("a", None, True),
-        ("a", "test/a", True),
-        ("a", "b", False),
-    ):
-        assert _same_file_name(stated, found) is alike
 
 
 def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:

@@ -16,14 +16,14 @@ import pytest
 from certcli.certify import methods
 from certcli.certify.certificate import Certificate, certified_accuracy
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import record_lines, threat
+from certcli.evaluation import record_lines
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
-from certcli.evaluation.radii import attacked_percent
 from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
+from certcli.evaluation.threat import Threat, attacked_percent
 from certcli.images import datasets
 from certcli.images.labelled import Images
 from certcli.report import figures
-from certcli.system.errors import CertvitError, DataError, OutputError, UsageError
+from certcli.system.errors import DataError, OutputError, UsageError
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.grids import EVERY
 
@@ -428,26 +428,13 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
     certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(
-        certificates, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)]
-    )
+    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
     )
     assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
     assert all(len(row[PIXELS]) == 16 for row in rows)
-
-
-def test_a_failed_gate_prints_one_document(proven: Path) -> None:
-    words = ("certify", proven, "-e", 0.1, "--limit", 30, "--json")
-    for gate in ("1.0@0.7", "1", "0.999@1"):
-        done = attempt(*words, "--min-certified", gate)
-        assert isinstance(done.exception, CertvitError)
-        assert done.exception.code == 7
-        (line,) = done.stdout.splitlines()
-        assert json.loads(line)["gate"]["passed"] is False
-    certvit(*words, "--min-certified", "0.01@0.1")
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
@@ -462,46 +449,10 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(1, 1, None, 0.0, "smoothing", 0.001),
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
-    found = certified_accuracy(
-        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
-    ).to_json()
+    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,
         {"0.25": 0.5, "0.5": 0.0},
         0.5,
     )
     assert found["failure"] == 0.001
-
-
-def test_log_says_over_how_many_images_and_which_are_not_the_same(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A share beside a share of other images, or of a statement of chance, says so."""
-    monkeypatch.setenv("COLUMNS", "300")  # no title is broken
-    one = tmp_path / "one.safetensors"
-    two = tmp_path / "two.safetensors"
-    document("certify", workshop / "certified.safetensors", "-e", 0.1, "-o", one)
-    document(
-        "attack",
-        one,
-        "-a",
-        "fgsm",
-        "-e",
-        0.3,
-        "--limit",
-        20,
-        "--no-checks",
-        "-o",
-        tmp_path / "both.safetensors",
-    )
-    noise = ("--method", "smoothing", "--n0", 4, "--samples", 20, "--limit", 5, "-e", 0.1)
-    document("certify", workshop / "plain.safetensors", *noise, "-o", two)
-    compared = attempt("log", tmp_path / "both.safetensors", two)
-    lines = compared.stdout.splitlines()
-    assert any(line.startswith("both") and "396 images" in line for line in lines)
-    assert any(line.startswith("both") and "l2 0.3" in line for line in lines)
-    assert any(line.startswith("two") and "probability 0.999" in line for line in lines)
-    counts = "not the same images: 396 of digits (test); 20 of digits (test); 5"
-    assert counts in " ".join(compared.stderr.split())
-    alike = attempt("log", one, one).output
-    assert "not the same" not in alike

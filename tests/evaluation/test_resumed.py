@@ -41,12 +41,6 @@ def test_what_a_gate_or_an_output_rests_on_is_computed_again(
     assert set(resting) <= set(places)
 
 
-def test_all_records_of_a_piece_count_as_computed_again() -> None:
-    pieces = [records.RecordBatch(count, hits=0) for count in (3, 2, 4)]
-    whole = records.compute_again(pieces, lambda places: (), gate=False, every=True)
-    assert whole == records.Resumed(records=9, repeated=9)
-
-
 def test_every_method_states_known_parameters(certified: Checkpoint) -> None:
     assert set(evidence_schema.OPTIONS) == set(methods.METHODS.names())
 

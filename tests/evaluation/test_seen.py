@@ -84,8 +84,7 @@ def test_another_folder_with_some_of_the_files(net: Path, folder: Path, tmp_path
         Image.open(mine[0]).save(tmp_path / "mixed" / str(label) / "old.bmp")
         pixels = torch.randint(256, (8, 8), generator=generator, dtype=torch.uint8)
         Image.fromarray(pixels.numpy()).save(tmp_path / "mixed" / str(label) / "new.png")
-    record = Checkpoint.read(net).record
-    images = datasets.load_dataset(str(tmp_path / "mixed"), record.input)
+    images = datasets.load_dataset(str(tmp_path / "mixed"), Checkpoint.read(net).record.input)
     known = set(trained.pixel_digests.values())
     count = sum(digest in known for digest in images.pixel_digests.values())
     assert 5 <= count <= 10

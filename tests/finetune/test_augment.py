@@ -79,15 +79,6 @@ def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved
     assert torch.equal(jittered, again)
 
 
-@pytest.mark.parametrize(
-    "name", ["color-jitter:2", "color-jitter:0", "color-jitter:0x0x0x0.6", "color-jitter:1.1.1"]
-    + ["color-jitter", "color-jitter:0.1x0.1x0.1x0.1x0.1"],
-)  # fmt: skip
-def test_a_jitter_without_meaning_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="color-jitter"):
-        FinetuneSettings(loss="ce", augment=(name,))
-
-
 @pytest.mark.parametrize("side", [28, 8])
 def test_warped_images_stay_close_and_in_range_and_half_stay_themselves(side: int) -> None:
     ramp = torch.linspace(0.2, 0.8, side).expand(
@@ -129,9 +120,6 @@ def test_cutout_greys_squares_inside_each_image_and_nothing_else() -> None:
     assert 9 < int((two == -1.0).flatten(1).sum(1).max()) <= 18
     with pytest.raises(UsageError, match="do not fit"):
         moves.augment_batch(images, ("cutout:2x8",), grey, torch.Generator())
-    for wrong in ("cutout", "cutout:2", "cutout:0x3", "cutout:2x0"):
-        with pytest.raises(UsageError, match="unknown augmentation"):
-            FinetuneSettings(augment=(wrong,))
 
 
 @contextmanager
@@ -257,7 +245,6 @@ def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], Pixe
             found[row], alone[0], rtol=1e-4, atol=1e-4
         )  # BLAS sums by the batch's shape
     found.square().sum().backward()
-    assert pixels.grad is not None
     reached = pixels.grad.abs().sum(dim=1) > 0
     down, across = hiding.part.grid.cell
     assert not bool(
@@ -298,26 +285,6 @@ def test_greedy_squares_are_the_worst_of_their_round() -> None:
     assert len({tuple(view.flatten().tolist()) for view in drawn}) > 2  # each image has its own
 
 
-def test_random_squares_are_all_pairs_of_places() -> None:
-    hiding = Hiding(token_count(), ("cutout-random:2x8",), torch.Generator().manual_seed(0))
-    squares = square_views(hiding.part.grid, 8)
-    pairs = {tuple((a & b).flatten().tolist()) for a in squares for b in squares}
-    drawn = hiding.draw(
-        IMAGES.repeat(80, 1, 1, 1), lambda views: pytest.fail("random places ask for no loss")
-    )
-    assert {tuple(view.flatten().tolist()) for view in drawn} == pairs
-
-
 def test_squares_of_the_example_are_the_masks_of_its_certificate() -> None:
     grid = Grid(224, 224, (16, 16))
     assert torch.equal(square_views(grid, 96), square_masks(grid, Patch(32, 32), 3))
-
-
-def test_validation_sees_every_view_and_the_same_each_time() -> None:
-    hiding = Hiding(
-        token_count(), ("bands:1", "cutout-greedy:1x8"), torch.Generator().manual_seed(0)
-    )
-    many = IMAGES[:1].expand(26, -1, -1, -1)
-    first = hiding.validated(many)
-    assert torch.equal(first, hiding.validated(many))
-    assert len(torch.unique(first.detach(), dim=0)) == 4 + 9

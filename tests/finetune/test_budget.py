@@ -17,7 +17,6 @@ import certcli.checkpoint.file
 from certcli.checkpoint import tensor_files as writer
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.finetune import run as training
-from certcli.evaluation.image_doubts import seen_by, seen_shares
 from certcli.finetune import budget, validation
 from certcli.finetune.budget import (
     EVALUATION_SHARE,
@@ -27,18 +26,17 @@ from certcli.finetune.budget import (
     Costs,
     affordable_steps,
     changed_total,
-    measure_steps,
     shortened_total,
 )
 from certcli.finetune.loop import Trainer
-from certcli.finetune.rates import parse_duration, share_done
+from certcli.finetune.option_texts import parse_duration, share_done
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import KEY
 from certcli.finetune.step import Diverged
 from certcli.finetune.validation import Quality
 from certcli.images import datasets
 from certcli.models import build
-from certcli.system.errors import CheckpointError, DataError, OutputError, UsageError
+from certcli.system.errors import CheckpointError, OutputError, UsageError
 from certcli.system.files import atomic_file
 from tests.helpers.commands import attempt
 
@@ -161,12 +159,6 @@ def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_measuring_counts_steps_after_a_warm_up() -> None:
-    calls: list[None] = []
-    assert measure_steps(lambda: calls.append(None), 0.0) >= 0
-    assert len(calls) == 2 + 5
-
-
 def test_the_lineage_holds_the_steps_and_they_repeat_the_run(
     start: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,20 +256,6 @@ def test_an_epoch_is_cut_where_its_rest_has_no_time(step: int, total: int) -> No
             assert steps == step + fitting
 
 
-def test_a_budget_ends_within_an_epoch_where_the_machine_slows_down(
-    start: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Four steps an epoch. After the second of three nothing more fits; the state is that of two."""
-    monkeypatch.setattr(budget, "affordable_steps", lambda *arguments: budget.TrainingPlan(3, None))
-    plan_again(monkeypatch, lambda step, total, *rest: 2 if step == 2 else total)
-    out = start.parent / "o.safetensors"
-    records = finetune(start, "--time-budget", "1s", "-o", out)
-    assert [record["step"] for record in records[:-1]] == [2]
-    parameters = Checkpoint.read(out).record.lineage[-1].parameters
-    assert parameters["steps"] == records[-1]["steps"] == 2
-    assert parameters["plan_changes"] == [[2, 3]]
-
-
 @pytest.mark.parametrize("changes", [[[0, 0]], [[5, 5]], [[4, 2]], [[9, 16]], [[3, 9], [2, 9]]])
 def test_a_state_with_plans_that_no_run_makes_is_refused(
     start: Path, monkeypatch: pytest.MonkeyPatch, changes: list[list[int]]
@@ -290,8 +268,9 @@ def test_a_state_with_plans_that_no_run_makes_is_refused(
     tensors, metadata = certcli.checkpoint.file.read_tensors(state)
     about = json.loads(metadata[KEY])
     assert about["step"] == 4
-    forged = json.dumps({**about, "changes": changes})
-    certcli.checkpoint.file.write_safetensors(state, dict(tensors), {**metadata, KEY: forged}, True)
+    certcli.checkpoint.file.write_safetensors(
+        state, dict(tensors), {**metadata, KEY: json.dumps({**about, "changes": changes})}, True
+    )
     assert "plans" in str(
         finetune(start, "--epochs", 3, "-o", out, "--resume", fails=CheckpointError)
     )
@@ -302,20 +281,6 @@ def test_the_given_validation_images_validate_whatever_the_budget(start: Path) -
     done = finetune(start, "--time-budget", "1s", "--validation-limit", 20, "-o", out)[-1]
     assert done["dataset"]["images"] == 20
     assert Checkpoint.read(out).record.lineage[-1].parameters["validation_limit"] == 20
-
-
-def test_what_validates_is_not_trained_on(start: Path) -> None:
-    spec = Checkpoint.read(start).record.input
-    train, whole = (datasets.load_dataset("digits", spec, split) for split in ("train", "val"))
-    judges = whole.limit(20, 3)
-    out = start.parent / "o.safetensors"
-    words = ["--dataset", "digits", "--loss", "ce", "--steps", 1, "--seed", 3, "--quiet", "-o", out]
-    assert attempt("finetune", start, *words, "--validation-limit", 20).exit_code == 0
-    made = Checkpoint.read(out)
-    sources = seen_by(made.record)
-    assert [step.images for step in sources] == [len(train)]
-    assert not seen_shares(sources, judges)
-    assert made.record.evidence[-1].result["dataset"]["digest"] == judges.digest
 
 
 def test_a_run_that_is_gone_on_with_keeps_to_its_plan(
@@ -359,22 +324,6 @@ def test_a_second_run_of_one_output_is_refused_while_the_first_lives(
     finetune(*words)
     assert [("another run" in str(failure), failure.code) for failure in refused] == [(True, 8)] * 2
     assert {path.name for path in start.parent.iterdir()} == {start.name, "o.safetensors"}
-
-
-def test_batches_where_none_are_named(start: Path) -> None:
-    out = start.with_name("b.safetensors")
-    for given, batch in ((), 128), (("--batch-size", 7), 7):
-        outcome = attempt(
-            "finetune", start, "--dataset", "digits", "--steps", 1, "--force", "-o", out, *given
-        )
-        assert outcome.exit_code == 0, outcome.exception
-        assert Checkpoint.read(out).record.lineage[-1].parameters["batch_size"] == batch
-
-
-def test_a_fraction_of_an_epoch(start: Path) -> None:
-    records = finetune(start, "--steps", 3)
-    assert [record["step"] for record in records[:-1]] == [3]
-    assert records[-1]["steps"] == 3
 
 
 def test_the_best_and_the_last_are_both_kept(start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -456,20 +405,6 @@ def test_a_run_that_diverges_writes_the_best_weights_before_it(start: Path) -> N
     kept = Checkpoint.read(out)  # which refuses NaN
     assert kept.record.evidence[-1].digest == kept.digest
     assert set(start.parent.iterdir()) == {start, out}
-
-
-def test_an_empty_class_folder(start: Path) -> None:
-    from PIL import Image
-
-    root = start.parent / "images"
-    for name in range(10):
-        (root / str(name)).mkdir(parents=True)
-        if name != 7:
-            Image.new("L", (8, 8), 20 * name).save(root / str(name) / "0.png")
-    words = ["finetune", str(start), "--dataset", str(root), "--loss", "ce"]
-    failure = attempt(*words).exception
-    assert isinstance(failure, DataError)
-    assert "7" in failure.message
 
 
 def test_teachers_are_named_by_digest_and_must_know_the_classes(start: Path) -> None:

@@ -7,9 +7,8 @@ import torch
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.finetune.loop import Trainer
-from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
+from certcli.finetune.losses import LOSSES, NEEDS_CHAIN
 from certcli.finetune.settings import FinetuneSettings
-from certcli.finetune.step import Diverged
 from certcli.finetune.stiefel import (
     RETRACT_EVERY,
     StiefelMuon,
@@ -21,9 +20,8 @@ from certcli.finetune.stiefel import (
 )
 from certcli.finetune.validation import Quality, evaluate
 from certcli.images import datasets
-from certcli.lipschitz.network import bound_network
 from certcli.models import build
-from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.errors import NoBoundError
 
 
 @pytest.fixture(scope="module")
@@ -97,42 +95,6 @@ def test_matrices_of_one_shape_move_as_each_would_alone() -> None:
         )  # float32 sums in two orders, through sixteen steps
 
 
-def test_steps_stay_tangent_between_two_cubic_retractions() -> None:
-    weights = polar_weights(SHAPES)
-    optimiser = StiefelMuon(weights, lr=0.05)
-    for number in range(1, 4 * RETRACT_EVERY + 1):
-        descend(optimiser, weights, 1, number)
-        # a division leaves some lr^2 / 2, of eight of them a cubic step the square
-        limit = 1e-4 if number % RETRACT_EVERY == 0 else 1e-2
-        for weight in weights:
-            sizes = torch.linalg.svdvals(weight.detach().flatten(1))
-            assert float((sizes - 1).abs().max()) < limit
-
-
-def test_an_optimiser_goes_on_between_two_retractions_to_the_bit() -> None:
-    first = polar_weights(SHAPES)
-    optimiser = StiefelMuon(first, lr=0.05)
-    descend(optimiser, first, RETRACT_EVERY - 3, 0)
-    second = [torch.nn.Parameter(weight.detach().clone()) for weight in first]
-    resumed = StiefelMuon(second, lr=0.05)
-    stored = optimiser.state_dict()
-    stored["state"] = {  # as a file gives them back: contiguous, each in memory of its own
-        key: {
-            name: value.clone().contiguous() if isinstance(value, torch.Tensor) else value
-            for name, value in state.items()
-        }
-        for key, state in stored["state"].items()
-    }
-    resumed.load_state_dict(stored)
-    for each, weights in ((optimiser, first), (resumed, second)):
-        descend(each, weights, 6, 7)
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    with pytest.raises(ValueError, match="earlier version"):
-        resumed.load_state_dict(
-            {"state": {0: {"momentum_buffer": torch.zeros(8, 8)}}, "param_groups": []}
-        )
-
-
 @pytest.mark.parametrize("fast", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 12, 5), (1, 160, 40), (1, 128, 128)], ids=str)
 def test_directions_have_singular_values_near_one(
@@ -144,8 +106,7 @@ def test_directions_have_singular_values_near_one(
     torch.manual_seed(2)
     left, _, right = torch.linalg.svd(torch.randn(shape), full_matrices=False)
     count = shape[-1]
-    spectrum = torch.linspace(1.0, 0.2, count)
-    tangent = 1e-3 * left * spectrum @ right
+    tangent = 1e-3 * left * torch.linspace(1.0, 0.2, count) @ right
     logits = orthogonalised_direction(tangent, fast).float()
     sizes = torch.linalg.svdvals(logits)
     assert float(sizes.min()) > 0.6
@@ -183,27 +144,7 @@ def test_every_loss_falls_with_the_right_answer_and_has_gradients(name: str) -> 
     right = torch.tensor([[9.0, 0.0, 0.0], [0.0, 0.0, 9.0]])
     assert float(loss(right, labels, pairs, 0.1)) < float(loss(wrong.detach(), labels, pairs, 0.1))
     loss(wrong, labels, pairs, 0.1).backward()
-    assert wrong.grad is not None
     assert float(wrong.grad.abs().sum()) > 0
-    if name in NEEDS_PAIRS:
-        assert float(loss(right, labels, pairs, 20.0)) > float(loss(right, labels, pairs, 0.1))
-        with pytest.raises(UsageError):
-            loss(right, labels, None, 0.1)
-
-
-def test_the_trainable_estimate_approaches_the_proven_bound_from_below(
-    lipschitz: Checkpoint,
-) -> None:
-    run = trainer_with(lipschitz, optimiser="adamw")
-    for _ in range(100):  # power iteration converges step by step, as it does in training
-        estimated = run.pairs()
-    assert estimated is not None
-    proven = bound_network(build.load(lipschitz), lipschitz.record.input.size, 10).pairs
-    assert proven is not None
-    ratio = estimated.detach().double() / proven.clamp_min(1e-12)
-    off_diagonal = ratio[~torch.eye(10, dtype=torch.bool)]
-    assert float(off_diagonal.max()) <= 1 + 1e-4  # float32 against float64
-    assert float(off_diagonal.min()) >= 0.9
 
 
 def test_under_noise_the_epoch_is_chosen_by_accuracy_under_that_noise(
@@ -265,23 +206,8 @@ def test_noisy_images_pass_the_denoiser_in_training_and_in_the_choice(
         assert grey == ([False, True] if noise else [False])
 
 
-def test_a_loss_that_diverges_stops_and_keeps_the_last_good_weights(tiny: Checkpoint) -> None:
-    run = Trainer(
-        build.load(tiny, writable=True),
-        FinetuneSettings(loss="ce", optimiser="sgd", lr=100.0, warmup=0.0, epochs=3),
-        10,
-        "x",
-    )
-    with torch.no_grad():  # one step from overflow on every processor
-        run.model.net.head.weight.mul_(1e37)
-    with pytest.raises(Diverged, match=r"(at|by) step"):
-        list(run.run(*small_sets(tiny)))
-    assert all(bool(torch.isfinite(value).all()) for value in run.best_net.values())
-
-
 def test_losses_that_need_a_bound_refuse_a_network_without_one() -> None:
-    checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
-    model = build.load(checkpoint)
+    model = build.load(build.initialise("certvit_4c3f", {"img_size": 8}))
     model.net.hidden = torch.nn.Sequential(torch.nn.Hardshrink(), *model.net.hidden)
     with pytest.raises(NoBoundError, match="needs a bound"):
         Trainer(model, FinetuneSettings(), 10, "x")

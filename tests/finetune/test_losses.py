@@ -5,26 +5,22 @@ certificates are.
 
 import math
 from collections.abc import Callable
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.chains.sequential import SequentialNetwork
-from certcli.checkpoint.record import InputSpec
 from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
-from certcli.finetune.losses.chain import ChainBound, worst_logits
-from certcli.finetune.losses.pairs import (
+from certcli.finetune.losses.bounds import (
     EMMA_FLOOR,
     HINGE_WEIGHT,
-    LINEAR_UP_TO,
     TRADES_WEIGHT,
-    shifted_logits,
+    ChainBound,
+    worst_logits,
 )
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images import datasets
@@ -134,10 +130,8 @@ def test_losses_and_their_gradients_are_finite(name: str, scale: float, slope: f
     value = loaded(name)(logits, labels, pairs, 1.5)
     assert torch.isfinite(value)
     value.backward()
-    assert logits.grad is not None
     assert torch.isfinite(logits.grad).all()
     if name in CERTIFIED:
-        assert pairs.grad is not None
         assert torch.isfinite(pairs.grad).all()
 
 
@@ -193,16 +187,6 @@ def test_hinge_kr_and_trades_by_hand() -> None:
     assert math.isclose(float(LOSSES.load("trades")(logits, labels, pairs, 0.5)), expected)
 
 
-def test_huge_gains_keep_their_order_and_their_slope() -> None:
-    gain = torch.logspace(-5, 300, 62, dtype=torch.float64, requires_grad=True)
-    shift_error = shifted_logits(torch.zeros(62, dtype=torch.float64), gain)
-    assert bool((shift_error.diff() > 0).all())
-    assert torch.equal(shift_error[gain <= LINEAR_UP_TO], gain[gain <= LINEAR_UP_TO])
-    shift_error.sum().backward()
-    assert gain.grad is not None
-    assert bool((gain.grad > 0).all())
-
-
 @pytest.mark.parametrize("name", sorted(NEEDS_PAIRS))
 def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
     logits, labels, pairs = batch()
@@ -213,7 +197,6 @@ def test_no_constants_or_no_finite_ones_are_refused(name: str) -> None:
             LOSSES.load(name)(logits, labels, pairs.index_fill(0, torch.tensor([0]), wrong), 0.1)
 
 
-KINDS = {"bcp": BcpCertifier, "local-lip": LocalLipCertifier}
 CHAINED = sorted(NEEDS_CHAIN)
 
 
@@ -281,56 +264,6 @@ def test_chain_gradients_are_those_of_finite_differences(name: str, loss: str) -
     assert expected == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-2)
 
 
-SPEC = InputSpec(size=(1, 8, 8), mean=(0.5,), std=(0.5,))
-RADIUS = 0.3
-
-
-@cache
-def trained_chain(kind: str) -> PixelModel:
-    """A small chain trained for 150 steps on digits by cross entropy or by a loss through the
-    chain.
-    """
-    images, all_labels = datasets.load_dataset("digits", SPEC, "train").tensors()
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 10)
-    )
-    model = PixelModel(SPEC, net).eval()
-    bound = chain_bound(model, kind, 1)
-    optimiser = torch.optim.Adam(net.parameters(), lr=1e-2)
-    for step in range(150):
-        chosen = torch.randperm(len(images))[:64]
-        pixels = images[chosen]
-        labels = all_labels[chosen]
-        reached = RADIUS * min(1.0, step / 75)
-        optimiser.zero_grad()
-        if kind == "ce":
-            nn.functional.cross_entropy(model(pixels), labels).backward()
-        else:
-            worst_logits(
-                model(pixels),
-                labels,
-                bound.slopes(pixels, labels, reached),
-                reached,
-            ).backward()
-        optimiser.step()
-    return model.double().eval().requires_grad_(False)
-
-
-@pytest.mark.parametrize("loss", CHAINED)
-def test_training_on_the_bound_certifies_what_plain_training_does_not(loss: str) -> None:
-    pixels, labels = datasets.load_dataset("digits", SPEC, "val").tensors()
-    failures = {}
-    for kind in ("ce", loss):
-        model = trained_chain(kind)
-        right = model(pixels.double()).argmax(1) == labels
-        radii = torch.full((len(labels),), RADIUS, dtype=torch.float64)
-        proven = right & KINDS[loss](model, 10, SPEC.size).proven(pixels.double(), labels, radii)
-        assert float(right.double().mean()) > 0.6
-        failures[kind] = 1 - float(proven.double().mean())
-    assert failures[loss] < failures["ce"] - 0.1  # 0.26 and 0.21 less when this was written
-
-
 @pytest.mark.parametrize("loss", CHAINED)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
@@ -344,7 +277,7 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     assert run.pairs() is None
     assert record.certified_estimate is not None
     assert record.certified_estimate <= record.clean
-    assert run.state().vectors  # singular vectors go on where they were
+    assert run.state().under("vector.")  # singular vectors go on where they were
 
 
 def test_a_network_that_is_no_chain_is_refused() -> None:

@@ -13,44 +13,29 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from certcli.adapt import run as adapt_state
+from certcli.adapt import fit as adapt_state
 from certcli.checkpoint import schema
-from certcli.finetune.state import KEY, TrainingState, load_training_state, save_training_state
+from certcli.checkpoint.outputs import read_state, write_state
+from certcli.finetune import state as finetune_state
 from certcli.system.errors import CheckpointError
 
-Parts = tuple[dict[str, torch.Tensor], dict[str, Any]]
-
-
-def training() -> TrainingState:
-    weights = {"w": torch.arange(6.0)}
-    optimiser = {
-        "state": {0: {"step": torch.ones(()), "exp_avg": weights["w"]}},
-        "param_groups": [],
-    }
-    return TrainingState(
-        *("run", 2, 20, 0.5, 1, 40, None, [(5, 30)]),
-        *(weights, weights, [optimiser], {}, torch.zeros(8)),
-    )
-
-
-def adaptation() -> adapt_state.AdaptState:
-    records: list[dict[str, Any]] = [{"path": "norm"}]
-    return adapt_state.AdaptState("run", 1, 5e-3, records, {"net.w": torch.arange(6.0)})
-
-
-STATES: dict[str, tuple[str, Callable[[Path], None], Callable[[Path], Any]]] = {
+WEIGHT = torch.arange(6.0)
+STATES: dict[str, tuple[str, type, dict[str, Any], list[str]]] = {
     "training": (
-        KEY,
-        lambda path: save_training_state(path, training()),
-        lambda path: load_training_state(path, "run"),
+        finetune_state.KEY,
+        schema.TrainingFields,
+        {"epoch": 2, "step": 20, "best": 0.5, "best_epoch": 1, "steps": 40, "changes": [[5, 30]]}
+        | {"validation_limit": None, "optimisers": [], "parts": []},
+        ["best.w", "net.w", "optimiser.0.0.exp_avg"],
     ),
     "adaptation": (
         adapt_state.KEY,
-        lambda path: adapt_state.save_adaptation_state(path, adaptation()),
-        lambda path: adapt_state.load_adaptation_state(path, "run"),
+        schema.AdaptFields,
+        {"done": 1, "rate": 5e-3, "records": [{"path": "norm"}]},
+        ["net.w"],
     ),
 }
-"""Every kind of state: the key of its facts, and how it is written and read."""
+"""Every kind of state: the key of its facts, their type, an example of them, and of its tensors."""
 
 
 def weight_as(tensors: dict[str, torch.Tensor], about: dict[str, Any]) -> None:
@@ -123,10 +108,10 @@ SPOILERS = (
 def test_a_state_that_was_changed_is_refused(
     kind: str, spoil: Callable[[dict[str, torch.Tensor], dict[str, Any]], None], tmp_path: Path
 ) -> None:
-    key, write, read = STATES[kind]
+    key, fields, example, names = STATES[kind]
     path = tmp_path / "s.safetensors"
-    write(path)
-    assert torch.equal(next(iter(read(path).net.values())), torch.arange(6.0))
+    write_state(path, key, {"identity": "run", **example}, dict.fromkeys(names, WEIGHT))
+    assert torch.equal(read_state(path, key, fields, kind, "run")[1]["net.w"], WEIGHT)
     with safe_open(path, "pt") as handle:
         tensors = {name: handle.get_tensor(name).clone() for name in handle.keys()}  # noqa: SIM118
         about = json.loads(handle.metadata()[key])
@@ -134,7 +119,7 @@ def test_a_state_that_was_changed_is_refused(
     save_file(tensors, path, {key: json.dumps(about)})
     why = "missing required field `digest`" if spoil is state_without else "damaged, or was edited"
     with pytest.raises(CheckpointError, match=why) as refused:
-        read(path)
+        read_state(path, key, fields, kind, "run")
     assert refused.value.hint == "drop --resume"
 
 

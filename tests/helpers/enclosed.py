@@ -16,9 +16,9 @@ from certcli.enclosure.balls import ball as balls
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.backward import lower
+from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm
@@ -90,9 +90,7 @@ class Walked:
         """Return numbers w of a tensor z, (rows, entries), and what going back says <w, z> is above."""
         if id(part) not in self.backwards:
             generator = torch.Generator().manual_seed(part.centre.numel())
-            entries = part.centre.numel()
-            rows = torch.randn(ROWS, entries, generator=generator, dtype=torch.float64)
-            assert part.node is not None
+            rows = torch.randn(ROWS, part.centre.numel(), generator=generator, dtype=torch.float64)
             self.backwards[id(part)] = rows, lower(part.node, rows.view(ROWS, *part.shape))
         return self.backwards[id(part)]
 
@@ -118,8 +116,9 @@ def steepest_directions(model: PixelModel, pixels: Tensor, norm: Norm, count: in
     start = pixels.clone().requires_grad_(True)
     with sdpa_kernel(SDPBackend.MATH):
         logits = model(start)[0][:FEW]
-        rows = torch.eye(len(logits), dtype=torch.float64)
-        (slopes,) = torch.autograd.grad(logits, start, rows, is_grads_batched=True)
+        (slopes,) = torch.autograd.grad(
+            logits, start, torch.eye(len(logits), dtype=torch.float64), is_grads_batched=True
+        )
     flat = slopes.flatten(1)
     up = flat[flat.norm(dim=1).topk(min(count, len(flat))).indices]
     up = up.sign() if norm == "linf" else up / up.norm(dim=1, keepdim=True).clamp_min(1e-300)
@@ -213,6 +212,7 @@ BALLS: dict[str, Walk] = {"l2 ball": ball_walk("l2"), "linf ball": ball_walk("li
 
 def sample_images(count: int) -> list[Tensor]:
     """Return one image of noise, then one with pixels at 0 and 1, then more noise."""
-    generator = torch.Generator().manual_seed(4)
-    noise = torch.rand(count, 1, *IMAGE, generator=generator, dtype=torch.float64)
+    noise = torch.rand(
+        count, 1, *IMAGE, generator=torch.Generator().manual_seed(4), dtype=torch.float64
+    )
     return [x.round() if number == 1 else x for number, x in enumerate(noise)]

@@ -12,21 +12,25 @@ from certcli.enclosure.zonotopes.direction import divided
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
-from certcli.enclosure.zonotopes.pointwise import (
-    EXP,
-    LOG,
-    RECIPROCAL,
-    RSQRT,
-    SQRT,
-    activation,
-    apply,
-    relu,
-)
+from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
 from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
-from certcli.engine.curves import GELU, GELU_TANH, SIGMOID, SILU, TANH
+from certcli.engine.curves import (
+    EXP,
+    GELU,
+    GELU_TANH,
+    HARD_SWISH,
+    LOG,
+    RECIPROCAL,
+    RSQRT,
+    SELU,
+    SIGMOID,
+    SILU,
+    SQRT,
+    TANH,
+)
 from certcli.nn.layers import ClippedReLU, MaxMin
 from certcli.nn.norms import CenterNorm, Spread
 
@@ -164,6 +168,8 @@ CASES = (
         order=9,
     ),
     Case("SiLU", ((1, 3, 4),), lambda x: apply(SILU, x), F.silu),
+    Case("hard swish", ((1, 3, 4),), lambda x: apply(HARD_SWISH, x), F.hardswish, order=1),
+    Case("SELU", ((1, 3, 4),), lambda x: apply(SELU, x), F.selu, order=1),
     Case("sigmoid", ((1, 3, 4),), lambda x: apply(SIGMOID, x), torch.sigmoid),
     Case("tanh", ((1, 3, 4),), lambda x: apply(TANH, x), torch.tanh),
     Case(
@@ -352,8 +358,7 @@ def evaluate_fibres(form: Form, e: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
         if name not in own:
             free = free + reach_of(part, (block,))
         elif block.of_fibres:
-            columns = part.flatten(1, -2)
-            moved = torch.einsum("bkf,kfd->bfd", own[name], columns)
+            moved = torch.einsum("bkf,kfd->bfd", own[name], part.flatten(1, -2))
             middle = middle + moved.view(-1, *form.shape)
         else:
             symbols = (

@@ -211,8 +211,9 @@ def logits_of_executions(model: nn.Module, pixels: Tensor, arithmetic: str) -> I
 
 def images_within(pixels: Tensor, radius: float, seed: int) -> Tensor:
     """Return images of the box within a little less than this radius."""
-    draw = torch.Generator().manual_seed(seed)
-    away = torch.randn(pixels.shape, generator=draw, dtype=torch.float64)
+    away = torch.randn(
+        pixels.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
     length = away.flatten(1).norm(dim=1).view(-1, *[1] * (pixels.dim() - 1))
     return (pixels + away / length * radius * (1 - 1e-2)).clamp(0, 1)
 
@@ -247,8 +248,9 @@ def require_within(
         near = representable(near, arithmetic)
         real = model(near)
         for logits in executed(model, near, arithmetic):
-            difference = pairwise_differences(logits, real)[:, tops]
-            within = difference <= bound * (2 if arithmetic == "float64" else 1)
+            within = pairwise_differences(logits, real)[:, tops] <= bound * (
+                2 if arithmetic == "float64" else 1
+            )
             # an infinite bound claims nothing, and inf - inf, of logits that overflow, is no number
             assert bool((within | bound.isinf()).all())
     return float(bound.max())

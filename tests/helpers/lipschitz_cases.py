@@ -1,5 +1,6 @@
 """The table of cases: every rule of the bound as a small network, shared by the laws over it."""
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -34,7 +35,7 @@ from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
-from tests.helpers.spellings import SPELLINGS
+from tests.helpers.spellings import SPELLINGS, bare, calls_on_tokens
 
 D = 8
 
@@ -424,6 +425,14 @@ ROWS = RULES | SPELLINGS
 
 STEPS: dict[str, Callable[[], nn.Module]] = {
     "rounded": lambda: of_tokens(nn.Linear(8, 8), Rounded(), nn.Linear(8, 3), scale=16.0),
+    "steep": lambda: calls_on_tokens(
+        *(bare(function) for function in (torch.exp, lambda x: x.exp(), lambda x: (1 * x).exp_())),
+        *(
+            bare(lambda x, function=function: function(x + 9))
+            for name in ("log", "sqrt", "rsqrt", "reciprocal")
+            for function in (getattr(torch, name), operator.methodcaller(name))
+        ),
+    ),
 }
 """Rows without a bound, which local methods enclose."""
 

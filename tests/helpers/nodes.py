@@ -108,7 +108,8 @@ class Claims:
         found = torch.stack(list(results)).double()
         if tuple(value.shape) != tuple(found.shape[1:]):
             yield f"the shape {value.shape} of {tuple(found.shape[1:])}"
-        if self.context.box(value) and not (found.min() >= 0 and found.max() <= 1):
+        pixels = value.waiting is None and value.size.pixels
+        if pixels and not (found.min() >= 0 and found.max() <= 1):
             yield "no pixels"
         if value.pending is not None:
             yield from _before(value, value.pending, found, apart, max(LOST, self.rounding))

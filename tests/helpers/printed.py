@@ -156,6 +156,7 @@ SHORT = {
     "audit": ("--limit", "2", "--time-budget", "1s"),
     "certify": ("--limit", "2"),
     "attack": ("--limit", "2", "--no-checks"),
+    "lipschitz": ("--limit", "1"),
 }
 """Options that make a command short, in place of its own."""
 GIVEN = {

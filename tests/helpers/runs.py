@@ -17,8 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from certcli.cli.main import COMMANDS, run
-from certcli.cli.shared.command import info_of, spelling
-from certcli.cli.shared.options import Writes
+from certcli.cli.shared.command import Writes, info_of, spelling
 from certcli.system import processes
 
 M = "m.safetensors"

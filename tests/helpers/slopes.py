@@ -23,9 +23,12 @@ def slope_at(net: nn.Module, image: Tensor, last: bool = False) -> tuple[float, 
         result = net(image.unsqueeze(0)).flatten()
         if not result.requires_grad:
             return 0.0, None
-        identity = torch.eye(len(result), dtype=result.dtype)
         (rows,) = torch.autograd.grad(
-            result, image, identity, retain_graph=True, is_grads_batched=True
+            result,
+            image,
+            torch.eye(len(result), dtype=result.dtype),
+            retain_graph=True,
+            is_grads_batched=True,
         )
         left, values, right = torch.linalg.svd(rows.flatten(1), full_matrices=False)
         if last:
@@ -46,8 +49,7 @@ def steepest_jacobian(
     """Return the largest slope found from random, nearly constant and saturated images by gradient
     ascent.
     """
-    generator = torch.Generator().manual_seed(seed)
-    noise = torch.rand(shape, generator=generator, dtype=torch.float64)
+    noise = torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     steepest_slope = 0.0
     for image in (noise, 0.5 + 0.003 * noise, (noise > 0.5).double()):
         for step in range(1, steps + 1):
@@ -72,8 +74,9 @@ def steepest_segment(net: nn.Module, shape: tuple[int, ...] = IMAGE, segments: i
     The slope over a segment is at most the larger one over its halves, so a jump of the network is
     enclosed: its slope doubles with each halving, though no Jacobian shows it.
     """
-    generator = torch.Generator().manual_seed(1)
-    noise = torch.rand(segments, 2, *shape, generator=generator, dtype=torch.float64)
+    noise = torch.rand(
+        segments, 2, *shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     ends = torch.cat([noise[1:], noise[:1].round()])
     largest = 0.0
     for low, high in ends:

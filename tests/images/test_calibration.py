@@ -66,17 +66,6 @@ def test_their_power_falls_with_frequency_as_that_of_photographs_does() -> None:
     )
 
 
-def test_they_have_edges_unlike_noise_of_the_same_spectrum() -> None:
-    """Kurtosis of differences between neighbours: 3 for Gaussian noise; edges make it large, as in
-    photographs.
-    """
-    pixels, _ = calibration.synthetic_photographs(spec((3, 96, 96)), 24).tensors()
-    leaves = torch.tensor([number for number in range(24) if number % 4])
-    slope = (pixels[leaves, :, :, 1:] - pixels[leaves, :, :, :-1]).double().flatten(1)
-    kurtosis = (slope**4).mean(1) / (slope**2).mean(1) ** 2
-    assert float(kurtosis.median()) > 6.0
-
-
 def test_equal_arguments_give_equal_images_and_the_count_changes_none() -> None:
     first, again, more = (
         calibration.synthetic_photographs(spec((3, 32, 32)), n, 5).tensors()[0] for n in (4, 4, 6)

@@ -68,12 +68,6 @@ def test_limit_is_seeded_balanced_and_keeps_indices() -> None:
     }
 
 
-def test_batches_cover_everything_once_in_order() -> None:
-    images = datasets.load_dataset("digits", DIGITS, "val")
-    indices = torch.cat([index for index, _, _ in images.batches(33)])
-    assert torch.equal(indices, torch.arange(140))
-
-
 def test_images_of_another_size_are_resized_with_a_note() -> None:
     images = datasets.load_dataset("digits", COLOUR, "val")
     pixels, _ = images.tensors()
@@ -102,7 +96,6 @@ def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
 
     def read_by(workers: int) -> datasets.Images:
         images = datasets.load_dataset(str(folder), COLOUR)
-        assert images.ahead is not None
         images.ahead.workers = workers
         return images
 
@@ -121,8 +114,7 @@ def test_threads_that_read_ahead_change_nothing(tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(DataError, match="zz"):
             images.fetch([9])
-    alone = images.digests_at([0, 1])
-    assert alone == read_by(0).digests_at([0, 1])
+    assert images.digests_at([0, 1]) == read_by(0).digests_at([0, 1])
 
 
 def test_folder_with_splits(tmp_path: Path) -> None:
@@ -134,16 +126,6 @@ def test_folder_with_splits(tmp_path: Path) -> None:
     assert len(datasets.load_dataset(root, COLOUR, "train")) == 18
     with pytest.raises(DataError, match="no split"):
         datasets.load_dataset(root, COLOUR, "holdout")
-
-
-def test_a_folder_has_its_own_name_in_every_split(tmp_path: Path) -> None:
-    """Not the split's: two datasets would share the name "val" in records."""
-    root = tmp_path / "flowers"
-    for split in ("train", "val"):
-        make_folder(root / split, {"a": 2, "b": 2})
-    for split in ("train", "val"):
-        images = datasets.load_dataset(str(root), COLOUR, split)
-        assert (images.name, images.split) == ("flowers", split)
 
 
 def test_synset_folders_are_mapped_to_imagenet_indices(tmp_path: Path) -> None:
@@ -226,21 +208,6 @@ def test_columns_that_number_the_classes_otherwise_are_refused(tmp_path: Path, h
     assert datasets.load_dataset(str(tmp_path), DIGITS).labels.tolist() == [2, 0, 1]
 
 
-def test_small_images_are_decoded_once_and_stay_as_they_are(tmp_path: Path) -> None:
-    for size in ((24, 20), (12, 10)):
-        folder = make_folder(tmp_path / str(size), {"a": 3, "b": 3})
-        spec = InputSpec((3, *size), (0.5,) * 3, (0.5,) * 3, crop_pct=1.0)
-        images = datasets.load_dataset(str(folder), spec)
-        first = images.fetch([0, 5, 2])
-        images.expect([2, 4])
-        order = [2, 0, 4, 5, 0]
-        assert torch.equal(
-            images.fetch(order), datasets.load_dataset(str(folder), spec).fetch(order)
-        )
-        Image.new("RGB", (20, 24), (255, 255, 255)).save(folder / "a" / "0.png")
-        assert torch.equal(images.fetch([0, 5, 2]), first)
-
-
 @pytest.mark.parametrize(
     "name", ["valid", "Dev", "eval", "validate", "Val", "hold-out", "Testing", "unseen_2"]
 )
@@ -270,8 +237,7 @@ def folders(folder: Path, names: list[str]) -> Images:
     """Return a dataset in which the class called names[k] is the grey level 10 k."""
     for number, name in enumerate(names):
         (folder / "d" / name).mkdir(parents=True)
-        pixels = np.full((8, 8), 10 * number, np.uint8)
-        Image.fromarray(pixels).save(folder / "d" / name / "x.png")
+        Image.fromarray(np.full((8, 8), 10 * number, np.uint8)).save(folder / "d" / name / "x.png")
     return datasets.load_dataset(str(folder / "d"), DIGITS, "all")
 
 
@@ -287,8 +253,7 @@ def test_folders_named_by_numbers_are_those_classes(count: int, tmp_path: Path) 
     images = folders(tmp_path, [str(number) for number in range(count)])
     assert levels(datasets.require_classes(images, count)) == list(range(count))
     assert images.classes == tuple(map(str, range(count)))
-    note = datasets.require_classes(images, count).note
-    assert ("order of the numbers" in note) == (count > 10)
+    assert ("order of the numbers" in datasets.require_classes(images, count).note) == (count > 10)
 
 
 @pytest.mark.parametrize(
@@ -329,15 +294,6 @@ def test_two_folders_of_one_class_are_refused(tmp_path: Path) -> None:
         datasets.require_classes(folders(tmp_path, ["a b", "a_b"]), 2, ("a b", "c"))
 
 
-def test_thirty_thousand_classes_are_counted_once(tmp_path: Path) -> None:
-    """A lookup for each row in the list of all classes took a minute."""
-    Image.new("L", (8, 8)).save(tmp_path / "y.png")
-    rows = "".join(f"y.png,c{number:05}\n" for number in range(30_000))
-    (tmp_path / "labels.csv").write_text("file,class\n" + rows)
-    images = datasets.load_dataset(str(tmp_path), DIGITS, "all")
-    assert images.labels.tolist() == list(range(30_000))
-
-
 @pytest.mark.parametrize("classes", [("a", "b"), ()])
 def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) -> None:
     for folder in [tmp_path / name for name in classes] or [tmp_path]:
@@ -356,19 +312,16 @@ def test_files_left_out_are_counted(tmp_path: Path, classes: tuple[str, ...]) ->
     assert note
 
 
-def test_a_folder_of_images_alone_says_nothing(tmp_path: Path) -> None:
-    Image.new("L", (8, 8), 100).save(tmp_path / "1.png")
-    assert load_folder(tmp_path, DIGITS, None).note == ""
-
-
 @pytest.mark.parametrize("name", ["metadata.csv", "train.json", "list.TXT", "x.parquet"])
 @pytest.mark.parametrize("where", [".", "images"])
 def test_files_that_may_state_labels_are_named(tmp_path: Path, name: str, where: str) -> None:
     (tmp_path / where).mkdir(exist_ok=True)
     Image.new("L", (8, 8), 100).save(tmp_path / where / "1.png")
     (tmp_path / name).write_text("1.png,0")
-    note = load_folder(tmp_path, DIGITS, None).note
-    assert f"{name} is not read: labels come from class folders, or from labels.csv" in note
+    assert (
+        f"{name} is not read: labels come from class folders, or from labels.csv"
+        in load_folder(tmp_path, DIGITS, None).note
+    )
 
 
 def test_a_table_beside_a_folder_of_images_is_read(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.records import read_records
 from certcli.images import datasets, decoding
 from certcli.images.decoding import Decoder
-from certcli.images.folders import LARGEST_TABLE, image_files
+from certcli.images.folders import LARGEST_TABLE
 from certcli.system.errors import CheckpointError, DataError
 from certcli.system.reading import LARGEST_REPORT
 from tests.helpers.commands import UNREADABLE, console
@@ -92,27 +92,6 @@ def test_a_table_of_excel_is_read(tmp_path: Path) -> None:
     Image.new("L", (8, 8)).save(tmp_path / "y.png")
     (tmp_path / "labels.csv").write_bytes(b"\xef\xbb\xbffile,class\r\ny.png,a\r\ny.png,b\r\n")
     assert datasets.load_dataset(str(tmp_path), SPEC, "all").labels.tolist() == [0, 1]
-
-
-def test_predict_counts_the_folders_that_it_cannot_read(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "d" / "closed").mkdir(parents=True)
-    Image.new("L", (8, 8)).save(tmp_path / "d" / "y.png")
-    scandir = os.scandir
-
-    def denied(path: str = ".") -> object:
-        if isinstance(path, str | Path) and Path(path).name == "closed":
-            raise PermissionError(13, "Permission denied", str(path))
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", denied)
-    files, unreadable, _ = image_files([tmp_path / "d"])
-    assert (len(files), len(unreadable)) == (1, 1)
-    done = console("predict", workshop / "plain.safetensors", tmp_path / "d")
-    assert done.code == 0
-    assert "1 folders cannot be read" in done.out
-    assert "Permission denied" in done.out
 
 
 @pytest.mark.parametrize(

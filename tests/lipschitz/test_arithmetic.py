@@ -71,7 +71,6 @@ def test_reference_networks_reach_the_proven_pairs_from_below(name: str) -> None
     net = build.create(name, {}, initialise=False)
     model = build.load(build.initialise(name, {}, build.spec_of(net), 10, seed=0))
     proven = bound_network(model, model.input_size, 10).pairs
-    assert proven is not None
     traced = trace_network(model, model.input_size)
     arithmetic = TrainableArithmetic(CPU)
     with torch.no_grad():
@@ -266,43 +265,6 @@ def test_an_evaluation_catches_up_with_weights_that_moved_far() -> None:
         estimate = float(outcome.context.settle(outcome.logits).base)
     proven = float(bound_network(net, (1, 4, 4), 64).upper)
     assert proven * (1 - CLOSE) <= estimate <= proven * (1 + SLACK)
-
-
-def test_batches_of_heads_equal_single_matrices() -> None:
-    torch.manual_seed(0)
-    heads = [Matrix(torch.randn(4, 12, dtype=torch.float64)) for _ in range(3)]
-    others = [Matrix(torch.randn(4, 9, dtype=torch.float64)) for _ in range(3)]
-    trainable = TrainableArithmetic(CPU)
-    rigorous = Arithmetic()
-    pairs = list(zip(heads, others, strict=True))
-    for ours, proven in zip(
-        [*trainable.sigmas(heads, "h"), *trainable.sigma_products(pairs, "p")],
-        [*rigorous.sigmas(heads, "h"), *rigorous.sigma_products(pairs, "p")],
-        strict=True,
-    ):
-        assert float(proven) * (1 - CLOSE) <= float(ours) <= float(proven) * (1 + SLACK)
-    assert rigorous.largest([rigorous.const(value) for value in (1.0, 3.0, 2.0)]) == 3
-    ragged = [heads[0], Matrix(torch.randn(2, 12, dtype=torch.float64))]
-    assert len(trainable.sigmas(ragged, "r")) == 2
-    assert len(trainable.sigma_products([(part, part) for part in ragged], "s")) == 2
-
-
-def test_resumed_estimates_are_the_same_bits() -> None:
-    def run(arithmetic: TrainableArithmetic, steps: int, net: nn.Module) -> list[Tensor]:
-        traced = trace_network(net, (2, 8, 8))
-        return [pair_constants(propagate(traced, arithmetic), 3).detach() for _ in range(steps)]
-
-    torch.manual_seed(0)
-    net = Convolutions().eval()
-    first = TrainableArithmetic(CPU)
-    run(first, 2, net)
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    second = TrainableArithmetic(CPU)
-    second.vectors = {name: value.clone() for name, value in first.vectors.items()}
-    for ours, theirs in zip(run(first, 3, net), run(second, 3, net), strict=True):
-        assert torch.equal(ours, theirs)
 
 
 def test_a_matrix_of_zeros_that_is_known_up_to_an_error_is_not_zero() -> None:

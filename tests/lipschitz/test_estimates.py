@@ -144,8 +144,7 @@ def test_no_estimate_is_above_the_exact_constant_nor_this_above_the_bound(first:
 def test_no_estimate_of_a_network_that_rounds_by_itself_is_above_its_constant() -> None:
     for seed in range(1, 61, 3):  # of rank one
         inner, square = known_network(seed)
-        model = Narrow(inner).eval()
-        *_, estimate = measure(model, iter([images(seed)]), 4, seed)
+        *_, estimate = measure(Narrow(inner).eval(), iter([images(seed)]), 4, seed)
         # SAFETY times the error of float32
         assert_below(estimate.value, square, seed, 1 - 1e-3)
 

@@ -98,8 +98,7 @@ def test_kims_formula_as_printed_is_exceeded_and_our_bound_is_not() -> None:
     )
     x = torch.stack([torch.zeros(D, dtype=torch.float64), apart]).unsqueeze(0)
     logits = float(jacobian_norms(net, x, 60).max())
-    printed = formula_value("l2former", net, (2, D)).layers[0][1]
-    assert logits > 5 * printed
+    assert logits > 5 * formula_value("l2former", net, (2, D)).layers[0][1]
     assert logits <= float(bound_network(net, (2, D), D).upper)
 
 
@@ -132,12 +131,13 @@ def test_specformers_theorem_is_false_at_zero() -> None:
     to 0 with delta.
     """
     query, key, value = (orthonormal(D, D) * scale for scale in (1.0, 2.0, 3.0))
-    zero = torch.zeros(4, D, dtype=torch.float64)
-    found = slope(lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T, zero)
+    found = slope(
+        lambda x: ((x @ query.T) @ (x @ key.T).T).softmax(-1) @ x @ value.T,
+        torch.zeros(4, D, dtype=torch.float64),
+    )
     assert found == pytest.approx(3.0, rel=1e-12)
     for delta in (0.0, 1e-3, 1e-2):
-        printed = specformer(nn.Identity(), [attended(query, key, value, 4, delta)])[0][1]
-        assert printed < found
+        assert specformer(nn.Identity(), [attended(query, key, value, 4, delta)])[0][1] < found
 
 
 def test_lnformers_formula_forgets_the_values() -> None:

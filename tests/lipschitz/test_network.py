@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from certcli.checkpoint.record import InputSpec, Replacement
 from certcli.lipschitz.bound import LAWS, check_proof_laws
-from certcli.lipschitz.estimate import jacobian_norms, measure
+from certcli.lipschitz.estimate import jacobian_norms
 from certcli.lipschitz.network import NetworkBound, bound_network
 from certcli.models import build as models  # first: it makes torchvision importable
 from certcli.models.build import replace_module
@@ -152,8 +152,9 @@ def bounded(model: nn.Module) -> NetworkBound:
 
 def searched(model: nn.Module) -> tuple[float, Tensor]:
     """The largest Jacobian norm met on random and nearly constant images, and the images."""
-    generator = torch.Generator().manual_seed(1)
-    images = torch.rand(4, *SPEC.size, generator=generator, dtype=torch.float64)
+    images = torch.rand(
+        4, *SPEC.size, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
     images[2:] = images[2:].mean((2, 3), keepdim=True) + 1e-3 * (images[2:] - 0.5)
     images = images.clamp(0, 1)
     best = 0.0
@@ -180,7 +181,6 @@ def test_no_measured_slope_exceeds_the_bound(name: str) -> None:
     moved = logits - logits.roll(1, 0)
     distance = (images - images.roll(1, 0)).flatten(1).norm(dim=1)
     differences = (moved.unsqueeze(2) - moved.unsqueeze(1)).abs()
-    assert result.pairs is not None
     assert (differences <= result.pairs * distance.view(-1, 1, 1) * (1 + 1e-9) + 1e-9).all()
     assert (result.pairs <= math.sqrt(2) * float(result.upper) * (1 + 1e-6)).all()
 
@@ -227,16 +227,7 @@ def test_deep_networks_keep_their_logarithm() -> None:
     assert result.upper.finite
     assert result.upper.log10() > 308
     assert math.isinf(float(result.upper))
-    assert result.pairs is not None
     assert result.pairs.diagonal().abs().max() == 0
-
-
-def test_linear_network_is_measured_at_its_bound() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 5)).eval()
-    estimate = list(measure(net, iter([torch.rand(1, 3, 16, 16)]), iterations=100))[-1]
-    # it stops where an iteration adds less than 1e-4, which of a small gap leaves several times
-    # that
-    assert estimate.value == pytest.approx(float(bound_network(net, SPEC.size, 5).upper), rel=1e-3)
 
 
 Case = tuple[Callable[[], nn.Module], str | None]
@@ -376,7 +367,6 @@ def test_constants_of_pairs_are_above_the_exact_distances_of_rows(scale: float) 
     net = nn.Sequential(nn.Flatten(), nn.Linear(7, 5)).double().eval().requires_grad_(False)
     net[1].weight.copy_(rows)
     pairs = bound_network(net, (1, 1, 7), 5).pairs
-    assert pairs is not None
     exact = [[Fraction(entry) for entry in row] for row in rows.tolist()]
     for first in range(5):
         for second in range(first):

@@ -251,6 +251,5 @@ def test_pairs_of_logits_that_nearly_agree_are_not_lost() -> None:
     with torch.no_grad():
         net[1].weight[1:] *= -1
     pairs = bound_network(net, IMAGE, 3).pairs
-    assert pairs is not None
     assert float(pairs[0, 1]) >= 2e-170 * math.sqrt(32) * (1 - 1e-12)
     assert float(pairs[0, 1]) <= 2e-170 * math.sqrt(32) * (1 + 1e-6)

@@ -19,11 +19,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.moves import Move
-from certcli.engine.walk import Call
 from certcli.lipschitz.context import Context, Walk
 from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix
-from certcli.lipschitz.rules.add_sub import _convex_shares
+from certcli.lipschitz.rules.joined import _convex_shares
 from certcli.lipschitz.rules.lipschitz_attention import _with_bias
 from certcli.lipschitz.rules.moves import rearranged_bound
 from certcli.lipschitz.value import Affine, Size, Value
@@ -92,8 +91,7 @@ class Layer:
         tau = self.module.tau.abs()
         grown = (2 * tau).exp()
         a = (grown * self.columns).clamp_max(N).sqrt()
-        b = (N * (grown * self.peak).clamp_max(0.5)).sqrt()
-        of_key = self.keep * nu * tau * b
+        of_key = self.keep * nu * tau * (N * (grown * self.peak).clamp_max(0.5)).sqrt()
         of_query = self.keep * nu * tau
         of_value = nu * (self.keep * a + self.fixed)
         return together(
@@ -382,10 +380,8 @@ def test_copies_of_a_number_are_off_by_no_less_than_all_of_them(times: int) -> N
     after = (1, 2 * times)
     pending = Affine(axis=-2, width=2, bias=Matrix(torch.ones(2, 1).double(), 0.1))
     value = Value(arith.const(1.0), Size(arith, before), pending, None, before)
-    context = Context(Walk(arith), Call("", "reshape", after))
+    context = Context("", "reshape", after, walk=Walk(arith))
     merged = rearranged_bound(context, value, Move(torch.Tensor.reshape, (after,)))
-    assert merged.pending is not None
-    assert merged.pending.bias is not None
     truth = times * Fraction(0.1) ** 2
     assert truth <= Fraction(merged.pending.bias.error) ** 2 <= truth * (1 + Fraction(1, 2**49))
 

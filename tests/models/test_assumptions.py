@@ -22,7 +22,6 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
-from certcli.models.weights import load_weights
 from certcli.nn.norms import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
@@ -48,19 +47,6 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
         pixels, torch.tensor([1e-6]).double(), torch.tensor([0])
     )
     assert bool(near.isfinite().all())
-
-
-def test_the_same_network_from_words() -> None:
-    words = {
-        "img_size": 32, "patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2, "num_classes": 10,
-        "act_layer": "relu", "norm_layer": "identity", "global_pool": "avg", "pool_include_prefix": True,
-    }  # fmt: skip
-    made = build.initialise("certvit_vit_pgd_2_3_16", {}, RGB, 10, seed=0)
-    spoken = build.create("vit_tiny_patch16_224", words, initialise=False)
-    load_weights(spoken, made.tensors)
-    named = build.load(made)
-    pixels = torch.rand(2, 3, 32, 32)
-    assert torch.equal(named.net(pixels), spoken(pixels))
 
 
 def test_batch_norm_over_tokens_is_torchs() -> None:
@@ -212,23 +198,6 @@ def test_an_agreeing_file_raises_no_doubt(name: str, tmp_path: Path) -> None:
     assert open_checkpoint(trap_file(trap, tmp_path), trap.hints).reading.doubts == ()
 
 
-def test_a_network_of_ones_own_needs_no_confirmation(tmp_path: Path) -> None:
-    own = {
-        "img_size": 8,
-        "patch_size": 4,
-        "embed_dim": 16,
-        "depth": 1,
-        "in_chans": 1,
-        "num_classes": 10,
-    }
-    net = build.create("vit_tiny_patch16_224", {**own, "num_heads": 4}, initialise=True)
-    save_file(net.state_dict(), tmp_path / "m.safetensors")
-    hints = Hints(
-        "vit_tiny_patch16_224", {**own, "num_heads": 4, "act_layer": "relu"}, (0.5,), (0.5,)
-    )
-    assert open_checkpoint(str(tmp_path / "m.safetensors"), hints).reading.doubts == ()
-
-
 def test_each_fact_says_where_it_came_from(tmp_path: Path) -> None:
     hints = Hints(None, {"norm_eps": 1e-5}, (0.25,))
     told = open_checkpoint(trap_file(Trap(hints, "", config=CONFIG), tmp_path), hints)
@@ -284,9 +253,13 @@ PHOTOGRAPHS = [(30, "color"), (30, "grey"), (1, "color")]
 @pytest.mark.parametrize(("count", "kind"), PHOTOGRAPHS)
 def test_unfit_images_are_reported(count: int, kind: str) -> None:
     pixels = torch.rand(count, 3 if kind == "color" else 1, 4, 4).expand(-1, 3, -1, -1)
-    labels = torch.zeros(count, dtype=torch.long)
     images = Images(
-        "some", "test", ("a", "b"), labels, torch.arange(count), lambda chosen: pixels[list(chosen)]
+        "some",
+        "test",
+        ("a", "b"),
+        torch.zeros(count, dtype=torch.long),
+        torch.arange(count),
+        lambda chosen: pixels[list(chosen)],
     )
     said = " ".join(image_doubts(images, 3))
     assert ("are grey" in said) == (kind == "grey")

@@ -40,7 +40,6 @@ SETTINGS: dict[str, Any] = {
     "megatron_core": "megatron.core",
 }
 LAYERS = ("blocks.0.attn.qkv", "blocks.0.mlp.fc1", "patch_embed.proj")
-Layer = Callable[[nn.Module, str, Tensor, Tensor], Tensor]
 
 
 def written_adapter(folder: Path, tensors: Mapping[str, Tensor], **settings: Any) -> Path:
@@ -101,8 +100,7 @@ def saved_adapter_folder(
 def test_the_merged_network_computes_base_and_adapter(
     tiny: Checkpoint, tmp_path: Path, settings: dict[str, Any], scales: tuple[float, ...]
 ) -> None:
-    net = build.load_double(tiny).net
-    tensors = adapter_of(net)
+    tensors = adapter_of(build.load_double(tiny).net)
     adapter = read_adapter(written_adapter(tmp_path / "a", tensors, **settings))
     images = torch.rand(2, 1, 8, 8, dtype=torch.float64)
     merged = adapter.merged(tiny.tensors)
@@ -201,20 +199,6 @@ def test_the_lineage_names_the_adapter_and_evidence_is_stale(
     assert typed("lipschitz", out).exit_code == 0
 
 
-def test_a_base_keeps_its_own_names_for_the_adapter(tiny: Checkpoint, tmp_path: Path) -> None:
-    """A file without a record, wrapped: names are those of the network within."""
-    tensors = adapter_of(build.load(tiny).net, LAYERS[:1])
-    adapter = read_adapter(written_adapter(tmp_path / "a", tensors))
-    save_file({f"module.{n}": t for n, t in tiny.tensors.items()}, tmp_path / "bare.safetensors")
-    record = tiny.record
-    hints = Hints(
-        record.arch, record.arch_args, record.input.mean, record.input.std, adapter=adapter
-    )
-    opened = open_checkpoint(str(tmp_path / "bare.safetensors"), hints)
-    expected = adapter.merged(tiny.tensors)
-    assert all(opened.tensors[name].equal(tensor) for name, tensor in expected.items())
-
-
 def test_a_base_of_transformers_has_its_own_names(tmp_path: Path) -> None:
     """Its query, key and value lie apart; in timm's network they are one matrix."""
     row = TRANSFORMERS["vit"]
@@ -298,23 +282,6 @@ def test_a_network_loaded_from_its_module_is_the_same_function() -> None:
     assert torch.equal(certvit.network(doubled)(images), module(images))
 
 
-def test_a_module_takes_an_image_size_too() -> None:
-    module = nn.Sequential(nn.Flatten(), nn.Linear(16, 3))
-    images = torch.rand(5, 1, 6, 6)
-    opened = certvit.load(module, mean=0.2, std=0.5, input_size=(1, 4, 4), image_size=6)
-    small = interpolate(images, (4, 4), mode="bilinear", antialias=True)
-    assert torch.allclose(certvit.network(opened)(images), module((small - 0.2) / 0.5), atol=1e-5)
-    # one linear map: the bound of its two factors is at most their product
-    whole = module[1].weight @ torch.kron(*_resize_matrices((6, 6), (4, 4))).float() / 0.5
-    exact = float(torch.linalg.matrix_norm(whole.detach(), 2))
-    assert exact <= float(certvit.bound(opened).upper)
-
-
-def _resize_matrices(source: tuple[int, int], target: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    resize = PixelResize(source, target)
-    return resize.rows, resize.columns
-
-
 class Halves(PixelDenoiser):
     """Half of each pixel; tells the sizes that it was given."""
 
@@ -368,13 +335,3 @@ def test_commands_take_images_of_that_size(tmp_path: Path) -> None:
     command("certify", written, *few, *smoothing, "-e", 0.1, "--records", records)
     command("verify", records, DIGITS, "--image-size", 12, *digits)
     command("verify", records, DIGITS, *digits, code=6)
-
-
-def test_training_images_may_be_among_those_of_another_size() -> None:
-    """Their digests are of the pixels of then: none matches, and that shows nothing."""
-    options = ("--dataset", "digits", "--split", "train", "--limit", 20, "-e", 0.2)
-    assert (
-        "20 of these 20 images are training images" in command("certify", DIGITS, *options).output
-    )
-    other = command("certify", DIGITS, "--image-size", 12, *options).output
-    assert "some of these may be among them" in " ".join(other.split())

@@ -10,13 +10,12 @@ from typing import Any, cast
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from certcli.certify.smoothing.denoiser import read_denoiser
 from certcli.certify.smoothing.pixel_denoiser import Diffusion
 from certcli.checkpoint.schema import convert_json
-from certcli.models.diffusion import EPSILON, SAMPLE, Schedule, read_diffusers
+from certcli.models.diffusion import Schedule, read_diffusers
 from certcli.models.guided import PUBLISHED
 from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import CertvitError
@@ -24,7 +23,6 @@ from tests.helpers.commands import UNREADABLE
 from tests.helpers.diffusion import (
     NETWORKS,
     SCHEDULES,
-    SMALL,
     STEPS,
     diffusion_folder,
     fill,
@@ -90,12 +88,17 @@ SCHEDULE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def with_tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
+    return lambda state: state.update({name: value})
+
+
 REFUSED_PARTS = {
     **{f"network: {name}": ({"network": row[0]}, row[1]) for name, row in NETWORK_REFUSED.items()},
     **{
         f"schedule: {name}": ({"schedule": row[0]}, row[1])
         for name, row in SCHEDULE_REFUSED.items()
     },
+    "NaN": ({"spoil": with_tensor("conv_in.bias", torch.full((8,), torch.nan))}, "NaN"),
 }
 
 
@@ -143,6 +146,13 @@ FOLDERS: dict[str, tuple[Spoil, str]] = {
         for part in ("vae", "vqvae", "text_encoder")
     },
     "pickle": (as_pickle, "pickle"),
+    "a pipeline without a UNet": (
+        lambda path: [
+            *(part.unlink() for part in path.iterdir()),
+            pipeline_index("FluxPipeline")(path),
+        ],
+        "FluxPipeline",
+    ),
 }  # fmt: skip
 
 
@@ -154,21 +164,6 @@ def test_a_folder_that_says_too_little_is_refused(tmp_path: Path, case: str) -> 
     with pytest.raises(CertvitError, match=words) as refused:
         read_diffusers(path, 1)
     assert refused.value.code in (3, 4)
-
-
-def test_nan_and_a_pipeline_without_a_unet_are_refused(tmp_path: Path) -> None:
-    path = diffusion_folder(
-        tmp_path / "nan", spoil=with_tensor("conv_in.bias", torch.full((8,), torch.nan))
-    )
-    with pytest.raises(CertvitError, match="NaN"):
-        read_diffusers(path, 1)
-    pipeline_index("FluxPipeline")(tmp_path)
-    with pytest.raises(CertvitError, match="FluxPipeline"):
-        read_diffusers(tmp_path, 1)
-
-
-def test_every_field_of_a_case_is_a_field_of_the_network() -> None:
-    assert SMALL.keys() <= UNetShape.__dataclass_fields__.keys()
 
 
 NETWORKS_GUIDED: dict[str, Guided] = {
@@ -234,23 +229,6 @@ def test_the_function_is_that_of_guided_diffusion(tmp_path: Path, name: str) -> 
 
 
 @torch.no_grad()
-def test_the_order_of_queries_keys_and_values_matters(tmp_path: Path) -> None:
-    """Thirds where the file is head by head load without complaint, and are another function."""
-    flags = NETWORKS_GUIDED["guided, old order"]
-    right = read_denoiser(file(tmp_path / "right", flags), 1)
-    wrong = read_denoiser(file(tmp_path / "wrong", flags, use_new_attention_order=True), 1)
-    assert isinstance(right, Diffusion)
-    assert isinstance(wrong, Diffusion)
-    noisy = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    steps = torch.tensor([3, 700])
-    outputs = right.net(noisy, steps)
-    assert float((wrong.net(noisy, steps) - outputs).abs().max()) > 1e-3 * float(
-        outputs.abs().max()
-    )
-    assert right.at(0.25).digest != wrong.at(0.25).digest
-
-
-@torch.no_grad()
 def test_a_step_of_four_thousand_is_told_in_a_thousand(tmp_path: Path) -> None:
     """x0, with everything before and after the network, by formulas of the paper."""
     flags = replace(NETWORKS_GUIDED["improved, heads by number"], attention=())
@@ -284,27 +262,8 @@ def test_the_flags_of_published_files_are_told_by_their_names(tmp_path: Path) ->
     assert len(PUBLISHED) == 11
 
 
-def test_safetensors_and_another_prediction(tmp_path: Path) -> None:
-    flags = NETWORKS_GUIDED["one level"]
-    path = file(tmp_path, flags, predict_xstart=True)
-    stored = torch.load(path, weights_only=True)
-    save_file(
-        {name: value.contiguous() for name, value in stored.items()}, tmp_path / "model.safetensors"
-    )
-    by_torch = read_denoiser(path, 1).at(0.25)
-    assert by_torch.digest == read_denoiser(tmp_path / "model.safetensors", 1).at(0.25).digest
-    assert by_torch.about["denoiser_prediction"] == SAMPLE
-    plain = read_denoiser(file(tmp_path / "plain", flags), 1).at(0.25)
-    assert plain.about["denoiser_prediction"] == EPSILON
-    assert plain.digest != by_torch.digest
-
-
 def without_tensors(*beginnings: str) -> Callable[[dict[str, Tensor]], Any]:
     return lambda state: [state.pop(name) for name in [*state] if name.startswith(beginnings)]
-
-
-def with_tensor(name: str, value: Tensor) -> Callable[[dict[str, Tensor]], Any]:
-    return lambda state: state.update({name: value})
 
 
 PLAIN = Guided(heads=2)

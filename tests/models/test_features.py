@@ -16,7 +16,6 @@ from certcli.checkpoint.record import KEY
 from certcli.models import build
 from certcli.system.errors import CertvitError
 from tests.helpers.commands import attempt, certvit, document
-from tests.models.test_converters import TRANSFORMERS, headless_folder
 
 VIT = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2}
 SWIN = {
@@ -90,8 +89,7 @@ def test_a_report_that_calls_features_logits_is_refuted(
     ):
         report.write_text(json.dumps(edited))
         certvit("verify", report, code=7)
-    cut = {**found, "bound_of": "logits", "proof": found["proof"][:-1]}
-    report.write_text(json.dumps(cut))
+    report.write_text(json.dumps({**found, "bound_of": "logits", "proof": found["proof"][:-1]}))
     certvit("verify", report)  # its laws hold: the weights refute it
     certvit("verify", report, path, *words, code=4)  # the network ends in features
 
@@ -163,59 +161,6 @@ def test_a_classifier_has_no_bound_of_features(workshop: Path, tmp_path: Path) -
     report = tmp_path / "report.json"
     report.write_text(json.dumps({**found, "bound_of": "features"}))
     certvit("verify", report, workshop / "plain.safetensors", code=7)
-
-
-def test_a_config_of_a_parent_with_classes_does_not_add_them(
-    files: dict[str, Path], tmp_path: Path
-) -> None:
-    arch, arguments = FILES["class token"]
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(files["class token"].read_bytes())
-    size = {"input_size": [3, 16, 16], "mean": [0.5] * 3, "std": [0.5] * 3}
-    about = {
-        "architecture": arch,
-        "num_classes": 1000,
-        "model_args": arguments,
-        "pretrained_cfg": size,
-    }
-    for pretrained in (size, {}):
-        (tmp_path / "config.json").write_text(json.dumps({**about, "pretrained_cfg": pretrained}))
-        assert "has no classifier" in str(attempt("lipschitz", path, "--no-estimate").exception)
-        found = certvit("lipschitz", path, "--no-estimate", "--features", "--json")
-        assert json.loads(found.stdout)["bound_of"] == "features"
-        assert (
-            "config.json says 1000 classes, and" in found.stderr
-            or "config.json says 1000 classes," in found.stderr
-        )
-
-
-def test_the_features_of_a_model_of_transformers_are_named(tmp_path: Path) -> None:
-    """The pooler's layer computes `pooler_output` alone: it is left out, and the line says so."""
-    pooler = {"pooler.dense.weight": torch.ones(16, 16), "pooler.dense.bias": torch.ones(16)}
-    folder = headless_folder(TRANSFORMERS["vit"], tmp_path, **pooler)
-    refused = attempt("lipschitz", folder, "--no-estimate").exception
-    assert "has no classifier" in str(refused)
-    assert HINT in getattr(refused, "hint", "")
-    found = document("lipschitz", folder, "--no-estimate", "--features")
-    assert found["bound_of"] == "features"
-    assert found["network"]["features"] == {
-        "value": "last_hidden_state[:, 0], the class token after the last norm; pooler_output comes after it",
-        "from": "transformers' ViTModel, converted",
-    }
-
-
-def test_tokens_without_pooling_are_refused(tmp_path: Path) -> None:
-    arch, arguments = FILES["class token"]
-    checkpoint = build.initialise(arch, {**arguments, "num_classes": 0, "global_pool": ""})
-    save_file(dict(checkpoint.tensors), tmp_path / "tokens.safetensors")
-    words = ["--as-stated", "--features", "--no-estimate", "--arch-arg", "global_pool="]
-    refused = attempt(
-        "lipschitz", tmp_path / "tokens.safetensors", *feature_options("class token"), *words
-    ).exception
-    assert "maps an image to a tensor (1, 5, 16)" in str(refused)
-    assert "global_pool=token" in getattr(refused, "hint", "")
-    with pytest.raises(CertvitError, match=r"tensor \(1, 5, 16\)"):
-        api.load(checkpoint.net, features=True)
 
 
 def test_python_has_the_same_guard(files: dict[str, Path], workshop: Path) -> None:

@@ -28,7 +28,6 @@ from torchvision.models import VisionTransformer
 
 from certcli.images.decoding import Decoder
 from certcli.models import build
-from certcli.models.in_memory import open_module
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
@@ -138,8 +137,7 @@ def test_any_new_field_is_a_doubt(name: str, inside: bool, tmp_path: Path) -> No
     """The law of the closed world: a field that nobody has heard of is never read over."""
     config = copy.deepcopy(TIMM[name])
     (config.get("pretrained_cfg", config) if inside else config)["zzz_new"] = {"a": 1}
-    clean = copy.deepcopy(TIMM[name])
-    hub_folder(clean, tmp_path)
+    hub_folder(copy.deepcopy(TIMM[name]), tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert "zzz_new" in " ".join(open_checkpoint(str(tmp_path)).reading.doubts)
 
@@ -405,12 +403,3 @@ def test_what_cannot_be_converted_is_refused(name: str, tmp_path: Path) -> None:
     make, hints, named = REFUSED_FORMAT[name]
     with pytest.raises((ArchitectureError, CheckpointError), match=named):
         open_checkpoint(make(tmp_path), hints)
-
-
-def test_old_hooks_of_spectral_norm_have_a_hint() -> None:
-    """They compute the weight in a hook, and torch cannot copy it after its first use."""
-    module = nn.Sequential(torch.nn.utils.spectral_norm(nn.Conv2d(1, 2, 3)), nn.Flatten())
-    module(torch.zeros(1, 1, 4, 4))
-    with pytest.raises(ArchitectureError) as refused:
-        open_module(module, 0.0, 1.0, (1, 4, 4))
-    assert "remove_spectral_norm(module.0)" in refused.value.hint

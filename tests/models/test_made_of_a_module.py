@@ -7,8 +7,7 @@ import operator
 import re
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
@@ -141,21 +140,6 @@ def test_a_module_is_loaded_and_left_as_it_was(dtype: torch.dtype) -> None:
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_weights_of_two_precisions_are_loaded() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(4, 8).double()
-            self.last = nn.Linear(8, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x.flatten(1).to(self.first.weight.dtype))
-            return self.last(x.to(self.last.weight.dtype))
-
-    torch.manual_seed(0)
-    assert certvit.bound(certvit.load(Two(), **OPTIONS)).upper.finite
-
-
 def test_weights_without_values_are_refused_by_name() -> None:
     with pytest.raises(ArchitectureError, match=r"'1\.weight' of the Sequential has no values yet"):
         certvit.load(nn.Sequential(nn.Flatten(), nn.LazyLinear(2)), **OPTIONS)
@@ -221,8 +205,7 @@ def test_a_tensor_of_another_type_has_no_bound(build: Callable[[], nn.Module]) -
     from certcli.lipschitz.network import bound_network
 
     torch.manual_seed(0)
-    net = build().eval()
-    result = bound_network(net, SIZE, 2)
+    result = bound_network(build().eval(), SIZE, 2)
     assert not result.upper.finite
     assert "no tensor of torch's own" in result.bound.why
     assert "Times50" in result.bound.why
@@ -234,34 +217,6 @@ def test_a_module_with_a_tensor_of_another_type_is_not_loaded(
 ) -> None:
     with pytest.raises(ArchitectureError, match=r"weight' \(Times50\) of the"):
         certvit.load(build(), **OPTIONS)
-
-
-@contextmanager
-def with_part_replaced(**methods: Any) -> Iterator[None]:
-    saved = {name: getattr(nn.Module, name) for name in methods}
-    try:
-        for name, method in methods.items():
-            setattr(nn.Module, name, method)
-        yield
-    finally:
-        for name, method in saved.items():
-            setattr(nn.Module, name, method)
-
-
-def test_networks_are_proven_where_torch_has_compiled_another_one() -> None:
-    """torch.compile replaces how modules are made and copied, for good."""
-    made = nn.Module.__init__
-    restored = nn.Module.__setstate__
-
-    def noted(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        made(self, *args, **kwargs)
-
-    def noted_again(self: nn.Module, state: Any) -> None:
-        restored(self, state)
-
-    with with_part_replaced(__init__=noted, __setstate__=noted_again):
-        module = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-        assert certvit.bound(certvit.load(module, **OPTIONS)).upper.finite
 
 
 class Between(nn.Module):

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ from torch import Tensor, nn
 import certvit
 from certcli.checkpoint.record import InputSpec
 from certcli.models.in_memory import open_module
+from certcli.models.onnx import network
 from certcli.models.onnx.file import read_model
 from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.models.pixels import PixelModel
-from certcli.system.errors import NoBoundError, UsageError
+from certcli.nn.attention import LipschitzAttention
+from certcli.nn.surgery import REPLACEMENTS
+from certcli.system.errors import CertvitError, NoBoundError, UsageError
 from tests.helpers.enclosed import BALLS, ZONOTOPES, Enclosed
 from tests.helpers.grids import EVERY
 from tests.helpers.lipschitz_cases import RULES, build_row
@@ -101,32 +106,38 @@ def exported_onnx(
 
 
 QUICK = (
-    "linear-twice", "conv-groups", "layer-norm-linear", "center-norm-folded", "gelu", "silu", "quick-gelu", "maxmin",
-    "sort-between-linear", "swiglu", "attention", "attention-l2", "attention-l2-untied", "attention-windows", "convex",
-    "mixed-tokens", "token-convolution",
+    "linear-twice", "conv-groups", "layer-norm-linear", "quick-gelu", "maxmin", "swiglu", "attention",
+    "attention-l2-untied", "attention-windows", "mixed-tokens", "floor-norm", "attention-cosine",
+    "attention-lipschitz-norm-after-norm", "attention-l2-windows", "attention-l2-gated",
 )  # fmt: skip
-"""Of the rows of the test table; CERTVIT_SOUNDNESS takes those that differ from none of OTHERWISE."""
+"""Of the rows of the test table; CERTVIT_SOUNDNESS takes all that every way reads."""
+INF = float("inf")
+LARGER = {
+    # f p + G: a sum of two branches, in place of one theorem for both
+    "attention-l2-gated": (1.012, 1.0), "attention-cosine-after-norm": (1.67, 1.0), "lerp": (3.5, 1.0),
+    # parts of the channels are moved, and stand beside each other: the root of the parts' number
+    "rolled": (2.01, 1.01), "rolled-between-linear": (1.36, 1.01), "sort-partly": (2.83, 2.04),
+    # curves as products and quotients; gelu-tanh by the older exporter alone
+    "hard-mish": (22.0, 1.01), "hard-swish": (5.3, 1.0), "soft-pairs": (502.0, 1.01), "gelu-tanh": (428.0, 24.2),
+    "soft-pairs-partly": (2250.0, 1.01),
+    # norms between maps and products; pixels scaled by numbers below 0; one query that no image changes
+    "attention-qk-norm": (1.01, 7.9), "normalize-then-square": (2.7, INF), "normalize-square": (2.7, INF),
+    "attention-pool": (2.14, INF),
+}  # fmt: skip
+"""What stays as it is written -> how many times larger the bound and smaller a radius may be."""
 OTHERWISE = {
     "what is recognised is proven better than what the row writes": (
         "attention-written", "attention-fused", "conv-transposed",
     ),
-    "written out, and not put together again: larger": (
-        "normalize-then-square", "normalize-square", "conv-same-uneven", "conv-circular", "gelu-tanh", "hard-mish",
-        "hard-swish", "lerp", "variances", "deviations", "attention-pool", "sort-partly", "rolled",
-        "rolled-between-linear", "soft-pairs", "soft-pairs-partly", "attention-l2-windows", "attention-l2-gated",
-        "attention-l2-untied-bare", "attention-qk-norm",
-    ),
     "written out, and no theorem for a part": (
-        "rms-norm-2d", "rms-norm-act-2d", "simple-norm", "simple-norm-2d", "l2-normalize", "response-norm", "mish",
-        "floor-norm", "floor-norm-linear", "softplus", "sort-shift-of-one", "attention-channels", "attention-cosine",
-        "attention-cosine-after-norm", "attention-windows-cosine", "attention-positional", "attention-lipschitz-norm",
-        "attention-lipschitz-norm-after-norm", "spelled-rounded-curves", "sigmoid", "norm", "upsample", "unfold",
-        "index", "einsum", "l2-pool", "l2-pool-of-equal-tokens", "l2-pool-of-one-token", "curves", "slices", "fold",
-        "resize", "roll-flat",
+        "rms-norm-2d", "rms-norm-act-2d", "simple-norm", "simple-norm-2d", "l2-normalize", "response-norm",
+        "sort-shift-of-one", "attention-channels", "attention-windows-cosine", "attention-positional",
+        "spelled-rounded-curves", "unfold", "index", "curves", "slices", "fold", "resize", "roll-flat",
     ),
-    "no exporter writes it, or no reader reads it, in one of both": (
+    "no exporter writes it, or no reader reads it, in one of the ways": (
         "conv-dilated", "conv1d", "rms-norm", "rms-norm-torch", "avg-pool-1d", "leaky", "avg-pool-ceil", "adaptive",
-        "global-pool", "cat-pool",
+        "global-pool", "cat-pool", "conv-same-uneven", "conv-circular", "variances", "deviations", "mish", "softplus",
+        "upsample",
         "mirror", "conv-reflect", "attention-torch", "attention-torch-layer", "attention-causal", "spellings", "parts",
         "attention-moving-mask", "mix-orthogonal", "mix-matrices", "constant-branches", "choice-of-scores",
         "add-product", "conv-3d", "conv-3d-patches", "adaptive-max", "adaptive-3d", "adaptive-1d",
@@ -136,7 +147,7 @@ OTHERWISE = {
         "constant-matrices",
     ),
 }  # fmt: skip
-ALIKE = [row for row in RULES if not any(row in names for names in OTHERWISE.values())]
+COMPARED = [row for row in RULES if not any(row in names for names in OTHERWISE.values())]
 
 
 def proven_numbers(opened: Any, images: Tensor, labels: Tensor) -> list[float]:
@@ -152,9 +163,8 @@ def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.
     stream = io.BytesIO()
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
-    model = read_model(folder / "net.onnx")[0]
     read = {
-        "onnx": network_of_onnx(folder / "net.onnx", model)[0],
+        "onnx": network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0],
         "export": torch.export.export(net, (image,)).module(),
     }
     if EVERY:
@@ -163,7 +173,7 @@ def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.
     return read
 
 
-@pytest.mark.parametrize("row", ALIKE if EVERY else QUICK)
+@pytest.mark.parametrize("row", COMPARED if EVERY else QUICK)
 def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -> None:
     """In float64. An ONNX file has eps, 1 - t and Python's numbers as float32: that is 3e-8."""
     net = build_row(row)
@@ -172,16 +182,99 @@ def test_equal_functions_have_equal_bounds_and_radii(tmp_path: Path, row: str) -
     ).eval()
     image = torch.rand(1, *IMAGE, generator=torch.Generator().manual_seed(1)).double()
     labels = net((image - 0.4) / 0.3).argmax(1)
-    native = proven_numbers(open_module(net, 0.4, 0.3, IMAGE), image, labels)
+    upper, *radii = proven_numbers(open_module(net, 0.4, 0.3, IMAGE), image, labels)
+    larger, smaller = LARGER.get(row, (1.0, 1.0))
     for way, read in read_both_ways(net, image, tmp_path).items():
-        numbers = proven_numbers(open_module(read, 0.4, 0.3, IMAGE), image, labels)
+        with torch.no_grad():
+            assert torch.allclose(read.double()(image), net(image), rtol=1e-6, atol=1e-6), way
+        ours, *others = proven_numbers(open_module(read, 0.4, 0.3, IMAGE), image, labels)
         closeness = 1e-9 if way == "export" else 4e-8
-        assert numbers[0] == pytest.approx(native[0], abs=closeness), way
-        pairs = zip(numbers[1:], native[1:])
-        assert all(ours >= theirs * (1 - 1e-6) for ours, theirs in pairs), way
+        assert ours <= upper + math.log10(larger) + closeness, way
+        assert larger > 1 or ours >= upper - closeness, way
+        assert smaller == INF or len(others) >= len(radii), way
+        pairs = zip(others, radii)
+        assert all(one * smaller >= other * (1 - 1e-6) for one, other in pairs), way
 
 
-@pytest.mark.parametrize("name", ["digits", "digits-vit", "mnist"])
+ALIKE = (
+    ("Add", "Sub", "Mul", "Div", "Max", "Min"),
+    ("ReduceSum", "ReduceMean", "ReduceMax", "ReduceL2"),
+    ("Sqrt", "Reciprocal", "Erf", "Sigmoid", "Exp"),
+)
+"""Operators that an edited file may have in place of each other."""
+
+
+def nearly_the_same(data: bytes, rng: random.Random) -> bytes:
+    """Return the file with another operator, order of inputs, or number."""
+    model = onnx.ModelProto.FromString(data)
+    node = rng.choice(model.graph.node)
+    node.op_type = rng.choice(next((ops for ops in ALIKE if node.op_type in ops), [node.op_type]))
+    if rng.random() < 0.3:
+        node.input[:] = rng.sample(list(node.input), len(node.input))
+    stored = [one.t for each in model.graph.node for one in each.attribute if one.HasField("t")]
+    tensor = rng.choice([*model.graph.initializer, *stored])
+    values = onnx.numpy_helper.to_array(tensor).copy()
+    if values.dtype.kind == "f":
+        values.flat[rng.randrange(values.size)] += rng.choice((0.0, 0.1))
+    tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    return bytes(model.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        *("attention", "attention-l2-windows", "attention-l2-gated", "attention-cosine-after-norm"),
+        *("attention-lipschitz-norm-after-norm", "floor-norm-linear", "gelu", "maxmin"),
+    ],
+)
+def test_what_is_joined_computes_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: str
+) -> None:
+    """Of the file, and of edited ones, in which a pattern is only almost there."""
+    images = torch.rand(3, *IMAGE, generator=torch.Generator().manual_seed(1)).double() * 3 - 1
+    net = nn.Sequential(build_row(row), nn.Flatten()).eval()
+    path = exported_onnx(net, tmp_path / "net.onnx", 17, image=images[:1])
+    data = path.read_bytes()
+    rng = random.Random(7)
+    compared = 0
+    for trial in range(1000 if EVERY else 20):
+        path.write_bytes(nearly_the_same(data, rng) if trial else data)
+        try:
+            model = read_model(path)[0]
+            joined, _ = network_of_onnx(path, model)
+            with monkeypatch.context() as patch, torch.no_grad():
+                patch.setattr(network, "join", lambda program: None)
+                written = network_of_onnx(path, model)[0].double()(images)
+        except (CertvitError, RuntimeError):
+            continue
+        with torch.no_grad():
+            ours = joined.double()(images)
+        assert torch.allclose(ours, written, rtol=1e-7, atol=1e-7, equal_nan=True), trial
+        compared += 1
+    assert compared > 9
+
+
+@pytest.mark.parametrize("name", ["l2", "scsa", "lnorm", "l2-untied-value"])
+def test_attentions_of_shifted_windows_are_recognised(tmp_path: Path, name: str) -> None:
+    """With a table of positions in every window, and a mask of their own in some."""
+    net = small_swin()
+    for layer in net.layers:
+        for block in layer.blocks:
+            block.attn = REPLACEMENTS.load(f"{name}-attention")(block.attn)
+    net = filled(net).double()
+    image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1)).double()
+    upper = certvit.bound(open_module(net, 0.5, 0.5, SIZE)).upper.log10()
+    for way, read in read_both_ways(net, image, tmp_path).items():
+        with torch.no_grad():
+            assert torch.allclose(read.double()(image), net(image), rtol=1e-6, atol=1e-6), way
+        ours = open_module(read, 0.5, 0.5, SIZE)
+        parts = certvit.network(ours).modules()
+        assert len([part for part in parts if isinstance(part, LipschitzAttention)]) == 2, way
+        closeness = 1e-9 if way == "export" else 4e-8
+        assert certvit.bound(ours).upper.log10() == pytest.approx(upper, abs=closeness), way
+
+
+@pytest.mark.parametrize("name", ["digits", "mnist"])
 def test_shipped_networks_have_their_bounds_and_radii_however_they_are_read(
     tmp_path: Path, name: str
 ) -> None:
@@ -206,11 +299,9 @@ def relative_distance(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize(
     ("name", "opset", "dynamo"),
     [
-        ("vit", 14, False),
         ("vit", 17, False),
         ("vit", 20, True),
         ("swin", 16, False),
-        ("swin", 18, True),
         ("resnet", 12, False),
     ],
 )
@@ -223,8 +314,7 @@ def test_an_export_has_the_logits_bounds_and_radii_of_its_network(
     read, size = network_of_onnx(path, read_model(path)[0])
     images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     with torch.no_grad():
-        logits = net.double()(images)
-        assert relative_distance(read.double()(images), logits) < 1e-6
+        assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
     assert size == SIZE
     net.float()
     ours = certvit.load(path, mean=0.5, std=0.5)
@@ -373,11 +463,9 @@ def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(
     images = torch.rand(4, *IMAGE, generator=torch.Generator().manual_seed(1))
     pixels = images.clone().requires_grad_()
     certvit.network(opened)(pixels).amax(1).sum().backward()
-    assert pixels.grad is not None
     assert bool(pixels.grad.any())
     labels = certvit.network(opened)(images).argmax(1)
-    curve = certvit.attack(opened, images, labels, norm="linf", radii=[0.3])
-    assert "square" in str(curve)
+    assert "square" in str(certvit.attack(opened, images, labels, norm="linf", radii=[0.3]))
     smoothing: dict[str, Any] = {"method": "smoothing", "sigma": 0.1, "samples": 100}
     assert any(row.radius > 0 for row in certvit.certify(opened, images, labels, **smoothing))
     with pytest.raises(UsageError, match="as it is stored, not in bf16"):

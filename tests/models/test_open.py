@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import InputSpec, Record
@@ -25,9 +25,9 @@ from certcli.models.origins import Hints
 from certcli.models.weights import Building
 from certcli.nn.reference import SHAPES
 from certcli.system.errors import ArchitectureError, CheckpointError
-from tests.helpers.commands import UNREADABLE, certvit, console
+from tests.helpers.commands import UNREADABLE, certvit
 from tests.helpers.workshop import shape
-from tests.models.test_wrapping import ARCH, HINTS, wrapped_network
+from tests.models.test_wrapping import HINTS, wrapped_network
 
 DIGITS = ("--dataset", "digits", "--limit", 4)
 COMMANDS: dict[str, tuple[object, ...]] = {
@@ -109,8 +109,7 @@ def test_a_truncated_normal_of_unset_memory_ends() -> None:
     ended.
     """
     with Building():
-        weight = torch.full((1000,), 1e9)
-        torch.nn.init.trunc_normal_(weight.normal_(), std=0.02)
+        torch.nn.init.trunc_normal_(torch.full((1000,), 1e9).normal_(), std=0.02)
 
 
 def test_one_mean_is_that_of_every_channel(tmp_path: Path) -> None:
@@ -167,45 +166,6 @@ def test_mixed_and_double_weights_are_one_network(tiny: Checkpoint) -> None:
         assert torch.equal(model(images), wanted)
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["lipschitz", "attack -a fgsm", "finetune --loss ce --epochs 1", "adapt --epochs 0"],
-)
-def test_commands_take_double_weights(tmp_path: Path, tiny: Checkpoint, words: str) -> None:
-    command, *options = words.split()
-    Checkpoint({name: value.double() for name, value in tiny.tensors.items()}, tiny.record).write(
-        tmp_path / "m.safetensors"
-    )
-    done = console(
-        command, "m.safetensors", "--dataset", "digits", "--limit", "32", *options, folder=tmp_path
-    )
-    assert done.code == 0, done.err
-
-
-def test_limits_that_clip_nothing_are_stored_as_the_largest_numbers(
-    tmp_path: Path, monkeypatch
-) -> None:  # type: ignore[no-untyped-def]
-    """As timm's Gemma 4: buffers of infinity until published weights are loaded. On finite numbers
-    nothing changes.
-    """
-
-    class Clipped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 3)
-            self.register_buffer("low", torch.tensor(-torch.inf))
-            self.register_buffer("high", torch.tensor(torch.inf))
-
-    monkeypatch.setattr(build, "create", lambda arch, arguments, *, initialise: Clipped())
-    spec = InputSpec(size=(1, 2, 2), mean=(0.0,), std=(1.0,))
-    made = build.initialise("clipped", {}, spec, 3, 0)
-    made.write(tmp_path / "a.safetensors")
-    back = Checkpoint.read(tmp_path / "a.safetensors")
-    assert back.digest == made.digest
-    x = torch.tensor([-3e38, -1.0, 0.0, 3e38])
-    assert torch.equal(x.clamp(back.tensors["low"], back.tensors["high"]), x)
-
-
 @pytest.mark.parametrize("arch", ["certvit_4c3f", "certvit_lip_digits", "certvit_sort_mnist"])
 def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: str) -> None:
     net = build.create(arch, {"in_chans": 3, "img_size": 32}, initialise=False)
@@ -213,16 +173,6 @@ def test_a_reference_network_of_another_size_says_which_images_it_takes(arch: st
     assert spec.size == (3, 32, 32)
     assert len(spec.mean) == len(spec.std) == 3
     assert net(torch.zeros(2, *spec.size)).shape == (2, 10)
-
-
-def test_init_refuses_a_network_that_cannot_run(tmp_path: Path) -> None:
-    """Exit 4, as any later command would: patches of 16 pixels on images of 8."""
-    path = tmp_path / "made.safetensors"
-    outcome = certvit(
-        "init", "vit_tiny_patch16_224", "--arch-arg", "img_size=8", "-o", path, code=4
-    )
-    assert "does not take an image of size 3x8x8" in str(outcome.exception)
-    assert not path.exists()
 
 
 @pytest.fixture(scope="module", name="tensors")
@@ -234,8 +184,9 @@ def folder_tensors() -> dict[str, Tensor]:
 def put_weights(folder: Path, name: str, tensors: dict[str, Tensor]) -> None:
     if name == INDEX:
         save_file(tensors, folder / "part.safetensors")
-        place = dict.fromkeys(tensors, "part.safetensors")
-        (folder / name).write_text(json.dumps({"metadata": {}, "weight_map": place}))
+        (folder / name).write_text(
+            json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, "part.safetensors")})
+        )
     elif name.endswith(".safetensors"):
         save_file(tensors, folder / name)
     else:
@@ -260,15 +211,6 @@ def test_two_sets_of_weights_are_a_question(
     assert torch.equal(
         open_checkpoint(str(tmp_path), HINTS).tensors["pos_embed"], tensors["pos_embed"]
     )
-
-
-def test_a_pointer_beside_weights_is_no_second_set(
-    tensors: dict[str, Tensor], tmp_path: Path
-) -> None:
-    put_weights(tmp_path, "model.safetensors", tensors)
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 110367416\n"
-    (tmp_path / "pytorch_model.bin").write_text(pointer)
-    assert open_checkpoint(str(tmp_path), HINTS).record.arch == ARCH
 
 
 @pytest.mark.parametrize("kind", [kind for kind in UNREADABLE if kind != "a terabyte"])

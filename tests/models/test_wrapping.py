@@ -21,7 +21,6 @@ from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
 from certcli.system.errors import ArchitectureError, CheckpointError
 from tests.models.test_converters import STATISTICS, TRANSFORMERS, transformers_folder
-from tests.models.transformers_logits import weights
 
 ARCH = "vit_tiny_patch16_224"
 SMALL = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 1, "num_heads": 3}
@@ -86,8 +85,9 @@ def test_two_networks_in_one_file_are_a_question(tensors: Tensors, tmp_path: Pat
         opened_wrapping(content, tmp_path)
     assert caught.value.hint == "--weights model"
     chosen = Hints(ARCH, SMALL, (0.5,), (0.5,), weights="model_state_dict")
-    read = opened_wrapping(content, tmp_path, chosen)
-    assert torch.equal(read.tensors["pos_embed"], other["pos_embed"])
+    assert torch.equal(
+        opened_wrapping(content, tmp_path, chosen).tensors["pos_embed"], other["pos_embed"]
+    )
     with pytest.raises(ArchitectureError, match="no weights 'x'"):
         opened_wrapping(content, tmp_path, Hints(ARCH, SMALL, weights="x"))
 
@@ -387,28 +387,6 @@ def test_a_new_head_of_torchvision_is_read(name: str, prefix: str, tmp_path: Pat
     line = " ".join((read.reading.line(), *read.reading.doubts))
     assert said in line
     assert "'criterion.weight'" in line
-
-
-def test_two_layers_of_torchvisions_head_are_named(tmp_path: Path) -> None:
-    theirs = VisionTransformer(16, 8, 1, 2, 24, 48, num_classes=9)
-    theirs.heads = nn.Sequential(nn.Linear(24, 5), nn.Tanh(), nn.Linear(5, 3))
-    with pytest.raises(ArchitectureError, match=r"'heads\.0\.weight' and 'heads\.2\.weight'"):
-        opened_wrapping(theirs.state_dict(), tmp_path, Hints(None, {"num_heads": 2}, **STATISTICS))
-
-
-@pytest.mark.parametrize("prefix", ["base_model.model.", "module.", "model."])
-def test_wrapped_names_of_transformers_are_read(prefix: str, tmp_path: Path) -> None:
-    row = TRANSFORMERS["vit"]
-    plain = weights(row["shapes"])
-    for name in ("bare", "wrapped"):
-        (tmp_path / name).mkdir()
-    bare = open_checkpoint(transformers_folder(row, tmp_path / "bare"), Hints())
-    wrapped = {**under(prefix)(plain), "loss_fct.weight": ONE}
-    path = transformers_folder(row, tmp_path / "wrapped", tensors=wrapped)
-    read = open_checkpoint(path, Hints())
-    assert read.tensors.keys() == bare.tensors.keys()
-    assert all(torch.equal(value, bare.tensors[key]) for key, value in read.tensors.items())
-    assert "'loss_fct.weight'" in read.reading.line()
 
 
 @pytest.mark.parametrize("kind", ["Siglip", "CLIP", "MobileViT", "Pvt", "ResNet", "MyOwn"])

@@ -117,19 +117,6 @@ def test_rolled_channels_show_a_linear_layer_its_window_of_tokens() -> None:
     )  # seven proven norms, each rounded up by 5e-10; the last layer is pending
 
 
-def test_pyramids_come_in_sizes() -> None:
-    sizes = [
-        sum(
-            p.numel()
-            for p in build.create(
-                f"certvit_lip_pyramid_cifar10{size}", {}, initialise=True
-            ).parameters()
-        )
-        for size in ("_small", "", "_base", "_large")
-    ]
-    assert sizes == sorted(set(sizes))
-
-
 def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -> None:
     shape = {"img_size": 16, "widths": [8, 12], "depths": [1, 2], "windows": 1, "head": [8]}
     net = build.create("certvit_lip_pyramid_cifar10", shape, initialise=True).double()
@@ -162,15 +149,13 @@ def test_a_pyramid_merges_neighbours_and_has_the_constant_1_while_orthogonal() -
 def test_the_lengths_of_channels_have_a_gradient_everywhere() -> None:
     tokens = torch.randn(2, 16, 3, dtype=torch.float64, requires_grad=True)
     pool = L2Pool(4, 2)
-    windows = tokens.view(2, 2, 2, 2, 2, 3)
-    expected = torch.linalg.vector_norm(windows, dim=(2, 4)).view(2, 4, 3)
+    expected = torch.linalg.vector_norm(tokens.view(2, 2, 2, 2, 2, 3), dim=(2, 4)).view(2, 4, 3)
     torch.testing.assert_close(pool(tokens), expected)
     with torch.no_grad():
         torch.testing.assert_close(pool(tokens), expected)
     torch.autograd.gradcheck(pool, (tokens,))
     silent = torch.zeros(1, 16, 3, requires_grad=True)
     pool(silent).sum().backward()
-    assert silent.grad is not None
     assert not silent.grad.any()
 
 
@@ -187,20 +172,6 @@ def test_reference_nets_have_the_constant_of_their_pooling_while_orthogonal(arch
     outcome = propagate(trace_network(net, (1, 28, 28)), Arithmetic())
     # sqrt(4 tokens) of the mean; 1e-5: the matrices are orthogonal in float32
     assert float(outcome.logits.base) <= 0.5 * (1 + 1e-5)
-
-
-def test_without_mixing_no_token_depends_on_another() -> None:
-    def reach(mixing: str) -> bool:
-        torch.manual_seed(0)
-        net = TokenMixer(1, 8, 4, 8, 2, mixing, 2, [8], 3).double()
-        seen: list[torch.Tensor] = []
-        net.layers[-1].register_forward_hook(lambda module, inputs, output: seen.append(output))
-        image = torch.rand(1, 1, 8, 8, dtype=torch.float64, requires_grad=True)
-        net(image)
-        (gradient,) = torch.autograd.grad(seen[0][:, 0].sum(), image)
-        return bool(gradient[..., 4:, 4:].any())  # the last patch, seen by the first token
-
-    assert [reach(mixing) for mixing in ("sort", "orthogonal", "none")] == [True, True, False]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,17 @@
 """Benchmarks start: each imports what the project still has, and that of attacks runs in a small
 form.
+
+The table of `make gpu`: its rows are command lines that run, its comparison can fail, and
+without a GPU it says so.
 """
 
+import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +19,9 @@ import pytest
 import torch
 from PIL import Image
 
+from benchmarks import gpu
 from certcli.images import datasets
+from tests.helpers.runs import exit_of_fork, fork
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPTS = sorted(
@@ -58,16 +66,14 @@ def printed_lines(
 
 def test_the_benchmark_of_attacks_runs(printed_lines: Callable[..., list[str]]) -> None:
     first = "PGD-20, one run"
-    attack = importlib.import_module("benchmarks.attack")
-    few = {first: attack.WORKLOADS[first]}
+    few = {first: importlib.import_module("benchmarks.attack").WORKLOADS[first]}
     assert first in "".join(printed_lines("attack", "--images", "8", ENOUGH=0.2, WORKLOADS=few))
 
 
 def test_the_benchmark_of_strength_runs(
     workshop: Path, printed_lines: Callable[..., list[str]]
 ) -> None:
-    source = str(workshop / "plain.safetensors")
-    words = (source, "--limit", "2", "-e", "0.05", "--steps", "2")
+    words = (str(workshop / "plain.safetensors"), "--limit", "2", "-e", "0.05", "--steps", "2")
     lines = printed_lines("strength", *words, REFERENCE="fgsm")[1:]
     rows = importlib.import_module("benchmarks.strength").rows(2, "l2")
     assert [row.label for row in rows] == [line[32:66].strip() for line in lines]
@@ -118,47 +124,92 @@ def quantised(pixels: torch.Tensor) -> bytes:
     return bytes((255 * pixels).round().to(torch.uint8).flatten().tolist())
 
 
-def test_growth_extrapolates_a_power_law_exactly() -> None:
-    growth = importlib.import_module("benchmarks.growth")
-    networks = {"a": (1, 64, 4, 3), "b": (2, 128, 9, 3), "c": (3, 256, 16, 3)}
-
-    def law(work: str, size: tuple[int, ...]) -> tuple[float, float]:
-        depth, width, tokens, _ = size
-        seconds = 2e-6 * growth.units(work, depth, tokens) * width**3
-        return seconds, 3.0 * growth.memory_units(work, depth, tokens) * width
-
-    large = (5, 1024, 25, 3)
-    for work in growth.WORK:
-        rows = {name: {work: law(work, size)} for name, size in networks.items()}
-        fit = growth.fitted(networks, rows, work)
-        assert growth.extrapolated(large, work, fit) == pytest.approx(law(work, large))
-        cubic = growth.by_third_power(large, work, networks, rows)
-        assert cubic == pytest.approx(law(work, large)[0])
-
-
-def test_the_benchmark_beside_the_proven_network_runs(
-    workshop: Path, printed_lines: Callable[..., list[str]]
+def test_without_the_device_nothing_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    source = str(workshop / "plain.safetensors")
-    lines = printed_lines(
-        "proven_vit", source, *["--limit", "10", "--split", "val", "--epochs", "3"]
-    )
-    assert [line.partition(":")[0] for line in lines] == [source, "linear", "MLP of 128"]
-    assert "of 140" in lines[0]
-    assert all(line.count("of 10 ") == 2 for line in lines[1:])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["gpu"])
+    assert gpu.main() == 0
+    assert "no CUDA device here: nothing was measured" in capsys.readouterr().out
 
 
-def test_the_benchmark_of_products_runs(
-    monkeypatch: pytest.MonkeyPatch, printed_lines: Callable[..., list[str]]
-) -> None:
-    benchmark = importlib.import_module("benchmarks.products")
-    monkeypatch.setattr(benchmark.products, "is_faster", lambda: True)
-    name = "orthogonal step of examples/mnist.sh, 256 images"
-    rows = {
-        "a product": lambda: benchmark.product(64, 64, 64),
-        name: lambda: benchmark.training_step(
-            "certvit_lip_mnist", {"patch": 14, "width": 32, "depth": 1}, 4, loss="margin"
-        ),
+def table_arguments(against_cpu: bool) -> argparse.Namespace:
+    given = {
+        "arch": "certvit_lip_digits",
+        "arch_arg": [],
+        "images": 10,
+        "batch_size": 5,
+        "only": "lipschitz",
     }
-    lines = printed_lines("products", "--rounds", "1", ROWS=rows)
-    assert [line[:50].strip() for line in lines[2:]] == list(rows)
+    return argparse.Namespace(**given, against_cpu=against_cpu)
+
+
+def run_in_fork(shell: list[str], cwd: Path, **_: object) -> SimpleNamespace:
+    """What subprocess.run says of such a program."""
+
+    def act() -> None:
+        os.chdir(cwd)
+        sys.argv = shell[2:]
+        exec(shell[2], {"__name__": "__main__"})
+
+    code = exit_of_fork(fork(act, cwd / "out.txt", cwd / "err.txt"))
+    return SimpleNamespace(
+        returncode=code, stdout=(cwd / "out.txt").read_text(), stderr=(cwd / "err.txt").read_text()
+    )
+
+
+def test_a_row_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "subprocess", SimpleNamespace(run=run_in_fork))
+    last = gpu.table(table_arguments(False), tmp_path, "cpu")[-1]
+    assert last.startswith("| lipschitz | ")
+    assert 0.1 < float(last.split("|")[5]) < 16  # GiB of this process
+    assert len(list((tmp_path / "images" / "test").glob("*/*.png"))) == 10
+
+
+def gpu_record(index: int, radius: float, prediction: int = 1) -> dict:
+    return {
+        "index": index,
+        "prediction": prediction,
+        "radius": radius,
+        "pixels": "ab",
+        "seconds": radius,
+    }
+
+
+RECORDS = [
+    (gpu_record(1, 0.5), "the same, 2 records"),
+    (gpu_record(1, 0.5 + 1e-5), "the same, 2 records"),
+    (gpu_record(1, 0.5 + 1e-3), "1 of 2 records differ, .record[1].radius: 0.501 and 0.5"),
+    (gpu_record(1, 0.5, prediction=2), "1 of 2 records differ, .record[1].prediction: 2 and 1"),
+    (gpu_record(2, 0.5), "1 of 2 records differ, .record[1].index: 2 and 1"),
+]
+
+
+@pytest.mark.parametrize(("other", "said"), RECORDS)
+def test_each_record_is_compared(other: dict, said: str) -> None:
+    """Shares alone would be equal in all of these."""
+    output = {"clean": 1.0, "certified": {"0.01": 1.0}}
+    here = gpu.Taken(1.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS), other))
+    there = gpu.Taken(2.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS), gpu_record(1, 0.5)))
+    assert gpu.beside(here, there) == f"2.0 times faster, {said}"
+    edge = gpu.Taken(
+        1.0, None, 2**30, output, (gpu_record(0, gpu.RADIUS * (1 + 1e-9)), gpu_record(1, 0.5))
+    )
+    assert ".record[0].holds: True and False" in gpu.beside(edge, there)
+
+
+DIFFER = [
+    ({"upper": 1.0}, {"upper": 1.0 + 1e-3}),
+    ({"radius": 1.0}, {"radius": 1.0 + 1e-3}),
+    ({"certified": {"0.5": 0.5}}, {"certified": {"0.5": 0.6}}),
+    ([1.0, 2.0], [1.0]),
+    ({"a": 1}, {"b": 1}),
+    ({"upper": "inf"}, {"upper": 3.0}),
+    ({"clean": float("nan")}, {"clean": 1.0}),
+]
+
+
+@pytest.mark.parametrize(("here", "there"), DIFFER)
+def test_what_differs_is_found(here: object, there: object) -> None:
+    assert gpu.disagreement(here, there) is not None
+    assert gpu.disagreement(there, there) is None

@@ -14,7 +14,7 @@ import pytest
 from benchmarks.tables import excerpts, findings, papers, results
 from benchmarks.tables.claims import CLAIMS
 from benchmarks.tables.rows import BY_NAME, TABLES
-from certcli.evaluation import intervals, radii
+from certcli.evaluation import intervals, threat
 from certcli.lipschitz.bound import log10_or_none
 from certcli.lipschitz.numerics.real import Real
 
@@ -229,11 +229,6 @@ def test_formulas_of_a_sentence(
     assert left.replace("\\|", "|").replace("∣", "|") == sentence.replace("\\|", "|")
 
 
-def test_a_long_formula_may_break_before_its_relations() -> None:
-    parts = list(formulas._parts("‖Aᵀ B‖² = ‖Bᵀ A Aᵀ B‖ ≤ max_{i = 1} (a = b) c_i"))
-    assert parts == ["‖Aᵀ B‖²", "= ‖Bᵀ A Aᵀ B‖", "≤ max_{i = 1} (a = b) c_i"]
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -294,10 +289,12 @@ def test_texts_of_numbers_are_on_their_side() -> None:
     for _ in range(2000):
         number = draw.random() * 10.0 ** draw.randint(-12, 12)
         digits = draw.randint(1, 7)
-        assert Fraction(radii.rounded_down(number, digits)) <= Fraction(number)
-        assert Fraction(radii.rounded_up(number, digits)) >= Fraction(number)
+        assert Fraction(threat.rounded_down(number, digits)) <= Fraction(number)
+        assert Fraction(threat.rounded_up(number, digits)) >= Fraction(number)
         log10 = draw.uniform(-400, 400)
-        assert float(radii.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(log10)
+        assert float(threat.power_of_ten(log10, 1).removeprefix("10^")) >= log10 - 1e-12 * abs(
+            log10
+        )
 
 
 def test_texts_of_shares_and_intervals_are_on_their_side() -> None:
@@ -306,11 +303,11 @@ def test_texts_of_shares_and_intervals_are_on_their_side() -> None:
         images = draw.randint(1, 3000)
         hits = draw.randint(0, images)
         exact = Fraction(100 * hits, images)
-        assert Fraction(radii.proven_percent(hits / images).removesuffix(" %")) <= exact
-        assert Fraction(radii.attacked_percent(hits / images).removesuffix(" %")) >= exact
+        assert Fraction(threat.proven_percent(hits / images).removesuffix(" %")) <= exact
+        assert Fraction(threat.attacked_percent(hits / images).removesuffix(" %")) >= exact
         ends = intervals.share_interval(hits, images)
         texts = [
-            radii.percent_ends(ends),
+            threat.percent_ends(ends),
             re.findall(r"interval (\S+ to \S+)", intervals.interval_text(hits, images))[0],
         ]
         if images >= intervals.FEW:

@@ -30,8 +30,7 @@ REGISTRIES = [catalogue.ATTACKS, CERTIFICATES, PENALTIES, LOSSES, REPLACEMENTS]
 
 
 def test_the_reference_page_is_the_commands() -> None:
-    written = (ROOT / "docs" / "commands.md").read_text()
-    assert written == reference(COMMANDS), (
+    assert (ROOT / "docs" / "commands.md").read_text() == reference(COMMANDS), (
         "run: python -m certcli.cli.shared.reference > docs/commands.md"
     )
 
@@ -158,8 +157,9 @@ def test_every_command_that_a_page_types_is_one(page: Path) -> None:
 
 
 def test_the_tutorial_shows_an_output_below_every_command() -> None:
-    page = (ROOT / "docs" / "tutorial.md").read_text()
-    blocks = re.findall(r"```console\n(.*?)```", page, re.DOTALL)
+    blocks = re.findall(
+        r"```console\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL
+    )
     shown = [
         part for block in blocks for part in re.split(r"^\$ ", block, flags=re.MULTILINE) if part
     ]
@@ -168,8 +168,7 @@ def test_the_tutorial_shows_an_output_below_every_command() -> None:
 
 
 def test_the_readme_is_short_and_shows_an_answer() -> None:
-    readme = (ROOT / "README.md").read_text()
-    assert len(readme.split()) <= 900
+    assert len((ROOT / "README.md").read_text().split()) <= 900
     picture = html.unescape((ROOT / "docs" / "img" / "answer.svg").read_text()).replace("\xa0", " ")
     assert "http" not in picture.replace("http://www.w3.org", "")
     assert "certvit audit certvit/digits" in picture
@@ -196,8 +195,11 @@ def _sources(*folders: str) -> dict[Path, str]:
 
 def listed_items(label: str) -> list[str]:
     """What the lines "*label:* a, b." of docs/bounds.md name, one item a name."""
-    page = (ROOT / "docs" / "bounds.md").read_text()
-    lists = re.findall(rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)", page, re.DOTALL)
+    lists = re.findall(
+        rf"\*{label}:\*\s(.*?)(?:\.\s|\.?$)(?=\*|\n|$)",
+        (ROOT / "docs" / "bounds.md").read_text(),
+        re.DOTALL,
+    )
     assert lists, f"no theorem has a line '*{label}:*'"
     return [item for text in lists for item in re.split(r"[,;]\s+", " ".join(text.split()))]
 
@@ -279,8 +281,7 @@ NAMED_ON = {
 
 @pytest.mark.parametrize("page", NAMED_ON)
 def test_a_page_has_each_name_of_its_registry(page: str) -> None:
-    text = (ROOT / "docs" / page).read_text()
-    code = " ".join(re.findall(r"`([^`]+)`", text))
+    code = " ".join(re.findall(r"`([^`]+)`", (ROOT / "docs" / page).read_text()))
     names = NAMED_ON[page].names()
     assert [name for name in names if not re.search(rf"(?<![\w-]){name}(?![\w-])", code)] == []
 

@@ -3,18 +3,20 @@ without docstrings, names that several files define, words of an older dialect.
 """
 
 import ast
+import functools
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-STATEMENTS = {"certcli": 37_700, "tests": 30_840}
+STATEMENTS = {"certcli": 37_700, "tests": 28_560}
 """Two in a hundred above what was reached. Lower a ceiling when the count falls; never raise one."""
-SHARED_NAMES = {"certcli": 52, "tests": 83}
+SHARED_NAMES = {"certcli": 52, "tests": 81}
 """The same of functions: a name that stands in several files is found in the wrong one."""
 
 
+@functools.cache
 def trees(folder: str) -> dict[Path, ast.Module]:
     files = sorted((ROOT / folder).rglob("*.py"))
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
@@ -133,12 +135,10 @@ def measured(folder: str) -> dict[str, float]:
     lines = 0
     long_lines = 0
     tuples = 0
-    for path in (ROOT / folder).rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        tree = ast.parse(text)
+    for path, tree in trees(folder).items():
         names.update(name for name in bound_names(tree) if name in DIALECT)
         tuples += tuple_assignments(tree)
-        rows = text.splitlines()
+        rows = path.read_text(encoding="utf-8").splitlines()
         lines += len(rows)
         long_lines += sum(len(row) > 100 for row in rows)
     return {

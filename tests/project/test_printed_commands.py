@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import typer
 
-from certcli.audit import gates, plan, summary_text
+from certcli.audit import answer, gates, plan
 from certcli.cli.main import program
 from certcli.report import audit_page, document
 from tests.helpers.commands import attempt, certvit
@@ -203,7 +203,7 @@ def test_what_to_do_next_can_be_typed(
     kind: str, findings: gates.AuditFindings, command_files: dict[str, Path], files_folder: Path
 ) -> None:
     shutil.copy(command_files[kind], "network.safetensors")
-    steps = summary_text.next_steps(
+    steps = answer.next_steps(
         findings, plan.AuditPlan(), plan.Typed("network.safetensors", dataset="digits")
     )
     assert steps

@@ -179,6 +179,7 @@ WRITERS = ("write_text", "write_bytes", "savefig", "save_file", "save", "savez",
 OF_ANOTHER_KIND = {
     ("report/page.py", "save"): "into memory, for a page",
     ("cli/shared/streams.py", "open"): "/dev/null",
+    ("api/__init__.py", "save"): "a checkpoint, by the one writer",
 }
 """Calls outside the one writer, and where they write."""
 

@@ -13,7 +13,7 @@ from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
 from benchmarks.tables.rows import BY_NAME, DATA, ROWS, TABLES
 from benchmarks.tables.run import arguments, figure, made_by, step
-from certcli.evaluation.radii import parse_radius, radius_key
+from certcli.evaluation.threat import parse_radius, radius_key
 
 RUNS = results.read()
 

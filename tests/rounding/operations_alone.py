@@ -106,14 +106,20 @@ def operations(
         steps = analysis._steps[place : place + len(numbers)]
         place += len(numbers)
         if node.op != "placeholder" and len(numbers) == 1:
+            module = modules[node]
+            parts = {torch.float64: module, precision.dtype: copied(module, precision.dtype)}
             for name, make in OPERANDS.items():
                 operands = scaled_operands(node, values, make, precision, places)
                 if operands is not None:
-                    pair = _pair(node, modules[node], values, operands, steps, places, precision)
+                    pair = _pair(node, parts, values, operands, steps, places, precision)
                     rounding = steps[0].rounding
                     function = rounding.rounding if isinstance(rounding, Steep) else rounding
                     theorem = f"{function.__module__}.{function.__qualname__.split('.')[0]}"
                     yield Alone(theorem, node, name, *pair)
+
+
+def copied(module: nn.Module | None, dtype: torch.dtype) -> nn.Module | None:
+    return None if module is None else copy.deepcopy(module).to(dtype)
 
 
 def scaled_operands(
@@ -138,7 +144,7 @@ def scaled_operands(
 
 def _pair(
     node: fx.Node,
-    module: nn.Module | None,
+    parts: dict[torch.dtype, nn.Module | None],
     values: dict[fx.Node, Any],
     operands: dict[fx.Node, Tensor],
     steps: list[ErrorStep],
@@ -159,8 +165,7 @@ def _pair(
             )
 
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), stored)
-        part = None if module is None else copy.deepcopy(module).to(dtype)
-        return result_of(node, part, args, kwargs)[0]
+        return result_of(node, parts[dtype], args, kwargs)[0]
 
     bound = float(steps[0].rounding(sizes))
     exact = run(torch.float64, torch.clone)

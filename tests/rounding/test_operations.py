@@ -19,8 +19,8 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.derived_constants import Moved
-from certcli.engine.walk import Call, Constant
+from certcli.engine.trace import Moved
+from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape
@@ -59,8 +59,11 @@ def batch_norm(
 
 
 def layer_norm(s: float = 1.0, weight: float = 1.0, bias: float = 1.0) -> nn.Module:
-    norm = nn.LayerNorm(WIDTH, eps=0.1 * s * s)
-    return given(norm, weight=weight * draw(WIDTH), bias=bias * draw(WIDTH, seed=1))
+    return given(
+        nn.LayerNorm(WIDTH, eps=0.1 * s * s),
+        weight=weight * draw(WIDTH),
+        bias=bias * draw(WIDTH, seed=1),
+    )
 
 
 def linear(weight: float = 1.0, bias: float = 1.0) -> nn.Module:
@@ -170,13 +173,11 @@ def followed(
     out = module(*inputs)
     places = [Followed(i, tuple(x.shape)) for i, x in enumerate(inputs)]
     kind = module.function.__name__ if isinstance(module, Apply) else type(module).__name__
-    op = Operation(precision, own, Call("part", kind, tuple(out.shape)))
+    op = Operation(precision=precision, made=own, path="part", kind=kind, shape=tuple(out.shape))
     if isinstance(module, Apply):
         rounding = rules.functions[module.function](op, *module.operands(places[0]), **module.named)
     else:
-        module_rule = rules.find(module)
-        assert module_rule is not None
-        rounding = module_rule.apply(op, module, *places)
+        rounding = rules.find(module).apply(op, module, *places)
     return lambda bounds: rounding(lambda x: bounds[x.place])
 
 

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.certify.around import _STEPS
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
-from certcli.engine.derived_constants import Moved
 from certcli.engine.table import NoRule
-from certcli.engine.walk import Call, Constant
+from certcli.engine.trace import Moved
+from certcli.engine.walk import Constant
 from certcli.lipschitz.network import prove_network
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry
@@ -31,7 +32,7 @@ from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.norms import FloorNorm
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
-from certcli.rounding.neighbours import _STEPS, _floats
+from certcli.rounding.neighbours import _floats
 from certcli.rounding.operation_errors import Followed, Operation, rules
 from certcli.rounding.stepwise import Stepwise
 from tests.certify.test_local_lip import SIZE
@@ -75,14 +76,16 @@ def applied(
 ) -> object:
     """Run the rule of a module whose tensors, or those of `own`, are the network's."""
     own = own or Moved([*module.parameters(), *module.buffers()])
-    op = Operation(FLOAT32, own, Call("part", "Attention", TOKENS))
+    op = Operation(precision=FLOAT32, made=own, path="part", kind="Attention", shape=TOKENS)
     rule: Any = rules.find(module)
     return rule.apply(op, module, Followed(0, shape), **named)
 
 
 def called(function: Any, *operands: Any) -> object:
     name = getattr(function, "__name__", "")
-    op = Operation(FP16, Moved([FIXED.tensor]), Call("part", name, (1, 2, 7)))
+    op = Operation(
+        precision=FP16, made=Moved([FIXED.tensor]), path="part", kind=name, shape=(1, 2, 7)
+    )
     return rules.functions[function](op, *operands)
 
 
@@ -151,9 +154,9 @@ def test_what_is_beside_a_refusal_has_a_rounding(module: nn.Module) -> None:
 
 
 def test_an_operation_of_constants_is_refused() -> None:
-    context: Any = SimpleNamespace(call=SimpleNamespace(dtype=None, kind="add"))
+    context: Any = SimpleNamespace(dtype=None, kind="add")
     with pytest.raises(NoRule, match="without a tensor that depends on the image"):
-        Stepwise(Operation(FP16, Moved([]))).followed(
+        Stepwise(Operation(precision=FP16, made=Moved([]))).followed(
             rules.functions[torch.add], rules.functions[torch.add]
         )(context, 1.0)
 
@@ -249,7 +252,7 @@ def test_a_computed_constant_is_off_here_and_in_the_graph() -> None:
         computed_of_it = weight * weight.roll(1)
     for precision in (FLOAT64, FP16):
         exact = sum(arithmetics.error_of(computed_of_it, p, made) for p in (precision, FLOAT64))
-        found = Operation(precision, made).operand(computed_of_it)
+        found = Operation(precision=precision, made=made).operand(computed_of_it)
         assert float(found.difference.max()) == exact > 0
         assert torch.equal(found.number, computed_of_it.abs() + exact)
 

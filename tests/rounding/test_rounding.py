@@ -196,8 +196,7 @@ def test_a_slope_at_an_image_holds_for_all_rows_within_the_error(name: str, shif
     image = torch.rand(5, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     (place,) = [i for i, step in enumerate(analysis._steps) if isinstance(step.rounding, Steep)]
     step = analysis._steps[place]
-    measured = analysis._measured(analysis._sizes(image[None])[1][0].tolist())
-    before = measured[step.sources[0]]
+    before = analysis._measured(analysis._sizes(image[None])[1][0].tolist())[step.sources[0]]
     rows = image + shift
     centre = rows.mean(1, keepdim=True) if name == "layer_norm" else torch.zeros_like(rows)
     away = (rows - centre).norm(dim=1, keepdim=True).amin()
@@ -277,8 +276,7 @@ def test_biases_that_cancel_certify_nothing_wrong(power: int) -> None:
     model, hidden = cancelling(power)
     pixels = torch.rand(64, 1, 6, 6, dtype=torch.float64)
     tops = model(pixels).argmax(1).tolist()
-    body = model.net[:3](pixels)
-    real = ((body @ hidden.weight.T) @ model.net[5].weight.T).argmax(1).tolist()
+    real = ((model.net[:3](pixels) @ hidden.weight.T) @ model.net[5].weight.T).argmax(1).tolist()
     assert tops != real  # the file is one that rounding decides
     bound = prove_network(model, 10)
     for certifier in (
@@ -325,10 +323,10 @@ def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
     modules = {"attention": "Attention", "norm": "LayerNorm", "eps": "LayerNorm", "block": "Block"}
     wanted = modules.get(kind.rpartition("-")[2], "GELU")
     net = build.build(tiny.record, initialise=True)
-    tokens = net.pos_embed.shape[1]
-    arguments = {"orthogonal-attention": {"tokens": tokens}, "norm-eps": {"eps": 1e-4}}.get(
-        kind, {}
-    )
+    arguments = {
+        "orthogonal-attention": {"tokens": net.pos_embed.shape[1]},
+        "norm-eps": {"eps": 1e-4},
+    }.get(kind, {})
     places = [path for path, module in net.named_modules() if type(module).__name__ == wanted]
     for path in places:
         build.replace_module(net, Replacement(path=path, kind=kind, args=arguments))

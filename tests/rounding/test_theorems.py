@@ -17,8 +17,8 @@ from timm.layers.grn import GlobalResponseNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.engine.derived_constants import Computed, Moved
-from certcli.engine.walk import Call, Constant
+from certcli.engine.trace import Computed, Moved
+from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import ONE, Real, as_real
 from certcli.models.pixels import PixelNormalize
@@ -63,7 +63,7 @@ def added(
     if isinstance(rule, nn.Module):
         own = [*own, *rule.parameters(), *rule.buffers()]
         args = [rule, *args]
-    op = Operation(P, Moved(own), Call("part", kind, shape))
+    op = Operation(precision=P, made=Moved(own), path="part", kind=kind, shape=shape)
     apply: Any = (
         getattr(rules.find(rule), "apply", None)
         if isinstance(rule, nn.Module)

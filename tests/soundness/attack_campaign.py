@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +32,12 @@ from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import (
-    ARITHMETICS,
     BRANCH,
-    EFFORTS,
-    PROCEDURES,
     REAL,
+    Arithmetic,
+    Effort,
     Local,
+    Masking,
     Patches,
     Proof,
 )
@@ -173,21 +173,21 @@ ROWS = (
     *(
         Row(method, name, proving(method, name), anything)
         for method in ("lipschitz", "box")
-        for name in ARITHMETICS
+        for name in get_args(Arithmetic)
     ),
     *(
         Row(method, name, proving(method, name), random_chain)
         for method in ("local-lip", "bcp")
-        for name in ARITHMETICS
+        for name in get_args(Arithmetic)
     ),
     *(
         Row("local", f"{effort} {norm} {name}", local_row(effort, norm, name), small_network, 200)
-        for effort, norm in itertools.product(EFFORTS, NORMS)
-        for name in ARITHMETICS
+        for effort, norm in itertools.product(get_args(Effort), NORMS)
+        for name in get_args(Arithmetic)
     ),
     *(
         Row("patch", f"{procedure} {size}", against_patches(procedure, size), masked, 20)
-        for procedure, size in itertools.product(PROCEDURES, ("1", "2x1", "2"))
+        for procedure, size in itertools.product(get_args(Masking), ("1", "2x1", "2"))
     ),
 )
 COUNTED_ELSEWHERE = ("smoothing",)

@@ -33,8 +33,8 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.record import InputSpec
-from certcli.evaluation.choices import PRECISIONS
 from certcli.evaluation.records import RecordFile, read_records
+from certcli.evaluation.threat import PRECISIONS
 from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.processes import ALONE, Team
@@ -110,9 +110,13 @@ def shifted_classes(precision: str) -> Classifier:
 
 def edge_image(pixel: float, count: int) -> Images:
     images = torch.full((count, 1, 1, 1), pixel)
-    ones = torch.ones(count, dtype=torch.int64)
     return Images(
-        "line", "test", ("0", "1"), ones, torch.arange(count), lambda rows: images[list(rows)]
+        "line",
+        "test",
+        ("0", "1"),
+        torch.ones(count, dtype=torch.int64),
+        torch.arange(count),
+        lambda rows: images[list(rows)],
     )
 
 
@@ -149,9 +153,8 @@ def arranged(
     arrangement.
     """
     classify = shifted_classes(settings.precision)
-    edge = EDGES[settings.precision]
     images, paths = (
-        edge_image(edge + true, count),
+        edge_image(EDGES[settings.precision] + true, count),
         [folder / f"{name}.jsonl" for name in ("dealt", "resumed")],
     )
     for path in paths:

@@ -237,8 +237,7 @@ def edited_onnx(data: bytes, rng: random.Random) -> bytes:
         return edit_bytes(data, rng)
     model = onnx.ModelProto.FromString(data)
     for _ in range(rng.choice((1, 1, 2))):
-        edit = rng.choice((edit_node, edit_numbers, edit_tensor, edit_sizes))
-        edit(model.graph, rng)
+        rng.choice((edit_node, edit_numbers, edit_tensor, edit_sizes))(model.graph, rng)
     return model.SerializeToString()
 
 

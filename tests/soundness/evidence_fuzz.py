@@ -23,8 +23,7 @@ import torch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.log import run
-from certcli.evaluation.claim import statuses, unverified_reasons
-from certcli.evaluation.evidence import command_of, evidence_document
+from certcli.evaluation.evidence import command_of, evidence_document, statuses, unverified_reasons
 from certcli.evaluation.evidence_schema import COMMANDS
 from certcli.system.errors import CertvitError
 from certcli.verification import evidence as verification
@@ -171,8 +170,10 @@ def judge_record(lab: Laboratory, number: int, raw: Raw) -> tuple[str, list[str]
         ):
             lies.append(f"{about['command']!a} is repeated")
         if status == "verified":
-            document = evidence_document(entry, checkpoint.digest)
-            wrong = (untrue(lab, number, about, sentence), unmarked(lab, number, about, document))
+            wrong = (
+                untrue(lab, number, about, sentence),
+                unmarked(lab, number, about, evidence_document(entry, checkpoint.digest)),
+            )
             lies += [f"{lie} in: {sentence} ({json.dumps(about)[:1500]})" for lie in wrong if lie]
         elif (
             about["command"] in ("attack", "adapt", "constrain") and sentence != run.NOT_UNDERSTOOD

@@ -19,7 +19,7 @@ from certcli.cli.shared.groups import BatchDevice, Evaluation
 from certcli.cli.shared.output import Sink
 from certcli.cli.verify.command import VerifyScope
 from certcli.cli.verify.run import certify_again
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.evidence_schema import UNVERIFIED_FIELDS
 from certcli.evaluation.record_lines import describe_images
 from certcli.lipschitz.network import prove_checkpoint

@@ -45,8 +45,7 @@ def enclosed_share(seed: int) -> float:
     """The largest share of what forms leave free, over all nodes of a random network, at several
     radii and settings.
     """
-    kind = KINDS[seed % len(KINDS)]
-    model = network(kind, seed)
+    model = network(KINDS[seed % len(KINDS)], seed)
     pixels = image(seed)
     label = int(model(pixels).argmax())
     local = LocalNetwork(model, SIZE)

@@ -19,13 +19,13 @@ from certcli.certify.options import BRANCH, NORMS, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.balls.ball import Near, Normalised, settled
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes import pointwise
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
 from certcli.engine.tracer import Untraceable
-from certcli.evaluation.radii import Norm
+from certcli.evaluation.threat import Norm
 from certcli.system.errors import NoBoundError
 from tests.helpers.enclosure_cases import square_symbols
 from tests.soundness.local_programs import CLASSES, SIZE, program
@@ -122,8 +122,9 @@ def walked_program(
                 label,
                 watch,
             )
-        at = torch.tensor([radius], dtype=torch.float64)
-        return values, network.margins(pixels, at, torch.tensor([label]), watch=watch)[0]
+        return values, network.margins(
+            pixels, torch.tensor([radius], dtype=torch.float64), torch.tensor([label]), watch=watch
+        )[0]
     except Unbounded:
         return values, None
 

@@ -133,8 +133,11 @@ class Runs:
         sink = Sink(as_json=True, quiet=True)
         demand = CertifiedDemand(threats[0], share, every)
         target = CertifyTarget(records=self.path, resume=self.path.exists())
-        machine = BatchDevice(device="cpu", batch_size=BATCH)
-        options = CertifyOptions(source=Source(ckpt=""), target=target, machine=machine)
+        options = CertifyOptions(
+            source=Source(ckpt=""),
+            target=target,
+            machine=BatchDevice(device="cpu", batch_size=BATCH),
+        )
         choice = MethodChoice("lipschitz", "", ready={"lipschitz": self.certifier})
         (found,) = run_all(
             choice, CertifyTask(self.net, self.images, threats, demand), options, sink

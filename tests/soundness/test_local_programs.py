@@ -20,8 +20,8 @@ from certcli.checkpoint.record import InputSpec
 from certcli.enclosure.balls.ball import rules as norms_rules
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.columns import weights
+from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form
-from certcli.enclosure.zonotopes.neighbourhood import l2_ball
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.table import NoRule

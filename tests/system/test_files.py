@@ -16,7 +16,7 @@ import torch
 
 from certcli.checkpoint.file import read_tensors, write_shards
 from certcli.checkpoint.outputs import Outputs
-from certcli.checkpoint.tensor_files import INDEX, orphans, shards_of_index
+from certcli.checkpoint.tensor_files import INDEX, shards_of_index
 from certcli.system import errors, files
 from tests.helpers import commands, runs
 
@@ -205,32 +205,11 @@ def test_force_deletes_the_files_of_a_killed_run(tmp_path: Path) -> None:
     assert len(left(tmp_path) - before) == 3, "a whole file, a torn one, and the index's"
     foreign = tmp_path / "model-00007-of-00009.safetensors"
     shutil.copy(next(tmp_path.glob("model-00001-of-*")), foreign)
-    raw = foreign.read_bytes().replace(b"certvit.part-of", b"certvit.part_of")
-    foreign.write_bytes(raw)
+    foreign.write_bytes(foreign.read_bytes().replace(b"certvit.part-of", b"certvit.part_of"))
     assert read_tensors(index)[0]["t2"][0] == 2
     write_shards(index, tensors, {}, True, 32)
     assert left(tmp_path) == {INDEX, foreign.name, *(path.name for path in shards_of_index(index))}
     assert len(shards_of_index(index)) == 3
-
-
-def test_files_of_a_living_run_are_not_swept(tmp_path: Path) -> None:
-    """Another run with --force that starts while two of three files are whole and the third is
-    being written.
-    """
-    tensors = {f"t{number}": torch.full((8,), float(number)) for number in range(3)}
-    index = tmp_path / INDEX
-    seen = []
-
-    class Watching(torch.Tensor):
-        def cpu(self, *args: object, **options: object) -> torch.Tensor:
-            seen.append((orphans(index), files.sweep(tmp_path, ".*"), len(left(tmp_path))))
-            return torch.Tensor.cpu(self.as_subclass(torch.Tensor))
-
-    write_shards(
-        index, {name: value.as_subclass(Watching) for name, value in tensors.items()}, {}, True, 32
-    )
-    assert seen[-1] == ([], False, 4), "two whole files, a torn one, and the index's"
-    assert left(tmp_path) == {INDEX, *(path.name for path in shards_of_index(index))}
 
 
 def test_an_orphan_that_is_read_is_not_deleted(tmp_path: Path) -> None:

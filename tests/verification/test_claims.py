@@ -11,7 +11,6 @@ import pytest
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
-from certcli.cli.log.run import evidence_sentence
 from certcli.system.errors import NoBoundError
 from tests.helpers.commands import console
 
@@ -253,18 +252,6 @@ def test_without_a_bound_another_arithmetic_than_real_is_refuted(
             claim["statement"] for claim in told["claims"] if claim["entry"].endswith("finetune")
         }
         assert ("how it was certified" in claims_of) is (arithmetic == "bf16")
-
-
-@pytest.mark.parametrize("before", [None, 0.5])
-@pytest.mark.parametrize("after", [None, 0.5])
-def test_an_accuracy_may_stand_alone(before: float | None, after: float | None) -> None:
-    result = {**KEPT, "accuracy_before": before, "accuracy_after": after}
-    text = evidence_sentence(Evidence("adapt", {"calibration": "digits"}, result, "0" * 64))
-    accuracies = text.partition("accuracy ")[2]
-    unknown = (before, after).count(None)
-    assert accuracies.count("not stated") == unknown % 2
-    assert accuracies.count("10 of 20") == 2 - unknown
-    assert "(measured)" in text
 
 
 def test_lineage_is_compared_with_the_files_that_are_there(workshop: Path, tmp_path: Path) -> None:

@@ -254,8 +254,12 @@ def test_a_forged_report_of_certify_is_refuted(
 def test_a_report_of_attack_is_never_verified(workshop: Path, tmp_path: Path) -> None:
     words = ("--dataset", "digits", "--limit", 4, "-a", "fgsm", "-e", 0.2, "--no-checks")
     report = document("attack", workshop / "certified.safetensors", *words)
-    found = checked(workshop, tmp_path, report, 7)
-    assert found["counts"] == {"verified": 0, "refuted": 0, "unverified": 2, "stale": 0}
+    assert checked(workshop, tmp_path, report, 7)["counts"] == {
+        "verified": 0,
+        "refuted": 0,
+        "unverified": 2,
+        "stale": 0,
+    }
 
 
 def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None:
@@ -269,8 +273,7 @@ def test_a_document_of_nobody_is_refused(workshop: Path, tmp_path: Path) -> None
         path.write_text(json.dumps(report))
         done = attempt("verify", path, workshop / "certified.safetensors")
         assert getattr(done.exception, "code", 0) == 3, (report, done.exception)
-    attack = {"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}
-    assert kind_of(attack) == "attack"
+    assert kind_of({"command": "attack", "schema": 1, "attacks": {}, "robust": 1.0}) == "attack"
 
 
 @pytest.mark.parametrize("name", ["promise", "arithmetic", "domain"])

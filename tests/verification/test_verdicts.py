@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from certcli.checkpoint.record import MEAN
-from certcli.evaluation import claim as claims
-from certcli.evaluation.claim import Claim
+from certcli.evaluation import evidence as claims
+from certcli.evaluation.evidence import Claim
 from certcli.evaluation.evidence_schema import SmoothingOptions
 from certcli.evaluation.threat import Patch, Threat
 from certcli.lipschitz.bound import Bound, bound_document

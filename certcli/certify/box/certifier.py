@@ -36,7 +36,7 @@ from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, as_executed, pair_radii
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double

@@ -19,7 +19,7 @@ from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_r
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.columns import TINY
-from certcli.evaluation.claim import Claim
+from certcli.evaluation.evidence import Claim
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel

@@ -16,9 +16,8 @@ from certcli.certify.options import VOTING, Patches
 from certcli.certify.patch.double_masking import DoubleMasking, Procedure, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses, seen
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.choices import Defence
-from certcli.evaluation.claim import Claim
-from certcli.evaluation.threat import Patch, Threat
+from certcli.evaluation.evidence import Claim
+from certcli.evaluation.threat import Defence, Patch, Threat
 from certcli.images.labelled import sent
 from certcli.models import build
 from certcli.models.pixels import AUTO, PixelModel, seen_part

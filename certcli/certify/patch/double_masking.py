@@ -76,7 +76,8 @@ class DoubleMasking(Procedure):
 
     def use(self, masks: Tensor, grid: Grid, patches: Sequence[Patch]) -> None:
         """Use masks (m, rows, columns), False: hidden. UsageError: a patch that none hides."""
-        self.patches, self.count = tuple(patches), len(masks)
+        self.patches = tuple(patches)
+        self.count = len(masks)
         for patch in patches:
             gap = hole(masks, grid, patch)
             if gap is not None:

@@ -8,7 +8,6 @@ tensors as they published them).
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +39,6 @@ class Denoiser(PixelDenoiser):
 
     digest: of its tensors, which with this class decide the function.
     """
-
-    per_sigma: ClassVar[bool] = False
 
     def __init__(self, channels: int, width: int, depth: int) -> None:
         super().__init__()

@@ -22,9 +22,9 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.denoiser import named_denoiser
 from certcli.certify.smoothing.noise import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.claim import Claim, Status
+from certcli.evaluation.evidence import Claim, Status
 from certcli.evaluation.intervals import number_of
-from certcli.evaluation.radii import attacked_radius, confidence, proven_radius
+from certcli.evaluation.threat import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent
 from certcli.system.errors import ArchitectureError, DataError
 from certcli.system.memory import out_of_memory

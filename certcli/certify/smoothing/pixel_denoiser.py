@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import require_weights, tensors_digest
-from certcli.evaluation.radii import rounded_down, rounded_up
+from certcli.evaluation.threat import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, LATENT, SAMPLE, Schedule, assembled
 from certcli.models.program import program_digest
 from certcli.nn.unet import UNet, noise_to_signal
@@ -44,10 +44,7 @@ class PixelDenoiser(nn.Module):
 
 
 class DenoiserSource(Protocol):
-    """A denoiser as read; `at`: its function for a sigma; per_sigma: it differs by sigma."""
-
-    @property
-    def per_sigma(self) -> bool: ...
+    """A denoiser as read; `at`: its function for a sigma."""
 
     def at(self, sigma: float) -> PixelDenoiser: ...
 
@@ -140,7 +137,6 @@ class OneShot(PixelDenoiser):
 class Diffusion:
     """A UNet and its schedule, another function for each sigma; digest: of the tensors."""
 
-    per_sigma: ClassVar[bool] = True
     net: UNet
     schedule: Schedule
     digest: str

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt import keep, run
+from certcli.adapt import fit, keep
 from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
@@ -19,7 +19,7 @@ from certcli.checkpoint import file, outputs
 from certcli.cli.adapt.command import Mode
 from certcli.cli.shared import fidelity, groups, inputs
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import image_doubts, radii
+from certcli.evaluation import image_doubts, threat
 from certcli.evaluation.fidelity import ReferenceLogits
 from certcli.images import calibration, labelled
 from certcli.lipschitz import bound, network
@@ -97,11 +97,11 @@ def make_adapter(
     pixels: torch.Tensor,
     device: torch.device,
     choosing: labelled.Images | None,
-) -> run.Adapter | keep.Keeper:
+) -> fit.Adapter | keep.Keeper:
     """Return the adapter that the settings need; `choosing`: images that judge further changes."""
 
     if settings.refit:
-        return run.Adapter(checkpoint, settings, pixels, device, processes.team())
+        return fit.Adapter(checkpoint, settings, pixels, device, processes.team())
     keeper = keep.Keeper(checkpoint, settings, pixels, device, processes.team())
     if choosing is not None and len(choosing):
         keeper.choose_by(
@@ -112,8 +112,8 @@ def make_adapter(
     return keeper
 
 
-def fit(
-    adapter: run.Adapter | keep.Keeper, state_path: Path, resume: bool, locks: ExitStack, sink: Sink
+def run_adapter(
+    adapter: fit.Adapter | keep.Keeper, state_path: Path, resume: bool, locks: ExitStack, sink: Sink
 ) -> None:
     """Run the adapter, saving each step, held by `held`; --goal keep is too quick for that."""
 
@@ -125,7 +125,7 @@ def fit(
                 bar.advance(remark=remark)
         return
     if processes.team().agree(lambda: resume and not reading.is_absent(state_path)):
-        adapter.restore(run.load_adaptation_state(state_path, adapter.identity))
+        adapter.restore(state_path)
         sink.note(
             f"continuing after {adapter.records[-1].path if adapter.records else 'the start'}"
         )
@@ -133,7 +133,7 @@ def fit(
         bar.advance(adapter.done)
         for record in adapter.run():
             if processes.team().leads:
-                run.save_adaptation_state(state_path, adapter.state())
+                adapter.store(state_path)
                 outputs.hold_state(state_path, locks)
             bar.advance(remark=f"{record.path}: error {percent(record.error)}")
 
@@ -161,7 +161,7 @@ def show_trade(trade: keep.Trade, sink: Sink) -> None:
                 str(rung.floors),
                 "-"
                 if rung.log10_upper is None
-                else radii.power_of_ten(rung.log10_upper).removeprefix("10^"),
+                else threat.power_of_ten(rung.log10_upper).removeprefix("10^"),
                 "-" if rung.log10_upper is None else f"{first - rung.log10_upper:.1f}",
                 f"{100 * rung.agreement:.1f} %",
                 f"{100 * rung.agreement_at_least:.1f} %"
@@ -187,7 +187,7 @@ def write_adapted(
 
     sink = talk.sink()
     settings = replace(settings, batch_size=machine.batch_size, seed=data.seed)
-    path = output.target("adapt", source.ckpt, source, data, mode, state=run.KEY)
+    path = output.target("adapt", source.ckpt, source, data, mode, state=fit.KEY)
     state_path = inputs.path_beside(path, "state")
     checkpoint = source.open(sink)
     settings = with_head(checkpoint, settings, sink)
@@ -216,7 +216,7 @@ def write_adapted(
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
     if not processes.team().leads:
-        fit(adapter, state_path, mode.resume, locks, sink)
+        run_adapter(adapter, state_path, mode.resume, locks, sink)
         proves = processes.team().rank == processes.team().size - 1
         processes.team().everyone(
             _bound_fields("upper_before", adapter.teacher, checkpoint) if proves else None
@@ -225,9 +225,9 @@ def write_adapted(
     reference = fidelity.measure_reference(
         adapter.teacher, used, unseen, checkpoint.record, machine.batch_size, sink
     )
-    outputs.require_own_state(state_path, run.KEY, adapter.identity, output.force or mode.resume)
+    outputs.require_own_state(state_path, fit.KEY, adapter.identity, output.force or mode.resume)
     outputs.hold_state(state_path, locks)
-    fit(adapter, state_path, mode.resume, locks, sink)
+    run_adapter(adapter, state_path, mode.resume, locks, sink)
     result = image_doubts.remember_images(
         adapter.result(), used
     )  # before the comparison: `result` folds norms
@@ -253,7 +253,7 @@ def write_adapted(
         path,
         mode.resume,
     )
-    outputs.discard_state(state_path, run.KEY, adapter.identity)
+    outputs.discard_state(state_path, fit.KEY, adapter.identity)
     memory = _peak_memory()
     sink.document(
         {
@@ -262,7 +262,16 @@ def write_adapted(
             **before,
             **after,
             **trade,
-            "options": [candidate.to_json(chosen.placed) for candidate in chosen.candidates],
+            "options": [
+                {
+                    "path": tried.path,
+                    "change": tried.change,
+                    "digits": tried.digits,
+                    "logits_error": tried.error,
+                    "taken": chosen.placed.get(tried.path) is tried,
+                }
+                for tried in chosen.candidates
+            ],
             "replaced": [
                 {"path": r.path, "from": r.before, "to": r.after, "error": r.error}
                 for r in adapter.records

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import typer
 
 from certcli.certify.options import Patches
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
-from certcli.evaluation import choices, radii, threat
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Reads, Records, Resume, Writes, command, group, typed_share
+from certcli.evaluation import threat
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -69,10 +69,10 @@ class Attacks:
         "--epsilon",
         "-e",
         metavar="R",
-        read=radii.parse_radius,
+        read=threat.parse_radius,
     )
     norm: threat.Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: choices.Defence = option(
+    defence: threat.Defence = option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
     steps: int | None = option(
@@ -83,17 +83,17 @@ class Attacks:
         None,
         "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
         metavar="A",
-        read=radii.parse_radius,
+        read=threat.parse_radius,
     )
     samples: int = option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: choices.Precision = option(
+    precision: threat.Precision = option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: choices.Pixels = option(
+    pixels: threat.Pixels = option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )
@@ -101,7 +101,7 @@ class Attacks:
         False, "Run every attack on every image, also on images that are broken already."
     )
     crafted_on: str | None = option(
-        None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=options.Reads()
+        None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=Reads()
     )
     checks: bool = option(
         True, "Check the evaluation itself on a few images.", "--checks/--no-checks"
@@ -142,7 +142,7 @@ class AttackedImages(groups.Evaluation):
         None,
         "Records of `certify`: attack each certified image at its own radius.",
         metavar="FILE.jsonl",
-        mark=options.Reads(),
+        mark=Reads(),
     )
 
 
@@ -156,18 +156,18 @@ class AttackOutput:
         "is missed, 9 if the images do not decide.",
         "--min-robust",
         metavar="A",
-        read=options.typed_share,
+        read=typed_share,
     )
-    records: options.Records = None
-    resume: options.Resume = False
+    records: Records = None
+    resume: Resume = False
     save_examples: Path | None = option(
-        None, "Write adversarial examples as safetensors.", mark=options.Writes()
+        None, "Write adversarial examples as safetensors.", mark=Writes()
     )
     gallery: Path | None = option(
         None,
         "Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
         metavar="FILE",
-        mark=options.Writes(figure=True),
+        mark=Writes(figure=True),
     )
 
     @property

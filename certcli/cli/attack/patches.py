@@ -18,7 +18,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.command import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation import evidence, radii, record_lines, records, threat
+from certcli.evaluation import evidence, record_lines, records, threat
 from certcli.evaluation.intervals import number_of, share_interval
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 from certcli.images.labelled import Images
@@ -167,7 +167,7 @@ def attack_by_patches(
         ["patch (pixels)", "correct after", "95 % interval"],
         [
             ("clean", percent(first["clean"]), ""),
-            *((p["patch"], radii.attacked_percent(p["robust"]), radii.percent_ends(p["intervals"]["robust"]))
+            *((p["patch"], threat.attacked_percent(p["robust"]), threat.percent_ends(p["intervals"]["robust"]))
               for p in parts),
         ],
     )  # fmt: skip

@@ -5,9 +5,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from certcli.attack import examples, judge
+from certcli.attack import judge
 from certcli.attack.checks import Flag, raised
-from certcli.attack.findings import AttackFindings, attack_again, findings_of, inspect
+from certcli.attack.findings import (
+    AttackFindings,
+    attack_again,
+    choose_exhibits,
+    collect,
+    findings_of,
+    inspect,
+)
 from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import (
@@ -25,7 +32,7 @@ from certcli.cli.attack import command
 from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
-from certcli.evaluation import evidence_schema, intervals, radii, record_lines
+from certcli.evaluation import evidence_schema, intervals, record_lines, threat
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
 from certcli.models import build, origins
@@ -126,13 +133,13 @@ class Session:
         if results.keeps_images and not fallen:
             self.sink.warn("no adversarial image was found: there is none to save or to draw")
         if results.save_examples is not None and fallen:
-            write_safetensors(results.save_examples, examples.collect(fallen), {}, force)
+            write_safetensors(results.save_examples, collect(fallen), {}, force)
             self.sink.note(f"wrote {results.save_examples}")
         if results.gallery is None or not fallen:
             return
         record = self.checkpoint.record
         _draw_fallen(
-            examples.choose_exhibits(records_of[0]),
+            choose_exhibits(records_of[0]),
             names.names_of_classes(record.classes, record.class_names, self.images.classes),
             results.gallery,
             name,
@@ -178,7 +185,7 @@ def attack_gate(findings: AttackFindings, minimum: float | None, gate: Gate) -> 
             round(first.robust * first.images),
             first.images,
             minimum,
-            f"robust accuracy at {radii.attacked_radius(first.epsilon)}",
+            f"robust accuracy at {threat.attacked_radius(first.epsilon)}",
             "--min-robust",
         )
 
@@ -191,8 +198,10 @@ def show_attacks(
     for part in findings.parts:
         order = "alone" if part.stage.independent else "in turn"
         for summary in part.summaries:
-            between = {name: radii.percent_ends(ends) for name, ends in summary.intervals.items()}
-            radius = radii.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
+            between = {name: threat.percent_ends(ends) for name, ends in summary.intervals.items()}
+            radius = (
+                threat.attacked_radius(summary.epsilon) if part.own_radii is None else "its own"
+            )
             rows.append(
                 (
                     f"{part.stage.norm} {radius}",
@@ -203,17 +212,19 @@ def show_attacks(
                 )
             )
             rows += [
-                ("", f"{name} ({order})", radii.attacked_percent(share), between[name], "")
+                ("", f"{name} ({order})", threat.attacked_percent(share), between[name], "")
                 for name, share in summary.attacks.items()
             ]
             nearest = (
-                "" if summary.median_norm is None else radii.attacked_radius(summary.median_norm, 4)
+                ""
+                if summary.median_norm is None
+                else threat.attacked_radius(summary.median_norm, 4)
             )
             rows.append(
                 (
                     "",
                     "all (worst case)",
-                    radii.attacked_percent(summary.robust),
+                    threat.attacked_percent(summary.robust),
                     between["robust"],
                     nearest,
                 )
@@ -235,7 +246,7 @@ def show_attacks(
     for part in findings.parts:
         if part.own_radii is not None:
             summary_text = "smallest {}, median {}, largest {}".format(
-                *(radii.proven_radius(radius, 4) for radius in part.own_radii)
+                *(threat.proven_radius(radius, 4) for radius in part.own_radii)
             )
             sink.text(
                 f"each image at the radius that its record states (certvit verify checks them): {summary_text}"
@@ -261,7 +272,7 @@ def _draw_fallen(
                 heading=f"image {record.index}, {network}",
                 before=classes[record.prediction],
                 after=after if record.as_8bit else f"{after} (not as 8 bits)",
-                norm=f"{record.kind} {radii.attacked_radius(record.norm, 3)}",
+                norm=f"{record.kind} {threat.attacked_radius(record.norm, 3)}",
                 file=images.file_of.get(record.index, ""),
             )
         )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
-from certcli.evaluation.choices import Pixels, Precision
-from certcli.evaluation.radii import parse_radius
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Html, Reads, Writes, command, group
+from certcli.evaluation.threat import Pixels, Precision, parse_radius
 from certcli.system import errors, registry
 from certcli.system.options import option
 
@@ -66,7 +65,7 @@ class AuditOptions:
         "Denoiser that runs before the smoothed network: a DnCNN, a folder of diffusers, "
         "or a guided-diffusion file.",
         metavar="PATH",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     precision: Precision | Literal["auto"] = option(
         "auto",
@@ -91,9 +90,8 @@ class AuditOptions:
         from certcli.attack.stages import stages_of
         from certcli.audit.gates import parse_gate
         from certcli.audit.plan import AuditPlan
-        from certcli.evaluation.radii import require_radii
-        from certcli.evaluation.threat import Threat
-        from certcli.finetune.rates import parse_duration
+        from certcli.evaluation.threat import Threat, require_radii
+        from certcli.finetune.option_texts import parse_duration
 
         for method in self.methods:
             if method not in METHODS:
@@ -129,9 +127,9 @@ class Reports:
         list,
         ".html .json .sarif .xml (JUnit).",
         metavar="FILE",
-        mark=options.Writes(),
+        mark=Writes(),
     )
-    html: options.Html = None
+    html: Html = None
     written: str = option(
         TEXT,
         "text, or github: also annotations (::error, ::warning, ::notice) on stdout.",
@@ -147,7 +145,7 @@ class Reports:
         None,
         "Earlier --report FILE.json to compare with.",
         metavar="FILE",
-        mark=options.Reads(),
+        mark=Reads(),
     )
 
 

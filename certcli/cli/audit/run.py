@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from certcli.audit import document_builder, gates
-from certcli.audit.clock import Clock
-from certcli.audit.plan import AuditPlan, Typed, unmistakable
+from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.audit.run import run
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.audit.command import STDOUT, TEXT, AuditOptions, Reports
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation import image_doubts, intervals, radii, records
+from certcli.evaluation import image_doubts, intervals, records, threat
 from certcli.images import datasets, labelled
 from certcli.images.names import names_of_classes
 from certcli.report import audit_page
@@ -57,7 +56,8 @@ def report_audit(
     output.claim(source, data, reports, options)
     _require_formats(reports, talk.as_json)
     earlier = None if reports.compare is None else _read_earlier(reports.compare)
-    sink, device = talk.sink(), machine.pick()
+    sink = talk.sink()
+    device = machine.pick()
     checkpoint = open_checkpoint(source.ckpt, source.hints())
     data = _first_images(checkpoint.record, data, sink)
     images = _audited_images(checkpoint.record, data, sink)
@@ -231,7 +231,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.slope is not None:
         yield (
             "slope found",
-            radii.rounded_down(document.slope.lower, 4),
+            threat.rounded_down(document.slope.lower, 4),
             str(document.slope.images),
             "",
             "measured",
@@ -239,7 +239,7 @@ def _constants(document: Audit) -> Iterator[tuple[str, ...]]:
     if document.attention_weight is not None:
         yield (
             "attention's weight",
-            radii.rounded_up(document.attention_weight, 2),
+            threat.rounded_up(document.attention_weight, 2),
             "",
             "",
             "measured",

@@ -6,9 +6,9 @@ from typing import Literal
 import typer
 
 from certcli.certify.options import Local, Patches, Proof, Smoothing
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
-from certcli.evaluation.radii import parse_radius
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Plot, Reads, Records, Resume, Writes, command, group
+from certcli.evaluation.threat import parse_radius
 from certcli.system.options import option
 
 RADII = {"l2": [0.25, 0.5, 1.0], "linf": [1 / 255, 2 / 255, 4 / 255, 8 / 255]}
@@ -54,19 +54,19 @@ class CertifyTarget:
         None,
         "A query of VNN-LIB 1.0 or 2.0 about NET.onnx, in place of images: holds, violated (exit 7) "
         "or unknown (exit 9), within --seconds, 100 by default.",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     result: Path | None = option(
-        None, "With --vnnlib: VNN-COMP's file of the result.", mark=options.Writes()
+        None, "With --vnnlib: VNN-COMP's file of the result.", mark=Writes()
     )
-    records: options.Records = None
-    resume: options.Resume = False
+    records: Records = None
+    resume: Resume = False
     attack_records: Path | None = option(
         None,
         "Records of `attack`, shown beside the certificates and in --plot.",
-        mark=options.Reads(),
+        mark=Reads(),
     )
-    plot: options.Plot = None
+    plot: Plot = None
 
 
 @group()

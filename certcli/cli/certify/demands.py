@@ -6,10 +6,9 @@ from typing import Any
 
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
-from certcli.certify.options import Patches
 from certcli.cli.certify.command import RADII, CertifyOptions
+from certcli.cli.shared.command import typed_share
 from certcli.cli.shared.output import Gate
-from certcli.evaluation import radii, records
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
@@ -125,27 +124,14 @@ def demand_of(
 
     chosen = sorted(set(threats))
     share, at, size = (text or "0").partition("@")
-    minimum = records.require_share(number_in(share), "--min-certified")
+    try:
+        minimum = typed_share(share)
+    except ValueError as failure:
+        hint = "certvit certify --help shows how it is written"
+        raise UsageError(f"--min-certified: {failure}", hint) from failure
     there = Threat.read(size, chosen[0].norm, image) if at else chosen[0]
     if there.norm == "patch" and there not in chosen:
         raise UsageError(
             f"--min-certified {text} names a patch that is not certified", f"add --patch {size}"
         )
     return CertifiedDemand(there, minimum), sorted({*chosen, there})
-
-
-def patch_demand(
-    text: str | None, patches: Patches, image: tuple[int, int]
-) -> tuple[CertifiedDemand, list[Threat]]:
-    """Return the demand of "0.6@32", and all patches, for images of this height and width."""
-
-    return demand_of(text, [Threat("patch", patch) for patch in patches.sizes(image)], image)
-
-
-def number_in(text: str) -> float:
-    try:
-        return radii.parse_number(text)
-    except ValueError as failure:
-        raise UsageError(
-            f"--min-certified: {failure}", "certvit certify --help shows how it is written"
-        ) from failure

@@ -14,14 +14,13 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import command, demands, query, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Gate, Sink
-from certcli.evaluation.radii import attacked_radius
 from certcli.evaluation.records import (
     RecordBatch,
     RecordFile,
     compute_again,
     digested,
 )
-from certcli.evaluation.threat import Threat, one_norm
+from certcli.evaluation.threat import Threat, attacked_radius, one_norm
 from certcli.images.labelled import Images
 from certcli.system import errors, processes
 
@@ -235,7 +234,8 @@ def report_certificates(
     checkpoint = options.source.read(sink)
     if demand is None:
         size = checkpoint.record.input.size[1:]
-        demand, threats = demands.patch_demand(target.minimum, options.patches, size)
+        patches = [Threat("patch", patch) for patch in options.patches.sizes(size)]
+        demand, threats = demands.demand_of(target.minimum, patches, size)
     demand = replace(demand, every=output.output is not None)
     images = data.images(checkpoint.record, sink, unlabelled=True)
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())

@@ -7,9 +7,16 @@ from typing import Any
 
 from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import intervals, radii, record_lines, records
+from certcli.evaluation import intervals, record_lines, records
 from certcli.evaluation.records import Resumed
-from certcli.evaluation.threat import Threat
+from certcli.evaluation.threat import (
+    Norm,
+    Threat,
+    attacked_percent,
+    percent_ends,
+    proven_percent,
+    proven_radius,
+)
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError
 
@@ -34,7 +41,7 @@ class Result:
 
     def share(self, threat: Threat) -> str:
         return (
-            radii.proven_percent(self.accuracy.against(threat))
+            proven_percent(self.accuracy.against(threat))
             if self.certifier.searches(threat)
             else NOT_DRAWN_FOR
         )
@@ -105,7 +112,7 @@ def show_certificates(
         count = len(next(iter(attacked.values())))
         message = "robust accuracy of the network itself, without noise"
         shown = ", ".join(
-            f"{intervals.share_text(shares[threat], count, radii.attacked_percent if threat.size else None)}"
+            f"{intervals.share_text(shares[threat], count, attacked_percent if threat.size else None)}"
             f" at {threat.attacked()}"
             for threat in sorted(attacked)
         )
@@ -125,7 +132,7 @@ def _show_methods(
         "attack",
         "measured",
         percent(untouched),
-        *(radii.attacked_percent(attacked.get(threat)) for threat in threats),
+        *(attacked_percent(attacked.get(threat)) for threat in threats),
         "-",
         "-",
     )
@@ -140,7 +147,7 @@ def _show_methods(
                     result.certifier.promise,
                     percent(result.accuracy.clean),
                     *(result.share(threat) for threat in threats),
-                    radii.proven_radius(result.accuracy.average_radius or 0.0, 4),
+                    proven_radius(result.accuracy.average_radius or 0.0, 4),
                     "-" if result.seconds is None else f"{result.seconds:.3g}",
                 )
                 for result in results
@@ -159,8 +166,8 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
     def row(
         name: str, key: str, after_attacks: float | None, share: str, drawn: bool = True
     ) -> tuple[str, ...]:
-        shown = percent if key == "clean" else radii.attacked_percent
-        interval = radii.percent_ends(accuracy.intervals[key]) if drawn else "-"
+        shown = percent if key == "clean" else attacked_percent
+        interval = percent_ends(accuracy.intervals[key]) if drawn else "-"
         return name, *([shown(after_attacks)] if attacked else []), share, interval
 
     untouched = next((share for threat, share in attacked.items() if threat.size == 0), None)
@@ -191,7 +198,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         sink.text(f"clean: of the defended classifier{taken}")
     elif accuracy.average_radius is not None:
         sink.text(
-            f"average radius: {radii.proven_radius(accuracy.average_radius, 4)} (0 where the prediction is wrong){taken}"
+            f"average radius: {proven_radius(accuracy.average_radius, 4)} (0 where the prediction is wrong){taken}"
         )
     sink.text(result.certifier.statement)
 
@@ -224,7 +231,7 @@ def draw_shares(
                 if certificate.holds_at(t) and not withstood[certificate.index]
             ]
             if broken:
-                message = f"certified to {radii.proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
+                message = f"certified to {proven_radius(certificate.radius)} and broken at {broken[0].attacked()}"
                 sink.warn(f"{images.named(certificate.index)} is {message}")
         promise = "proven" if certifier.promise == "proof" else certifier.promise
         label = f"{certifier.method}: certified ({promise})"
@@ -247,7 +254,7 @@ def draw_shares(
 
 
 def attacked_shares(
-    path: Path | None, checkpoint: str, images: Images, norm: radii.Norm = "l2"
+    path: Path | None, checkpoint: str, images: Images, norm: Norm = "l2"
 ) -> dict[Threat, dict[int, bool]]:
     """Records of `attack` -> threat -> index -> withstood all attacks, where all radii were run.
 

@@ -20,6 +20,7 @@ from certcli.evaluation.image_doubts import kept_of
 from certcli.images.calibration import hold_out
 from certcli.images.labelled import at_once
 from certcli.lipschitz.bound import bound_document
+from certcli.lipschitz.network import bound_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system import errors, processes
@@ -77,7 +78,7 @@ def write_constrained(
     with calibration.watching():
         reference = fidelity.measure_reference(model, used, unseen, record, batch, sink)
     shape = (record.input.size, record.classes)
-    before: Any = network.network_upper(model, *shape) if processes.team().leads else None
+    before: Any = bound_network(model, *shape).upper if processes.team().leads else None
     if aim.eta is not None or aim.preset is not None:
         results, judged = _constrain_to_error(calibration, settings, sink), None
     else:
@@ -85,7 +86,7 @@ def write_constrained(
     if not processes.team().leads:
         return
     _remark_on_layers(results, sorted(set(paths) - calibration.called), refused, sink)
-    bounds = bound_document(before, "upper_before"), network.network_upper(model, *shape)
+    bounds = bound_document(before, "upper_before"), bound_network(model, *shape).upper
     end_to_end = fidelity.fidelity_document(reference, model, record, not len(unseen), judged)
     end_to_end["chose"] = judged is not None
     parameters = {

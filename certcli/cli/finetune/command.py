@@ -4,8 +4,8 @@ from pathlib import Path
 
 import typer
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import MOST_IMAGES, Reads, command, group
 from certcli.finetune.presets import options_of_preset
 from certcli.finetune.settings import FinetuneSettings
 from certcli.system.options import option
@@ -26,7 +26,7 @@ class TrainingMachine(groups.Device):
         None,
         "Images in a batch. Default: 128, with stiefel 512 for 25,600 or more.",
         min=1,
-        max=options.MOST_IMAGES,
+        max=MOST_IMAGES,
     )
 
 
@@ -52,22 +52,18 @@ class Order:
         "Also learn from this network's outputs (distillation).",
         metavar="CKPT",
         panel="Teacher",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     denoiser: Path | None = option(
         None,
         "With --noise: denoiser of the noisy images, as in certify --denoiser.",
         metavar="PATH",
         panel="Augmentation",
-        mark=options.Reads(),
+        mark=Reads(),
     )
     data: groups.Data = groups.Data()
     machine: TrainingMachine = TrainingMachine()
     output: groups.Output = groups.Output()
-
-
-OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),)
-"""The options of most runs."""
 
 
 @command(
@@ -75,7 +71,7 @@ OFTEN = (*("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr",
     "certvit finetune m.safetensors --loss margin -e 0.5 --time-budget 10m",
     page="finetune.md",
     run="certcli.cli.finetune.run:train",
-    often=OFTEN,
+    often=("preset", "loss", "epsilon", "epochs", "time_budget", "resume", "lr", "noise"),
 )
 def finetune(order: Order, talk: groups.Talk = groups.Talk()) -> None:
     """Train on --dataset, choose the epoch on its validation images, and prove the bound of the

@@ -16,8 +16,8 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.cli.finetune.command import Order
 from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation import image_doubts, intervals, radii, record_lines
-from certcli.evaluation.threat import Threat
+from certcli.evaluation import image_doubts, intervals, record_lines
+from certcli.evaluation.threat import Threat, proven_percent, proven_radius
 from certcli.finetune.loop import Epoch
 from certcli.finetune.settings import FinetuneSettings
 from certcli.images.labelled import Images
@@ -146,8 +146,8 @@ class Final:
     def told(self, images: int, epsilon: float) -> str:
         """Return the last line of a run: the validation shares, and the bound."""
         evidence = self.evidence
-        at = radii.proven_radius(epsilon)
-        certified = f"certified at {at} {intervals.share_text(evidence['certified'], images, radii.proven_percent)}"
+        at = proven_radius(epsilon)
+        certified = f"certified at {at} {intervals.share_text(evidence['certified'], images, proven_percent)}"
         if self.skipped is not None:
             certified = f"nothing certified at {at} ({self.skipped})"
         clean = intervals.share_text(evidence["clean"], images)

@@ -28,7 +28,7 @@ from certcli.finetune.budget import (
     shortened_total,
 )
 from certcli.finetune.objective import Teacher
-from certcli.finetune.rates import parse_duration
+from certcli.finetune.option_texts import parse_duration
 from certcli.finetune.state import KEY, load_training_state, save_training_state, training_identity
 from certcli.finetune.step import Diverged
 from certcli.images import datasets

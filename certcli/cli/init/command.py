@@ -4,8 +4,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Reads, Seed, command, group
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -27,12 +27,12 @@ class Architecture:
     arch_arg: list[str] = option(list, "Argument of the architecture.", metavar="KEY=VALUE")
     mean: str | None = option(None, "Pixel mean, e.g. 0.5 or 0.48,0.45,0.41.")
     std: str | None = option(None, "Pixel standard deviation.")
-    seed: options.Seed = 0
+    seed: Seed = 0
     member: list[str] = option(
         list,
         "Trained network of ARCH to average; repeat for each.",
         metavar="CKPT",
-        mark=options.Reads(),
+        mark=Reads(),
     )
 
     def build(self) -> "Checkpoint":

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
-from certcli.evaluation.radii import Norm, require_norm
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Plot, Reads, command, group
+from certcli.evaluation.threat import Norm, require_norm
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -53,7 +53,9 @@ class NearImages:
             raise UsageError("--norm is of --around", "--around 0.01")
         for radius in self.around:
             if not 0 < radius < math.inf:
-                raise UsageError(f"--around {radius:g}: a radius is a finite number above 0")
+                raise UsageError(
+                    f"--around {radius:g}: a radius is a finite number above 0", "--around 0.1"
+                )
 
 
 @group("Views")
@@ -66,9 +68,9 @@ class Views:
         "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
         "--compare",
         metavar="CKPT",
-        mark=options.Reads(),
+        mark=Reads(),
     )
-    plot: options.Plot = None
+    plot: Plot = None
 
 
 @dataclass(frozen=True)

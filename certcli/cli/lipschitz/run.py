@@ -10,7 +10,7 @@ from certcli.certify.around import Around, AroundImages, NearImage, prepare
 from certcli.cli.lipschitz import command, view
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
-from certcli.evaluation import fidelity, image_doubts, radii, record_lines
+from certcli.evaluation import fidelity, image_doubts, record_lines, threat
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz import network
 from certcli.lipschitz.estimate import measure
@@ -132,7 +132,7 @@ def _steepest(model: Any, images: Images, options: command.LipschitzOptions, sin
     with sink.progress("measured slope", total=len(starts)) as bar:
         for _, value in processes.team().deal(starts, find):
             best = max(best, value)
-            bar.advance(remark=f">= {radii.rounded_down(best, 4)}")
+            bar.advance(remark=f">= {threat.rounded_down(best, 4)}")
     return best
 
 
@@ -220,18 +220,18 @@ def _show_near_table(
         rival = near.rival
         upper, lower = float(near.upper[rival]), float(near.slopes[rival])
         ratio = (
-            radii.rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
+            threat.rounded_up(upper / lower, 5) if lower > 0 and upper < math.inf else near.why[:80]
         )
         cells.append(
             [
                 str(index),
                 f"{near.around.radius:g}",
                 f"{near.prediction} - {rival}",
-                radii.rounded_up(upper, 5),
-                radii.rounded_down(lower, 5),
+                threat.rounded_up(upper, 5),
+                threat.rounded_down(lower, 5),
                 ratio,
-                radii.rounded_up(near.logits, 5),
-                radii.proven_radius(near.radius),
+                threat.rounded_up(near.logits, 5),
+                threat.proven_radius(near.radius),
             ]
         )
     title = (
@@ -246,8 +246,8 @@ def _show_near_table(
     ]
     if ratios:
         sink.text(
-            f"upper / lower: median {radii.rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
-            f"image; {radii.rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
+            f"upper / lower: median {threat.rounded_up(median(ratios), 5)}; the margin is the one proven least far at the "
+            f"image; {threat.rounded_up(sum(near.seconds for _, near in rows) / len(rows), 3)} s of CPU each"
         )
 
 

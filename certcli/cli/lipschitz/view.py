@@ -8,7 +8,7 @@ from typing import Any
 
 from certcli.audit.judging import bound_parts
 from certcli.cli.shared.output import Gate, Sink, percent
-from certcli.evaluation.radii import proven_radius, rounded_down, rounded_up
+from certcli.evaluation.threat import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build, pixels

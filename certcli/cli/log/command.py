@@ -13,6 +13,7 @@ from certcli.cli.shared.groups import Talk
     "certvit log m.safetensors",
     "certvit log *.safetensors",
     page="threat-model.md",
+    run="certcli.cli.log.run:report_checkpoints",
 )
 def log(
     checkpoints: Annotated[
@@ -24,6 +25,3 @@ def log(
     talk: Talk = Talk(),
 ) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
-    from certcli.cli.log import run
-
-    run.report_checkpoints(checkpoints, talk.sink())

@@ -15,10 +15,11 @@ from typing import Any
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.tensor_files import ENDING, shards_of_index
+from certcli.cli.shared.groups import Talk
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation.evidence import command_of, evidence_document, understood
 from certcli.evaluation.intervals import share_text
-from certcli.evaluation.radii import (
+from certcli.evaluation.threat import (
     attacked_percent,
     confidence,
     power_of_ten,
@@ -30,9 +31,10 @@ from certcli.evaluation.radii import (
 from certcli.system.errors import CheckpointError
 
 
-def report_checkpoints(paths: Sequence[Path], sink: Sink) -> None:
+def report_checkpoints(checkpoints: Sequence[Path], talk: Talk) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
-    read = [(path, Checkpoint.read(path)) for path in files_of(paths)]
+    sink = talk.sink()
+    read = [(path, Checkpoint.read(path)) for path in files_of(checkpoints)]
     documents = [document_of(path, checkpoint) for path, checkpoint in read]
     sink.document(documents[0] if len(documents) == 1 else {"checkpoints": documents})
     if len(read) > 1:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from certcli.cli.shared import groups, options
-from certcli.cli.shared.command import command, group
+from certcli.cli.shared import groups
+from certcli.cli.shared.command import Reads, command, group
 
 
 @group()
@@ -20,7 +20,7 @@ class AdapterFolder:
             metavar="ADAPTER",
             help="Folder that PEFT saved: adapter_config.json, adapter_model.safetensors.",
         ),
-        options.Reads(folder=True),
+        Reads(folder=True),
     ]
 
 

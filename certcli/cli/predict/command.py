@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from certcli.certify.options import Patches
-from certcli.cli.shared import groups, options, output
-from certcli.cli.shared.command import command, group
-from certcli.evaluation.choices import Defence
+from certcli.cli.shared import groups, output
+from certcli.cli.shared.command import Reads, command, group
+from certcli.evaluation.threat import Defence
 from certcli.system import errors, processes
 from certcli.system.options import option
 
@@ -30,7 +30,7 @@ class Pictures:
     images: Annotated[
         list[Path],
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
-        options.Reads(),
+        Reads(),
     ]
     defence: Defence = option(
         "none", "patch: the defended classifier of certify --method patch, with the same options."

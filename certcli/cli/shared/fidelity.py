@@ -11,7 +11,7 @@ from certcli.evaluation.fidelity import (
     expected_on_real,
     known_labels,
 )
-from certcli.evaluation.radii import percent_ends
+from certcli.evaluation.threat import percent_ends
 from certcli.images import calibration, labelled
 from certcli.models.pixels import PixelModel
 

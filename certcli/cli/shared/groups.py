@@ -6,11 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from certcli.checkpoint.arch_args import LARGEST_SIDE
-from certcli.cli.shared import inputs, options
-from certcli.cli.shared.command import group, marked
+from certcli.cli.shared import inputs
+from certcli.cli.shared.command import (
+    MOST_IMAGES,
+    CheckpointArgument,
+    Force,
+    Reads,
+    Seed,
+    Writes,
+    group,
+    marked,
+)
 from certcli.cli.shared.output import Sink
-from certcli.system import errors, files, processes
+from certcli.system import errors, files, processes, reading
 from certcli.system.options import option
 
 if TYPE_CHECKING:
@@ -47,7 +55,7 @@ class Reading:
         "Perturb images of N x N pixels: the network's first layer resizes them. Radii are in "
         "these pixels.",
         min=1,
-        max=LARGEST_SIDE,
+        max=reading.LARGEST_SIDE,
         metavar="N",
     )
 
@@ -100,7 +108,7 @@ class Reading:
 class Source(Reading):
     """The network that a command reads, and the statements that its file lacks."""
 
-    ckpt: options.CheckpointArgument
+    ckpt: CheckpointArgument
 
     def open(self, sink: Sink) -> OpenCheckpoint:
         """Return the checkpoint; print the assumptions of its reading, for documents too."""
@@ -121,13 +129,13 @@ class Data:
         None,
         "digits, torch/mnist, torch/cifar10, ..., or a folder: of class folders, in the order of "
         "their names, or of images with a labels.csv (file, class).",
-        mark=options.Reads(folder=True),
+        mark=Reads(folder=True),
     )
     data_dir: Path | None = option(
-        None, "Folder of the torch/... datasets.", mark=options.Reads(folder=True)
+        None, "Folder of the torch/... datasets.", mark=Reads(folder=True)
     )
     limit: int | None = option(None, "Use a seeded, class-balanced sample of N images.")
-    seed: options.Seed = 0
+    seed: Seed = 0
 
 
 @group("Images")
@@ -254,24 +262,20 @@ class Device:
 class BatchDevice(Device):
     """The device, and the number of images in a batch."""
 
-    batch_size: int = option(
-        128, "Largest number of images in a batch.", min=1, max=options.MOST_IMAGES
-    )
+    batch_size: int = option(128, "Largest number of images in a batch.", min=1, max=MOST_IMAGES)
 
 
 @group("Output")
 class Output:
     """The checkpoint to write; all written files are compared with all read files here."""
 
-    output: Path | None = option(
-        None, "Checkpoint to write.", "-o", "--output", mark=options.Writes()
-    )
+    output: Path | None = option(None, "Checkpoint to write.", "-o", "--output", mark=Writes())
     shard_size: str | None = option(
         None,
         "Largest file of a sharded output (-o FILE.safetensors.index.json): 5GB, 200MB.",
         metavar="SIZE",
     )
-    force: options.Force = False
+    force: Force = False
 
     def claim(self, *groups: object) -> None:
         """Refuse, before any work, files that these groups and -o must not write, or read as well."""
@@ -366,7 +370,7 @@ class Output:
         from certcli.checkpoint.outputs import Outputs
 
         outputs = Outputs(self.force)
-        for spelling, mark, value in marked((*groups, self), options.Writes):
+        for spelling, mark, value in marked((*groups, self), Writes):
             for path in value if isinstance(value, list) else [value]:
                 if mark.figure:
                     outputs.draws(spelling, path)
@@ -376,7 +380,7 @@ class Output:
                         path,
                         continued=(mark.resumable and resumes(groups)) or unfinished(path),
                     )
-        for spelling, source, value in marked(groups, options.Reads):
+        for spelling, source, value in marked(groups, Reads):
             for name in value if isinstance(value, list) else [value]:
                 (outputs.reads_folder if source.folder else outputs.reads)(spelling, Path(name))
         return outputs

@@ -143,6 +143,8 @@ def path_beside(path: Path, word: str) -> Path:
     """Return <stem>.<word>.safetensors beside an output, an index (but for "state") if it is."""
     from certcli.checkpoint.tensor_files import ENDING, is_index, stem_of_checkpoint
 
+    if not path.name:
+        raise errors.UsageError(f"-o {path} names no file", "-o FILE.safetensors")
     return path.with_name(
         f"{stem_of_checkpoint(path)}.{word}{ENDING if is_index(path) and word != 'state' else '.safetensors'}"
     )

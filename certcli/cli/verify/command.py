@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from certcli.cli.shared import groups, options, output
-from certcli.cli.shared.command import command, group
-from certcli.evaluation.claim import MOST_DRAWS
+from certcli.cli.shared import groups, output
+from certcli.cli.shared.command import Reads, command, group
 from certcli.system.errors import UsageError
 from certcli.system.options import option
 
@@ -28,7 +27,7 @@ class Files:
             metavar="FILE",
             help="A report (--json) of lipschitz, certify, attack or audit, records of certify (.jsonl), or a checkpoint.",
         ),
-        options.Reads(),
+        Reads(),
     ]
     ckpts: Annotated[
         list[str],
@@ -37,7 +36,7 @@ class Files:
             help="Network of the report or records; with a checkpoint: further checkpoints of "
             "its lineage.",
         ),
-        options.Reads(),
+        Reads(),
     ] = field(default_factory=list)
 
 
@@ -52,11 +51,8 @@ class VerifyScope:
         metavar="N",
     )
     proven_only: bool = option(False, "Do not require measured results.")
-    draws: int = option(
-        MOST_DRAWS, "Largest number of draws an image that records may require.", min=1, metavar="N"
-    )
     denoiser: Path | None = option(
-        None, "The denoiser that smoothing used.", metavar="FILE", mark=options.Reads()
+        None, "The denoiser that smoothing used.", metavar="FILE", mark=Reads()
     )
 
 
@@ -101,7 +97,6 @@ class VerifyOptions:
     often=(
         "sample",
         "proven_only",
-        "draws",
         "denoiser",
     ),
 )

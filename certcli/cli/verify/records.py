@@ -21,8 +21,8 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import command
-from certcli.evaluation import evidence, perturbation, record_lines, records
-from certcli.evaluation.claim import STATUSES, Claim, unverified_reasons
+from certcli.evaluation import perturbation, record_lines, records
+from certcli.evaluation.evidence import MOST_DRAWS, STATUSES, Claim, method_of, unverified_reasons
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, GateError, UsageError
@@ -107,8 +107,12 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
     run, rows = records.read_records(path, "certify")
     checkpoint = options.open(sink)
     records.require_same_network(run, checkpoint.digest, path)
-    method = evidence.method_of(run, path)
-    _require_few_draws(run, path, options.scope.draws)
+    method = method_of(run, path)
+    draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
+    if draws > MOST_DRAWS:
+        raise DataError(
+            f"{path} states {draws:,} draws an image; at most {MOST_DRAWS:,} are allowed"
+        )
     images = _recorded_images(run, checkpoint, options.data, path, sink)
     records.require_same_images(rows, images, path)
     certifier, certificates = _ready(run, rows, checkpoint, images, options)
@@ -193,15 +197,6 @@ def _ready(
         run, methods.certify_run(certifier, checkpoint, images), str(options.file)
     )
     return certifier, methods.read_claims(rows, images, certifier, str(options.file))
-
-
-def _require_few_draws(run: record_lines.Run, path: Path, allowed: int) -> None:
-    draws = max(run.parameters.get("n0", 0), run.parameters.get("samples", 0))
-    if draws > allowed:
-        raise DataError(
-            f"{path} states {draws:,} draws an image; without --draws at most {allowed:,} are allowed",
-            f"--draws {draws} allows them",
-        )
 
 
 def _recorded_images(

@@ -20,8 +20,8 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
 from certcli.cli.shared import groups, inputs, output
 from certcli.cli.verify import command, records
-from certcli.evaluation import image_doubts, radii
-from certcli.evaluation.claim import Claim, statuses
+from certcli.evaluation import image_doubts, threat
+from certcli.evaluation.evidence import Claim, statuses
 from certcli.images.labelled import Images
 from certcli.models.build import load_double, with_network
 from certcli.report.document import from_json
@@ -330,7 +330,7 @@ def _near_claim(
     return Claim(
         statement,
         "verified",
-        f"the logits' proven again: {radii.rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
+        f"the logits' proven again: {threat.rounded_up(proven.logits, 5)}; slopes from below and seconds: the author's word",
     )
 
 
@@ -358,7 +358,7 @@ def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[s
     pairs = [*zip(row.upper, upper, strict=False), (row.logits_upper, proven.logits)]
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
-            yield f"{radii.rounded_down(claimed, 9)} is stated, {radii.rounded_up(bound, 9)} is proven"
+            yield f"{threat.rounded_down(claimed, 9)} is stated, {threat.rounded_up(bound, 9)} is proven"
     if row.certified > proven.radius * (1 + SLACK):
-        shown = radii.rounded_up(row.certified, 9), radii.rounded_down(proven.radius, 9)
+        shown = threat.rounded_up(row.certified, 9), threat.rounded_down(proven.radius, 9)
         yield f"radius {shown[0]} is stated, {shown[1]} is proven"

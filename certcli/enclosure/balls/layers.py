@@ -21,6 +21,7 @@ from certcli.enclosure.balls.ball import (
 )
 from certcli.enclosure.choices import (
     CONVOLUTIONS,
+    mixed_values,
     register_choices,
     register_convolutions,
     register_fixed_choices,
@@ -32,19 +33,21 @@ from certcli.enclosure.operations import (
     register_arithmetic,
     register_joins,
     register_layers,
+    register_linear,
     register_norms,
+    register_scaled_norms,
     register_sums,
     require_entries,
 )
 from certcli.enclosure.zonotopes.columns import FUNCTION, gamma, norm2, up
 from certcli.engine.averages import Separable, register_averages, register_interpolation
-from certcli.engine.curves import Curve, register_curves
+from certcli.engine.curves import NAMED, STEEP, Curve, register_curves
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
+from certcli.nn.layers import MaxMin, Rounded
 from certcli.nn.norms import Spread
 
 VALUES = (Near, Normalised)
@@ -161,7 +164,9 @@ def maxmin(ctx: BallContext, module: MaxMin, x: Any) -> Near:
 
 
 def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
-    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r, sup |f'|) |z - c|."""
+    """|f(z) - f(c)| <= min(|f'(c)| + sup |f''| r + jumps of f', sup |f'|) |z - c|; of a monotone f'
+    the largest of its ends.
+    """
     x = settled(x)
     centre = curve.value(x.centre)
     if curve.name == "ReLU":
@@ -169,25 +174,26 @@ def curved(ctx: BallContext, x: Any, curve: Curve) -> Near:
         alive = (x.centre.amax(-1) + x.fibre > 0).double()
         return Near.of(centre, x.fibre * alive, x.whole)
     slope = torch.full_like(x.fibre, curve.slope)
+    reach = x.fibre[..., None] * (1 + FUNCTION) + FUNCTION * x.centre.abs()
     if math.isfinite(curve.bend):
         first: Any = curve.first
         steepest = ctx.at_centre(
             "slope", lambda: first(x.centre).abs().amax(-1) * (1 + FUNCTION) + FUNCTION
         )
-        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre))
+        for place, jump in curve.breaks:
+            steepest = steepest + jump * ((x.centre - place).abs() <= reach).any(-1)
+        slope = torch.minimum(slope, up(steepest + curve.bend * x.fibre, 4))
+    elif curve.third == 0.0:
+        ends = torch.stack([x.centre - reach, x.centre + reach])
+        slopes = curve.first(ends).abs() * (1 + FUNCTION)
+        slopes = torch.where((ends > 0) | (not curve.relative), slopes, math.inf)
+        slope = slopes.nan_to_num(math.inf, math.inf).amax((0, -1))
     # x Phi(x) and x sigmoid(x) cancel for x far below 0
     noise = FUNCTION * (2 * x.size + fibres(centre))
     return x.moved(centre, slope, noise if curve.line is None else gamma(8) * noise / FUNCTION)
 
 
-register_curves(rules, VALUES, curved)
-
-
-@rules.module(ClippedReLU)
-def clipped_relu(ctx: BallContext, module: ClippedReLU, x: Any) -> Near:
-    """A clipped entry is at most 0, at least theta, or moves as the input does."""
-    x = settled(x)
-    return Near.of(x.centre.minimum(module.threshold).clamp_min(0.0), x.fibre, x.whole)
+register_curves(rules, VALUES, curved, NAMED + STEEP)
 
 
 def through(x: Near, centre: Tensor, slope: float, noise: Tensor) -> Near:
@@ -243,7 +249,7 @@ def averaged(ctx: BallContext, x: Any, averaging: Separable) -> Near:
     return through(x, averaging(x.centre), ctx.of_weights("slope", slope), noise)
 
 
-def larger(x: Any, y: Any, sign: float) -> Near:
+def larger(ctx: BallContext, x: Any, y: Any, sign: float) -> Near:
     """An entry moves with one of the two: squares add; beside a constant as x does."""
     x = settled(x)
     choose = torch.maximum if sign > 0 else torch.minimum
@@ -254,7 +260,7 @@ def larger(x: Any, y: Any, sign: float) -> Near:
     return Near.of(choose(x.centre, y.centre), fibre, whole)
 
 
-def largest_of_balls(x: Near, places: Tensor, sign: float) -> Near:
+def largest_of_balls(ctx: BallContext, x: Near, places: Tensor, sign: float) -> Near:
     """The largest of a window moves no further than the window is long."""
     windows = rearranged(x, places.to(x.centre.device))
     centre = windows.centre.amax(-1) if sign > 0 else windows.centre.amin(-1)
@@ -303,8 +309,10 @@ def tensor_itself(x: Any) -> Any:
 register_moves(rules, VALUES, lambda ctx, x, move: arranged(move, x))
 register_choices(rules)
 register_types(rules)
-register_layers(rules, VALUES, settled, affine)
-register_norms(rules, settled, normalised, centred)
+register_linear(rules, VALUES, affine)
+register_layers(rules, settled)
+register_norms(rules, normalised)
+register_scaled_norms(rules, settled, normalised, centred)
 register_arithmetic(
     rules,
     Near,
@@ -322,4 +330,4 @@ register_averages(rules, VALUES, averaged)
 register_interpolation(rules, VALUES, averaged)
 register_maxima(rules, VALUES, larger)
 register_largest(rules, settled, largest_of_balls)
-register_fixed_choices(rules, VALUES, settled, operator.add, arranged)
+register_fixed_choices(rules, VALUES, mixed_values(VALUES, settled, operator.add, arranged))

@@ -1,15 +1,14 @@
 """Pulls of attention: p = softmax(s q k^T), p v. Proofs: docs/local.md, 13."""
 
-import operator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from certcli.enclosure.operations import spelled
 from certcli.enclosure.slopes.layers import through
 from certcli.enclosure.slopes.products import inner, times
-from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
+from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.rules.attention import multiplied
@@ -88,8 +87,7 @@ def attention_function(
     return [(of, part) for of, part in both if isinstance(of, Form)]
 
 
-@pulls.function(operator.matmul, torch.matmul, torch.bmm)
-@pulls.method("matmul", "bmm")
+@spelled(pulls, "product of matrices")
 def product_of_matrices(ctx: PullContext, x: Form, y: Form) -> Pulled:
     gradient = ctx.gradient.worked()
     of_first = ctx.once("second^T", lambda: y.linear(lambda t: t.mT).worked())
@@ -97,8 +95,7 @@ def product_of_matrices(ctx: PullContext, x: Form, y: Form) -> Pulled:
     return [(x, multiplied(gradient, of_first)), (y, multiplied(of_second, gradient))]
 
 
-@pulls.function(torch.softmax, F.softmax)
-@pulls.method("softmax")
+@spelled(pulls, "softmax")
 def softmax_of_rows(
     ctx: PullContext, x: Form, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
 ) -> Pulled:

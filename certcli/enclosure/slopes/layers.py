@@ -3,31 +3,42 @@
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from timm.layers import LayerScale
-from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import CONVOLUTIONS, register_convolutions
-from certcli.enclosure.operations import constant_operand, of_statistics, stored, unit_length
-from certcli.enclosure.slopes.functions import derivative
+from certcli.enclosure.choices import (
+    CONVOLUTIONS,
+    register_convolutions,
+    register_fixed_choices,
+    register_largest,
+    register_maxima,
+)
+from certcli.enclosure.operations import (
+    constant_operand,
+    of_statistics,
+    register_linear,
+    register_norms,
+    repeated,
+    spelled,
+    unit_length,
+)
 from certcli.enclosure.slopes.products import by_row, inner, times
-from certcli.enclosure.slopes.table import PullContext, Pulled, pulls
-from certcli.enclosure.zonotopes.columns import gamma, up
+from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls, put_back
+from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
+from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
-from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, activation, apply
-from certcli.enclosure.zonotopes.rules.layers import negative
+from certcli.enclosure.zonotopes.pointwise import activation, apply
+from certcli.enclosure.zonotopes.rules.layers import arranged, negative
 from certcli.engine.averages import Separable, register_averages, register_interpolation
-from certcli.engine.curves import NAMED, Curve, Line, register_curves
-from certcli.engine.table import NoRule
-from certcli.nn.layers import ClippedReLU, MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
+from certcli.nn.layers import MaxMin
+from certcli.nn.norms import CenterNorm, Spread
 
 
 def through(weight: Tensor, gradient: Form) -> Form:
@@ -35,14 +46,7 @@ def through(weight: Tensor, gradient: Form) -> Form:
     return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
 
 
-@pulls.module(nn.Linear)
-def linear(ctx: PullContext, module: nn.Linear, x: Form) -> Pulled:
-    return [(x, through(module.weight, ctx.gradient))]
-
-
-@pulls.function(F.linear)
-def linear_function(ctx: PullContext, x: Form, weight: Any, bias: Any = None) -> Pulled:
-    return [(x, through(stored(weight, x.centre), ctx.gradient))]
+register_linear(pulls, Form, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
 
 
 def convolution_transposed(
@@ -58,9 +62,10 @@ def convolution_transposed(
 
 
 register_convolutions(pulls, Form, convolution_transposed)
-CONVOLUTION_PULLS = (
+AFFINE_PULLS = (
+    pulls.functions[F.linear],
     pulls.functions[F.conv2d],
-    *(pulls.modules[kind].apply for kind in (nn.Conv1d, nn.Conv2d, nn.Conv3d)),
+    *(pulls.modules[kind].apply for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)),
 )
 
 
@@ -96,28 +101,6 @@ def batch_norm(
     return [(x, scaled.doubted(gamma(6) * scaled.size))]
 
 
-@pulls.module(nn.LayerNorm, TimmLayerNorm, FloorNorm)
-def normalise(ctx: PullContext, module: Any, x: Form) -> Pulled:
-    return [(x, norm(ctx, x, spread_of(module), module.weight))]
-
-
-@pulls.function(F.layer_norm, torch.layer_norm)
-def layer_norm_function(
-    ctx: PullContext, x: Form, shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5,
-    *_: Any,
-) -> Pulled:  # fmt: skip
-    gain = None if weight is None else stored(weight, x.centre)
-    return [(x, norm(ctx, x, Spread(eps), gain))]
-
-
-@pulls.function(F.rms_norm)
-def rms_norm(
-    ctx: PullContext, x: Form, shape: Any, weight: Any = None, eps: float | None = None
-) -> Pulled:
-    gain = None if weight is None else stored(weight, x.centre)
-    return [(x, norm(ctx, x, Spread(eps or 0.0), gain, center=False))]
-
-
 @pulls.function(F.normalize)
 def normalize(
     ctx: PullContext, x: Form, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
@@ -145,6 +128,12 @@ def norm(
     return centred(out) if center else out
 
 
+register_norms(
+    pulls,
+    lambda ctx, x, spread, weight, bias, center: [(x, norm(ctx, x, spread, weight, center))],
+)
+
+
 def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
     """Return k g for all k between low and high, entry by entry."""
     middle = ((low + high) / 2).expand(gradient.shape)
@@ -155,37 +144,43 @@ def between(gradient: Form, low: Tensor, high: Tensor) -> Form:
 
 def _slopes(line: Line, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     """Return the lowest and the largest of Clarke's derivatives on [low, high], entry by entry."""
-    if any(torch.as_tensor(number).numel() > 1 for kink in line.kinks for number in kink):
-        raise NoRule("kinks that differ from channel to channel")
-    places = [-math.inf, *(float(place) for place, _ in line.kinks), math.inf]
-    slopes = itertools.accumulate((float(rise) for _, rise in line.kinks), initial=line.slope)
+    places = [
+        torch.as_tensor(place).to(low)
+        for place in (-math.inf, *(place for place, _ in line.kinks), math.inf)
+    ]
+    slopes = itertools.accumulate((rise for _, rise in line.kinks), initial=line.slope)
     lowest, largest = torch.full_like(low, math.inf), torch.full_like(low, -math.inf)
     for slope, start, end in zip(slopes, places[:-1], places[1:], strict=True):
         # what only touches a kink does not pass it
-        reached = ((low < end) & (high > start)) | ((low == high) & (low == start))
+        passed = (low < end) & (high > start) & (start < end)
+        reached = passed | ((low == high) & (low == start))
         lowest = torch.where(reached, lowest.clamp_max(slope), lowest)
         largest = torch.where(reached, largest.clamp_min(slope), largest)
     return lowest, largest
+
+
+def _slopes_across(f: Curve, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Return bounds of f' on [low, high] from that in the middle, sup |f''| and what jumps between."""
+    first = f.first((low + high) / 2)
+    near = FUNCTION * torch.maximum(low.abs(), high.abs()) + TINY
+    reach = f.bend * ((high - low) / 2 + near) + FUNCTION * (1 + first.abs())
+    for place, jump in f.breaks:
+        reach = reach + jump * ((low - near <= place) & (place <= high + near))
+    reach = up(reach, 8)
+    return (first - reach).clamp_min(-f.slope), (first + reach).clamp_max(f.slope)
 
 
 def _curve(ctx: PullContext, x: Form, f: Curve) -> Pulled:
     """f'(x) g entry by entry."""
     if f.line is not None:
         return [(x, between(ctx.gradient, *_slopes(f.line, *x.interval())))]
+    if f.breaks:
+        return [(x, between(ctx.gradient, *_slopes_across(f, *x.interval())))]
     slope = ctx.once("slope", lambda: activation(derivative(f), x).with_common_symbols().worked())
     return [(x, times(ctx.gradient.worked(), slope))]
 
 
-register_curves(pulls, Form, _curve, [named for named in NAMED if named.relaxed])
-
-
-@pulls.module(ClippedReLU)
-def clipped_relu(ctx: PullContext, module: ClippedReLU, x: Form) -> Pulled:
-    threshold = module.threshold.to(x.centre)
-    low, high = x.interval()
-    always = (low >= 0) & (high <= threshold)
-    somewhere = (high > 0) & (low < threshold)
-    return [(x, between(ctx.gradient, always.double(), somewhere.double()))]
+register_curves(pulls, Form, _curve, NAMED + STEEP)
 
 
 @pulls.module(MaxMin)
@@ -208,41 +203,73 @@ def maxmin(ctx: PullContext, module: MaxMin, x: Form) -> Pulled:
     return [(x, first + second)]
 
 
-@pulls.function(operator.add, operator.iadd, torch.add)
-@pulls.method("add", "add_")
+def larger_back(ctx: PullContext, x: Form, y: Form | Tensor, sign: float) -> Pulled:
+    """k g of x and (1 - k) g of y, k = 1 where x > y, and all between where both may be the larger."""
+    difference = x + negative(y) if isinstance(y, Form) else x.shift(-y)
+    low, high = difference.scale(number(sign, x)).interval()
+    of_x = between(ctx.gradient, (low > 0).double(), (high >= 0).double())
+    if not isinstance(y, Form):
+        return [(x, of_x)]
+    of_x = of_x.worked()
+    return [(x, of_x), (y, ctx.gradient + negative(of_x))]
+
+
+def largest_back(ctx: PullContext, x: Form, places: Tensor, sign: float) -> Pulled:
+    """k_j g of the entries of each window, k_j >= 0 with sum 1, and 0 of what is never the largest."""
+    places = places.to(x.centre.device)
+    low, high = (part.flatten()[places] for part in x.scale(number(sign, x)).interval())
+    # an entry that stands in a window twice is there once
+    again = (places[..., :, None] == places[..., None, :]).tril(-1).any(-1)
+    largest = low.amax(-1, keepdim=True)
+    candidate = (high >= largest) & ~again
+    alone = candidate & (candidate.sum(-1, keepdim=True) == 1)
+    spread = ctx.gradient.linear(lambda t: t[..., None].expand(len(t), *places.shape))
+    shares = between(spread, alone.double(), candidate.double())
+    return [(x, put_back(shares, places, x))]
+
+
+def mixed_back(ctx: PullContext, *parts: Any) -> Pulled:
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return [(part, ctx.gradient.scale(share)) for part, share in pairs if isinstance(part, Form)]
+
+
+register_maxima(pulls, (Form,), larger_back)
+register_largest(pulls, lambda x: x, largest_back)
+register_fixed_choices(pulls, Form, mixed_back)
+
+
+@spelled(pulls, "sum")
 def plus(ctx: PullContext, x: Any, y: Any) -> Pulled:
     return [(part, ctx.gradient) for part in (x, y) if isinstance(part, Form)]
 
 
-@pulls.function(operator.sub, operator.isub, torch.sub)
-@pulls.method("sub", "sub_")
+@spelled(pulls, "difference")
 def minus(ctx: PullContext, x: Any, y: Any) -> Pulled:
     first = [(x, ctx.gradient)] if isinstance(x, Form) else []
     return first + ([(y, negative(ctx.gradient))] if isinstance(y, Form) else [])
 
 
-@pulls.function(operator.neg, torch.neg)
-@pulls.method("neg")
+@spelled(pulls, "negative")
 def opposite(ctx: PullContext, x: Form) -> Pulled:
     return [(x, negative(ctx.gradient))]
 
 
-@pulls.function(operator.mul, operator.imul, torch.mul)
-@pulls.method("mul", "mul_")
+@spelled(pulls, "product")
 def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
     gradient = ctx.gradient.worked()
     if isinstance(x, Form) and isinstance(y, Form):
-        return [(x, times(gradient, y)), (y, times(gradient, x))]
+        of_x, of_y = (times(gradient, repeated(part, gradient.shape, arranged)) for part in (y, x))
+        return [(x, of_x), (y, of_y)]
     x, y = (x, y) if isinstance(x, Form) else (y, x)
     return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]
 
 
-@pulls.function(operator.truediv, operator.itruediv, torch.div)
-@pulls.method("div")
+@spelled(pulls, "quotient")
 def divide(ctx: PullContext, x: Form, y: Any) -> Pulled:
-    """By a number; or by one number y a row: g / y, and -<g, x> / y^2."""
+    """By constants; or by one number y a row: g / y, and -<g, x> / y^2."""
     if not isinstance(y, Form):
-        return [(x, ctx.gradient.linear(lambda t: t / y, lambda t: t / abs(y), 1))]
+        divisor = constant_operand(y, x.centre, x.shape)
+        return [(x, ctx.gradient.linear(lambda t: t / divisor, lambda t: t / divisor.abs(), 1))]
     inverse = ctx.once("inverse", lambda: apply(RECIPROCAL, y.worked()).solid())
     of_first = by_row(ctx.gradient.worked(), inverse)
     along = inner(of_first.worked(), x)

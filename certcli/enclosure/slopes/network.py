@@ -1,23 +1,178 @@
 """The gradients of one network near many images, as forms. Proofs: docs/local.md, 13."""
 
 import math
+import operator
+from collections import defaultdict
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from certcli.enclosure.slopes import layers
 from certcli.enclosure.slopes.attention import placed
 from certcli.enclosure.slopes.layers import constant, norm, through
-from certcli.enclosure.slopes.table import PullContext
-from certcli.enclosure.slopes.tape import Tape, linear_before, require_pulls
+from certcli.enclosure.slopes.pulls import (
+    PullContext,
+    moved,
+    nothing,
+    pixels,
+    pulls,
+    same,
+    summed,
+    transposed,
+)
+from certcli.enclosure.zonotopes.columns import gamma, norm2
+from certcli.enclosure.zonotopes.domain import Enclosure
+from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.needed_tokens import reads
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.normalisation import layer_norm
-from certcli.enclosure.zonotopes.space import Execution
+from certcli.enclosure.zonotopes.rules.layers import TOKENWISE
+from certcli.enclosure.zonotopes.space import Execution, ZonotopeContext
 from certcli.engine.table import NoRule
-from certcli.engine.walk import walk
+from certcli.engine.trace import Trace
+from certcli.engine.walk import Call, called, walk, walk_back
 from certcli.nn.norms import spread_of
+from certcli.system.memory import out_of_memory
+
+LINEAR = (
+    summed, moved, nothing, pixels, same,
+    layers.plus, layers.minus, *layers.AFFINE_PULLS,
+)  # fmt: skip
+"""Pulls that read no value."""
+
+
+class Tape(Enclosure):
+    """An enclosure that remembers its walk. Gradients may be pulled back through it any number of times."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.values: dict[fx.Node, Any] = {}
+        self.readings: dict[tuple[fx.Node, fx.Node], Any] = {}
+        self.inner: dict[fx.Node, dict[str, Any]] = defaultdict(dict)
+        self.rounding: dict[fx.Node, list[float]] = {}
+        self._passed = 0.0
+
+    def context(self, call: Call) -> ZonotopeContext:
+        context: ZonotopeContext = super().context(call)
+        return replace(context, inner=self.inner[context.node])
+
+    def read(self, node: fx.Node, argument: fx.Node, value: Any) -> Any:
+        if (node, argument) not in self.readings:
+            self.readings[node, argument] = super().read(node, argument, value)
+        return self.readings[node, argument]
+
+    def observe(self, node: fx.Node, value: Any) -> None:
+        super().observe(node, value)
+        self.values[node] = value
+        computed = isinstance(value, (Form, list, tuple)) and node.op != "placeholder"
+        if self.executed_as is not None and computed:
+            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name)]
+
+    def gradient(self, seed: Form) -> tuple[Form, float]:
+        """Return the form of the gradient at the image for that at the walk's result.
+
+        And how far execution moves what the gradient is of: the sum over nodes of what rounding adds
+        there, times the longest gradient. By the mean value theorem, node after node: runs that are
+        executed up to a node and exact behind it are enclosed, too.
+        """
+        self._passed = 0.0
+        back: Form | None = walk_back(self.ending.trace, seed, self._pulled, _meet)
+        if back is None:
+            back = seed.linear(lambda t: t.new_zeros(len(t), *self.start.shape))
+        return back, self._passed * (1 + gamma(2 * len(self.rounding)))
+
+    def _pulled(self, node: fx.Node, gradient: Any) -> list[tuple[fx.Node, Any]]:
+        """Return each argument of a node with its part of the gradient."""
+        parts = {0: gradient} if isinstance(gradient, Form) else gradient
+        losses = self.rounding.get(node, [])
+        self._passed += sum(
+            losses[i] * float(norm2(part.size.flatten())) for i, part in parts.items() if losses
+        )
+        first: Any = node.args[0] if node.args else None
+        if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):
+            place: Any = node.args[1]
+            places = range(len(self.values[first]))[place]
+            if isinstance(places, range):
+                return [(first, {places[i]: part for i, part in gradient.items()})]
+            return [(first, {places: gradient})]
+        # a tensor that is passed on has one value under two names: each of its readings counts once
+        arguments: dict[int, list[tuple[fx.Node, int | None]]] = defaultdict(list)
+
+        def value_of(argument: fx.Node) -> Any:
+            value = self.read(node, argument, self.values[argument])
+            if isinstance(value, (list, tuple)):
+                for place, each in enumerate(value):
+                    arguments[id(each)].append((argument, place))
+            else:
+                arguments[id(value)].append((argument, None))
+            return value
+
+        rule, kind, args, kwargs = called(self.ending.trace, node, pulls, value_of)
+        assert rule is not None, kind  # `require_pulls` has looked
+        context = PullContext(node, gradient, self.inner[node], self.needed.get(node))
+        try:
+            parts = rule(context, *args, **kwargs)
+            return [self._at(node, *arguments[id(form)].pop(), part) for form, part in parts]
+        except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as failure:
+            if out_of_memory(failure):
+                raise
+            where = node.meta.get("path") or "the network"
+            raise NoRule(
+                f"{where} ({kind}): called with arguments its derivative does not know ({failure})"
+            ) from failure
+
+    def _at(self, node: fx.Node, argument: fx.Node, place: int | None, gradient: Form) -> Any:
+        """Return an argument, of which the node read one token or which it repeated, with its part of
+        the gradient; of one of its tensors by their place.
+        """
+        if place is not None:
+            return argument, {place: gradient}
+        value = self.values[argument]
+        if gradient.shape == value.shape:
+            return argument, gradient
+        token = reads(
+            self.ending.trace, node, self.needed.get(node), lambda m: type(m) in TOKENWISE
+        )
+        if token is None:
+            (summed_up,) = transposed(gradient.worked(), lambda t: t.expand(gradient.shape), value)
+            return argument, summed_up
+        return argument, placed(gradient, token, value.shape[1])
+
+
+def _meet(first: Any, second: Any) -> Any:
+    """Return the sum of two gradients, of one tensor or of several."""
+    if isinstance(first, Form):
+        return reduced(first + second)
+    common = {place: _meet(first[place], second[place]) for place in first if place in second}
+    return {**first, **second, **common}
+
+
+def require_pulls(traced: Trace) -> None:
+    """Raise NoRule that names the first operation without a derivative, before any image is read."""
+    for node in traced.graph.nodes:
+        if node.op not in ("call_module", "call_function", "call_method"):
+            continue
+        rule, kind, _, _ = called(traced, node, pulls, lambda argument: None)
+        if rule is None:
+            where = node.meta.get("path") or "the network"
+            raise NoRule(f"{where}: no rule for the derivative of {kind}")
+
+
+def linear_before(traced: Trace, last: fx.Node) -> bool:
+    """Tell whether no pull up to this node reads a value: all of them are linear."""
+    for node in traced.graph.nodes:
+        if node.op in ("call_module", "call_function", "call_method"):
+            rule, _, _, _ = called(traced, node, pulls, lambda argument: None)
+            if rule not in LINEAR:
+                return False
+        if node is last:
+            break
+    return True
+
 
 _COPIES = 8
 """Arrays of the largest kind alive at once on the way back."""

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from certcli.enclosure.zonotopes.ascent import Ascent
 from certcli.enclosure.zonotopes.backward import Node
-from certcli.enclosure.zonotopes.search import Tree, Unit
+from certcli.enclosure.zonotopes.search import Tree
 
 BATCH = 24
 """Domains that are split together, fewer where tensors are large."""
@@ -179,14 +179,9 @@ class BranchSearch:
             if unit is not None and domain.sign[unit] == 0:
                 return unit
             active, inactive = domain.tree.halves()
-            sign = self._known_sign(domain, domain.tree.unit, unit)
-            domain.tree = active if sign > 0 else inactive
+            known = self.ascent.sign_of(domain.tree.unit) if unit is None else domain.sign[unit]
+            domain.tree = active if known > 0 else inactive
         return None
-
-    def _known_sign(self, domain: BranchDomain, unit: Unit, place: int | None) -> float:
-        if place is not None:
-            return float(domain.sign[place])
-        return self.ascent.sign_of(unit)
 
     @torch.no_grad()
     def _best(self, domains: list[BranchDomain]) -> list[int | None]:

@@ -130,6 +130,6 @@ def by_interval(direction: Direction, along: Form, turn: Tensor) -> Form:
     return apply_fit(along, Fit(constant, slope, torch.zeros_like(slope), error))
 
 
-def number(value: float, like: Form) -> Tensor:
-    """Return a float64 scalar on the device of a form."""
-    return torch.tensor(value, dtype=torch.float64, device=like.centre.device)
+def number(value: Tensor | float, like: Form) -> Tensor:
+    """Return a number as a tensor of the form's type and place."""
+    return torch.as_tensor(value, dtype=torch.float64).to(like.centre)

@@ -89,12 +89,6 @@ def may_join(*shapes: tuple[int, ...]) -> bool:
     return all(math.prod(shape) <= _JOINED for shape in shapes)
 
 
-def rest_parts(x: Form) -> list[Part]:
-    """Return the columns of all of a form that is not its ball part; slack is `root`'s."""
-    parts: list[Part] = [(fibres(part), width) for width, part in alike(x.box, x.blocks)]
-    return [(fibres(x.square), x.space.square), *parts] if x.space.squares else parts
-
-
 def fibres(columns: Tensor) -> Tensor:
     """Return columns (k, *s, d) as (k, fibres, d)."""
     return columns.reshape(len(columns), -1, columns.shape[-1])
@@ -107,10 +101,12 @@ def rest_gram(x: Form) -> Gram:
 
 def _rest_gram(x: Form) -> Gram:
     slack = fibres(x.slack[None])[0]
-    if x.image_of is None:
-        return enclosing(rest_parts(x), slack)
-    source, weight = x.image_of
-    return enclosing([rest_gram(source).mapped(weight)], slack)
+    if x.image_of is not None:
+        source, weight = x.image_of
+        return enclosing([rest_gram(source).mapped(weight)], slack)
+    parts: list[Part] = [(fibres(part), width) for width, part in alike(x.box, x.blocks)]
+    square: list[Part] = [(fibres(x.square), x.space.square)] if x.space.squares else []
+    return enclosing(square + parts, slack)
 
 
 def whole_gram(x: Form) -> Gram:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.nn import functional as F
 
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, last_of, of_margins, until
@@ -47,10 +48,34 @@ def split(traced: Trace, norms: tuple[type[nn.Module], ...]) -> NetworkEnd:
         return NetworkEnd(traced, None, None, None)
     before = _source(node)
     node, token = _skip(traced, before, choose=True)
-    norm = _module(traced, node)
-    if type(norm) in norms:
+    norm = _norm_of(traced, node, norms)
+    if norm is not None:
         return NetworkEnd(until(traced, _source(node)), norm, head, token)
     return NetworkEnd(until(traced, before), None, head, None)
+
+
+def _norm_of(traced: Trace, node: fx.Node, norms: tuple[type[nn.Module], ...]) -> nn.Module | None:
+    """Return the norm that a node is, as a module."""
+    module = _module(traced, node)
+    if node.target not in (F.layer_norm, torch.layer_norm):
+        return module if type(module) in norms else None
+    shape, eps, *constants = _options_of_norm(*node.args, **node.kwargs)
+    stored = [part is None or getattr(part, "op", "") == "get_attr" for part in constants]
+    if len(shape) != 1 or not all(stored):
+        return None
+    norm = nn.LayerNorm(shape, eps, elementwise_affine=False)
+    for name, part in zip(("weight", "bias"), constants, strict=True):
+        if part is not None:
+            tensor = traced.constants[str(part.target)]
+            setattr(norm, name, nn.Parameter(tensor, requires_grad=False))
+    return norm
+
+
+def _options_of_norm(
+    x: Any, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: Any = 1e-5, *_: Any, **__: Any
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return shape, eps, weight and bias of a call of layer_norm."""
+    return normalized_shape, eps, weight, bias
 
 
 def _skip(traced: Trace, node: fx.Node, *, choose: bool) -> tuple[fx.Node, int | None]:

@@ -73,11 +73,6 @@ def changed(x: Form, coordinates: Coordinates) -> Form:
     return Form(new, x.centre, gens, up(x.slack + residue + rounding, 4), x.blocks, x.node)
 
 
-def may_change(x: Form) -> bool:
-    """Tell whether the theorem is about this form: an l2 ball, and nothing in e e^T yet."""
-    return not x.space.boxed and not bool(x.square.any())
-
-
 class LocalNetwork:
     """A network traced once for many images. NoRule, Untraceable: what has no relaxation.
 
@@ -120,7 +115,10 @@ class LocalNetwork:
 
     def change(self, node: fx.Node, value: Any) -> Any:
         """Return the first map's result in fewer numbers than pixels, computed once."""
-        if node is not self.narrow or not isinstance(value, Form) or not may_change(value):
+        if node is not self.narrow or not isinstance(value, Form):
+            return value
+        # the theorem is about forms of an l2 ball, with nothing in e e^T yet
+        if value.space.boxed or bool(value.square.any()):
             return value
         if self.coordinates is None:
             if not bool(value.ball.any()):  # radius 0 says nothing of the map

@@ -18,16 +18,9 @@ from certcli.enclosure.zonotopes.direction import (
     share_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.pointwise import (
-    RECIPROCAL,
-    RSQRT,
-    SQRT,
-    apply,
-    apply_above,
-    capped,
-    narrower,
-)
+from certcli.enclosure.zonotopes.pointwise import apply, apply_above, capped, narrower
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled, squares
+from certcli.engine.curves import RECIPROCAL, RSQRT, SQRT
 from certcli.nn.norms import Spread
 
 

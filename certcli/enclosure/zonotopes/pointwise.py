@@ -1,6 +1,7 @@
 """Relaxations of scalar functions applied entry by entry. Proofs: docs/local.md, sections 3 and 4."""
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -23,17 +24,6 @@ from certcli.enclosure.zonotopes.ellipsoids import (
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.engine.curves import Curve
 
-EXP = Curve("exp", torch.exp, torch.exp, torch.exp, 0.0)
-LOG = Curve("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), 0.0, relative=True)
-RECIPROCAL = Curve(
-    "1/x", lambda x: 1 / x, lambda x: -1 / (x * x), lambda x: 2 / x**3, 0.0, relative=True
-)
-RSQRT = Curve(
-    "1/sqrt(x)", torch.rsqrt, lambda x: -0.5 * x**-1.5, lambda x: 0.75 * x**-2.5, 0.0, relative=True
-)
-SQRT = Curve(
-    "sqrt(x)", torch.sqrt, lambda x: 0.5 * x**-0.5, lambda x: -0.25 * x**-1.5, 0.0, relative=True
-)
 _POINTS = 17
 
 
@@ -64,7 +54,7 @@ def residual(
 
     g = f - slope (x - c) - curve (x - c)^2 on cells of width h: |g - its chord| <= h^2/8 sup |f'' -
     2 curve|, and on a cell f'' lies between its ends (monotone f''), or within third h/2 of one of
-    them.
+    them. A jump of the slope adds a quarter of it times h.
     """
     t, _ = _grid(centre.device)
     t = t.view(-1, *[1] * centre.dim())
@@ -80,7 +70,12 @@ def residual(
     rest = value - slope * offset - curve * offset * offset
     bend = (f.second(x) - 2 * curve).abs()
     bend = torch.maximum(bend[1:], bend[:-1]) * (1 + FUNCTION) + (f.third / 2) * step
+    jumps = None
+    if f.breaks or f.third == math.inf:
+        bend, jumps = _at_breaks(f, x, bend, up(f.bend + 2 * curve.abs(), 2))
     cell = up(step * step / 8 * bend, 6)
+    if jumps is not None:
+        cell = up(cell + step / 4 * jumps, 4)
     top = (torch.maximum(rest[1:], rest[:-1]) + cell).amax(0)
     bottom = (torch.minimum(rest[1:], rest[:-1]) - cell).amin(0)
     far = torch.maximum((low - centre).abs(), (high - centre).abs())
@@ -89,6 +84,8 @@ def residual(
         torch.maximum(f.first(low).abs(), f.first(high).abs())
         + (bend.amax(0) + 2 * curve.abs()) * 2 * far
     )
+    if jumps is not None:
+        steep = steep + jumps.sum(0)
     relative_slope = 0.0 if f.relative else 1.0  # x Phi(x) cancels for x far below 0
     size = (
         value.abs().amax(0)
@@ -97,6 +94,23 @@ def residual(
     )
     error = up((top - bottom) / 2 + FUNCTION * size, 8)
     return Fit((top + bottom) / 2, slope, curve, error)
+
+
+def _at_breaks(f: Curve, x: Tensor, bend: Tensor, anywhere: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sup |f'' - 2 curve| and the jumps of the slope on each cell.
+
+    Args:
+        bend: the first where nothing jumps; inf where the third derivative is not bounded.
+        anywhere: the first on any cell, between places where f'' jumps.
+    """
+    bend = torch.minimum(bend, anywhere)
+    near = FUNCTION * x.abs().amax(0) + TINY
+    jumps = torch.zeros_like(bend)
+    for place, jump in f.breaks:
+        across = (x[:-1] - near <= place) & (place <= x[1:] + near)
+        bend = torch.where(across, anywhere, bend)
+        jumps = jumps + jump * across
+    return bend, jumps
 
 
 def fits(f: Curve, centre: Tensor, low: Tensor, high: Tensor) -> tuple[Fit, Fit]:
@@ -251,19 +265,15 @@ def apply_above(f: Curve, x: Form, low: Tensor, high: Tensor, minimum: float) ->
     high = torch.minimum(high, above)
     inner = (low.clamp_min(minimum), high.clamp_min(minimum))
     smooth = best_fit(f, x, *inner)
-    kinked = _kinked_fit(f, x.centre, low, high, minimum)
-    return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
-
-
-def _kinked_fit(f: Curve, centre: Tensor, low: Tensor, high: Tensor, minimum: float) -> Fit:
-    """Return the better of two linear fits of f(max(x, minimum)), of slope 0 and of the chord's."""
+    # the better of two linear fits, of slope 0 and of the chord's
     zero = torch.zeros_like(low)
     rise = f.value(high.clamp_min(minimum)) - f.value(low.clamp_min(minimum))
     flat, steep = (
-        kinked_residual(f, centre, low, high, minimum, slope)
+        kinked_residual(f, x.centre, low, high, minimum, slope)
         for slope in (zero, rise / (high - low).clamp_min(TINY))
     )
-    return chosen(flat, steep, zero, zero)
+    kinked = chosen(flat, steep, zero, zero)
+    return apply_fit(x, finite(f, either(low < minimum, kinked, smooth)))
 
 
 def kinked_residual(
@@ -306,7 +316,9 @@ def relu(x: Form) -> Form:
     zero = torch.zeros_like(half)
     node = None if x.node is None else _hinge(x, x.node, low, high)
     fit = Fit(slope * x.centre + half, slope, zero, up(half + gamma(4) * x.size))
-    return replace(_linear_fit(x, fit), node=node)
+    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
+    slack = up(up(fit.slope.abs() * x.slack + fit.error) + gamma(8) * spread)
+    return Form(x.space, fit.constant, x.gens * fit.slope, slack, x.blocks, node)
 
 
 def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
@@ -323,13 +335,6 @@ def _hinge(x: Form, node: Node, low: Tensor, high: Tensor) -> Hinge:
         x.shape, (node,), lambda rows: (), None, rounding,
         low=low, high=high, places=places, columns=columns, middle=middle, rest=rest,
     )  # fmt: skip
-
-
-def _linear_fit(x: Form, fit: Fit) -> Form:
-    """`apply_fit` without a square."""
-    slack = up(fit.slope.abs() * x.slack + fit.error)
-    spread = up(fit.slope.abs() * x.radius + fit.constant.abs() + TINY)
-    return Form(x.space, fit.constant, x.gens * fit.slope, up(slack + gamma(8) * spread), x.blocks)
 
 
 _LONGER = 2.0

@@ -20,68 +20,68 @@ class Loss(Entry):
     needs: Literal["nothing", "pairs", "chain", "enclosure"] = "nothing"
 
 
-_PAIRS = "certcli.finetune.losses.pairs"
+_BOUNDS = "certcli.finetune.losses.bounds"
 
 LOSSES = Registry(
     "loss",
     Loss(
         "ce",
-        f"{_PAIRS}:cross_entropy",
+        f"{_BOUNDS}:cross_entropy",
         "cross entropy on the logits; needs no bound",
         needs="nothing",
     ),
     Loss(
         "margin",
-        f"{_PAIRS}:margin_loss",
+        f"{_BOUNDS}:margin_loss",
         "generalised cross entropy on margin-shifted logits, plus a little plain cross entropy",
         "Zhang & Sabuncu 2018 for the generalised cross entropy; per-pair shifts as in Tsuzuku et al. 2018",
         needs="pairs",
     ),
     Loss(
         "gloro",
-        f"{_PAIRS}:gloro",
+        f"{_BOUNDS}:gloro",
         "cross entropy with one more class, which wins where the prediction is not certified",
         "Leino, Wang, Fredrikson 2021",
         needs="pairs",
     ),
     Loss(
         "lmt",
-        f"{_PAIRS}:lmt",
+        f"{_BOUNDS}:lmt",
         "cross entropy on margin-shifted logits",
         "Tsuzuku, Sato, Sugiyama 2018",
         needs="pairs",
     ),
     Loss(
         "emma",
-        f"{_PAIRS}:emma",
+        f"{_BOUNDS}:emma",
         "lmt with the radius of every pair capped by what the sample has reached",
         "Hu, Zou, Wang, Leino, Fredrikson 2023",
         needs="pairs",
     ),
     Loss(
         "trades",
-        f"{_PAIRS}:trades",
+        f"{_BOUNDS}:trades",
         "cross entropy, plus the divergence of the worst case within the radius",
         "Leino et al. 2021 after Zhang et al. 2019",
         needs="pairs",
     ),
     Loss(
         "hinge-kr",
-        f"{_PAIRS}:hinge_kr",
+        f"{_BOUNDS}:hinge_kr",
         "hinge at the radius of every pair, plus the Kantorovich-Rubinstein term",
         "Serrurier et al. 2021",
         needs="pairs",
     ),
     Loss(
         "bcp",
-        "certcli.finetune.losses.chain:worst_logits",
+        f"{_BOUNDS}:worst_logits",
         "cross entropy of the worst logits in a box and a ball carried through a chain of layers",
         "Lee, Lee & Park 2020",
         needs="chain",
     ),
     Loss(
         "local-lip",
-        "certcli.finetune.losses.chain:worst_logits",
+        f"{_BOUNDS}:worst_logits",
         "the same with units that are constant near the image left out of linear layers' norms",
         "Huang et al. 2021",
         needs="chain",

@@ -128,8 +128,7 @@ class LocalEnclosure:
         """Draw directions of the pixels, all of them where they are few: (m, c, h, w)."""
         if self.pixels <= count:
             return torch.eye(self.pixels).view(self.pixels, *self.model.input_size)
-        drawn = torch.randn(count, *self.model.input_size, generator=generator)
-        return drawn / count**0.5
+        return torch.randn(count, *self.model.input_size, generator=generator) / count**0.5
 
     def margins(self, images: Tensor, labels: Tensor, epsilon: float, directions: Tensor) -> Tensor:
         """Return bounds <= z_y - z_j within `epsilon`, 0 at j = y: (b, c, h, w), (b,) -> (b, k)."""

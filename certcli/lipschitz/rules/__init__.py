@@ -6,7 +6,6 @@ import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
 from certcli.lipschitz.rules import (  # noqa: F401 (for their decorators)
-    add_sub,
     attention,
     convolution,
     joined,

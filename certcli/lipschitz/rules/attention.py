@@ -11,9 +11,9 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.engine.attention import attention_module
-from certcli.engine.table import NoRule, runs_known_code
+from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Unproven
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import up
@@ -117,18 +117,16 @@ def self_attention(
     Source: Theorem 5.1.
     """
     arith = ctx.arith
-    folded = ctx.fold(x, *qkv_map)
-    x = folded
-    qkv = folded.pending
+    x = ctx.fold(x, *qkv_map)
+    qkv = x.pending
     assert qkv is not None
     radius = x.size.fibre
-    if arith.rigorous and not radius.finite:
-        raise NoRule(
-            "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
-        )
+    ctx.require(
+        not arith.rigorous or radius.finite,
+        "dot-product attention is not Lipschitz on tokens of unbounded norm (no norm layer before it)",
+    )
     weights = qkv.effective(arith)
-    if weights is None:
-        raise AssertionError("a linear layer has a matrix")
+    assert weights is not None
     inner = weights.shape[0] // 3
     width = inner // heads
     ctx.require(out_map[0].shape[1] == inner, "attention with another inner width")
@@ -236,13 +234,12 @@ def token_convolution_bound(
 
 
 @rules.module(ChannelRoll)
+@settled
 def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
     """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the
     longest."""
-    x = ctx.settle(x)
-    arith = ctx.arith
     size = x.size.along(-1).arranged(x.shape, -1, 4.0)
-    return ctx.charge(x, arith.const(1.0), "channels that move by a token: a permutation", size)
+    return ctx.charge(x, ctx.arith.const(1.0), "channels that move by a token: a permutation", size)
 
 
 def _plain_maps(module: OrthogonalMixing) -> bool:
@@ -252,13 +249,12 @@ def _plain_maps(module: OrthogonalMixing) -> bool:
 @rules.module(OrthogonalMixing, when=_plain_maps)
 def orthogonal_mixing_bound(ctx: Context, module: OrthogonalMixing, x: Value) -> Value:
     """[M_h x_h]_h + p: heads are disjoint, so max_h |M_h|, taken from the matrices as they are."""
-    arith = ctx.arith
     norms = [
-        arith.sigma(arith.matrix(part.weight), f"{ctx.path}.maps.{h}")  # type: ignore[arg-type]
+        ctx.arith.sigma(ctx.arith.matrix(part.weight), f"{ctx.path}.maps.{h}")  # type: ignore[arg-type]
         for h, part in enumerate(module.maps)
     ]
     why = f"{len(norms)} heads mix their tokens by matrices: the largest of their spectral norms"
-    return _mixed_tokens(ctx, x, arith.largest(norms), module.shift, why, before=False)
+    return _mixed_tokens(ctx, x, ctx.arith.largest(norms), module.shift, why, before=False)
 
 
 def _known_pairs(module: TokenMaxMin) -> bool:
@@ -281,6 +277,7 @@ def token_max_min_bound(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     )
 
 
+@settled
 def _mixed_tokens(
     ctx: Context,
     x: Value,
@@ -296,8 +293,6 @@ def _mixed_tokens(
         columns: each channel of all tokens is mapped to itself, so that columns grow by the
             constant at most.
     """
-    x = ctx.settle(x)
-    arith = ctx.arith
     windows, rest = divmod(math.prod(x.shape), shift.numel())
     ctx.require(
         not rest, f"tokens of shape {tuple(x.shape)}, which a shift of {shift.numel()} does not fit"
@@ -305,7 +300,7 @@ def _mixed_tokens(
     old = x.size
 
     def shift_norm() -> Scalar:
-        length = arith.length(arith.matrix(shift.reshape(-1, 1)))
+        length = ctx.arith.length(ctx.arith.matrix(shift.reshape(-1, 1)))
         return constant * length if before else length
 
     # tokens themselves may grow
@@ -315,5 +310,5 @@ def _mixed_tokens(
         why,
         lambda: constant * (old.fibre_along(-2) if columns else old.total) + shift_norm(),
         axis=-2,
-        total=lambda: constant * old.total + shift_norm() * arith.root(windows),
+        total=lambda: constant * old.total + shift_norm() * ctx.arith.root(windows),
     )

@@ -20,6 +20,7 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic, Matrix, Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.value import Value
 from certcli.nn.attention import LipschitzAttention
+from certcli.system.errors import raise_if
 
 SLACK = 1e-9
 """Relative: the error of a softmax of numbers below 1e4 in float64, of Newton's last step, and
@@ -49,13 +50,12 @@ def by_head(
         without: The terms without biases, bounds from above.
         terms_of: Computes them from biases B (m, h, n, n), each (h,): differentiable, within SLACK.
     """
-    arith = ctx.arith
     if biases is None:
-        return [[arith.const(value)] * heads for value in without]
+        return [[ctx.arith.const(value)] * heads for value in without]
     parts = terms_of(biases)
-    if not arith.rigorous:
+    if not ctx.arith.rigorous:
         return [list(part.unbind()) for part in parts]
-    return [[arith.const(up(value * (1 + SLACK))) for value in part.tolist()] for part in parts]
+    return [[ctx.arith.const(up(value * (1 + SLACK))) for value in part.tolist()] for part in parts]
 
 
 def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> Prior:
@@ -66,11 +66,10 @@ def prior(ctx: Context, module: LipschitzAttention, mask: Any, tokens: int) -> P
 
 
 def _prior_terms(biases: Tensor) -> tuple[Tensor, ...]:
-    if float(biases.detach().clamp_min(-1e4).abs().max()) > 1e4:
-        raise NoRule("position biases beyond 1e4")
+    largest = float(biases.detach().clamp_min(-1e4).abs().max())
+    raise_if(largest > 1e4, NoRule, "position biases beyond 1e4")
     pi = biases.softmax(dim=-1)
-    if bool(pi.isnan().any()):
-        raise NoRule("a mask under which a token sees nothing")
+    raise_if(pi.isnan().any(), NoRule, "a mask under which a token sees nothing")
     return pi.sum(-2).amax((0, 2)), pi.square().sum(-2).sqrt().amax((0, 2)), pi.amax((0, 2, 3))
 
 
@@ -215,8 +214,7 @@ def head_maps(
         pending = folded.pending
         assert pending is not None
         matrix = pending.effective(ctx.arith)
-        if matrix is None:
-            raise AssertionError("a linear layer has a matrix")
+        assert matrix is not None
         size = folded.size.fibre
         place = f"{ctx.path}.{name}"
         maps.append(HeadMap(ctx.arith, matrix, pending.bias, module.num_heads, size, place))
@@ -225,10 +223,10 @@ def head_maps(
 
 def require_bounded_tokens(ctx: Context, x: Value, what: str) -> None:
     """Raise NoRule where nothing bounds the length of a token."""
-    if ctx.arith.rigorous and not x.size.fibre.finite:
-        raise NoRule(
-            f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)"
-        )
+    ctx.require(
+        not ctx.arith.rigorous or x.size.fibre.finite,
+        f"{what} is not Lipschitz on tokens of unbounded norm (no norm layer before it)",
+    )
 
 
 Term = tuple[Sequence[Scalar], HeadMap]

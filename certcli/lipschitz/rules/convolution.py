@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, resized, rules
+from certcli.lipschitz.context import Context, resized, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
@@ -23,21 +23,13 @@ def pads_with_zeros(module: nn.Conv2d) -> bool:
     return module.padding_mode == "zeros" or not any(numbers(module.padding, 1))
 
 
-@rules.module(nn.Conv2d, nn.Conv1d, nn.Conv3d, when=pads_with_zeros)
-def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
-    """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
-    return convolve(
-        ctx,
-        x,
-        module.weight,
-        module.bias,
-        module.stride,
-        module.padding,
-        module.dilation,
-        module.groups,
-    )
-
-
+@rules.module(
+    nn.Conv2d,
+    nn.Conv1d,
+    nn.Conv3d,
+    when=pads_with_zeros,
+    attributes=("weight", "bias", "stride", "padding", "dilation", "groups"),
+)
 @rules.function(
     torch.conv2d,
     torch.conv1d,
@@ -46,7 +38,7 @@ def conv(ctx: Context, module: nn.Conv2d, x: Value) -> Value:
     functional.conv1d,
     functional.conv3d,
 )
-def conv_function(
+def convolution_bound(
     ctx: Context,
     x: Any,
     weight: Any,
@@ -56,22 +48,10 @@ def conv_function(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Value:
+    """A zero-padded convolution, pending: channel gains are multiplied into the weight."""
     ctx.require(isinstance(x, Value), "a convolution whose weight depends on the image")
     weight = ctx.constant_tensor(weight)
     bias = ctx.optional_tensor(bias)
-    return convolve(ctx, x, weight, bias, stride, padding, dilation, groups)
-
-
-def convolve(
-    ctx: Context,
-    x: Value,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: int,
-) -> Value:
     axes = weight.dim() - 2
     ctx.require(len(x.shape) == axes + 2, "a convolution without a batch axis")
     axis = -axes - 1
@@ -120,7 +100,7 @@ def convolve(
         key=id(weight) if pending is None else None,
         source=() if pending is None else pending.source,
     )
-    return Value(ctx.unbounded(), x.size, convolution, None, tuple(ctx.shape))
+    return Value(ctx.arith.const(math.inf), x.size, convolution, None, tuple(ctx.shape))
 
 
 def _with_inputs(
@@ -270,13 +250,13 @@ def padding_of(
 
 
 @rules.module(nn.ConvTranspose2d)
+@settled
 def transposed_convolution_bound(
     ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None
 ) -> Value:
     ctx.require(
         module.padding_mode == "zeros", "a transposed convolution with another padding than zeros"
     )
-    x = ctx.settle(x)
     padding = padding_of(module.padding, tuple(module.kernel_size), tuple(module.dilation))
     stride = tuple(module.stride)
     dilation = tuple(module.dilation)

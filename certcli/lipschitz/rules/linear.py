@@ -11,19 +11,12 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, resized, rules
+from certcli.lipschitz.context import Context, resized, rules, settled
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Matrix, Scalar
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.value import Affine, Convolution, Size, Value
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.norms import CenterNorm
-
-
-@rules.module(nn.Linear)
-def linear_bound(ctx: Context, module: nn.Linear, x: Value) -> Value:
-    """x -> W x + b on the last axis, pending: neighbours are multiplied before the norm."""
-    return followed_by_linear(ctx, x, module.weight, module.bias)
 
 
 def followed_by_linear(
@@ -39,16 +32,18 @@ def followed_by_linear(
     return ctx.fold(x, weight, bias, axis=axis)
 
 
+@rules.module(nn.Linear, attributes=("weight", "bias"))
 @rules.function(functional.linear)
-def linear_function_bound(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
+def linear_bound(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
+    """x -> W x + b on the last axis, pending: neighbours are multiplied before the norm."""
     ctx.require(isinstance(x, Value), "a linear layer whose weight depends on the image")
     return followed_by_linear(ctx, x, ctx.constant_tensor(weight), ctx.optional_tensor(bias))
 
 
 @rules.module(PixelNormalize)
+@settled
 def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     """x -> (x - mean) / std: a pending gain 1 / std on channels, for the first convolution."""
-    x = ctx.settle(x)  # behind a resize
     std = module.std.double().flatten().expand(x.shape[-3])
     gain = 1.0 / std
     mean = module.mean.double().flatten()
@@ -62,7 +57,7 @@ def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     pending = Affine(axis=-3, width=len(std), gain=gain, bias=shift, source=(ctx.path,))
     # a pixel in [0, 1] becomes a number in [-mean / std, (1 - mean) / std]
     reach = float((torch.maximum(mean, 1 - mean) * gain.abs()).max()) * (1 + 1e-12)
-    box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if ctx.box(x) else None
+    box = Size(ctx.arith, x.shape, peak=lambda: ctx.arith.const(reach)) if x.size.pixels else None
     pending = replace(pending, result=box)
     return replace(x, size=x.size.along(-3), waiting=pending)
 
@@ -187,12 +182,6 @@ def center_norm_bound(ctx: Context, module: CenterNorm, x: Value) -> Value:
     )
 
 
-@rules.module(LayerScale)
-def layer_scale_bound(ctx: Context, module: LayerScale, x: Value) -> Value:
-    """x -> gamma * x on the last axis: folded into the linear map before it."""
-    return scale_features(ctx, x, module.gamma, -1)
-
-
 def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     """Return gain * x along an axis, multiplied into what waits there, else pending."""
     x = _with_features(ctx, x, axis)
@@ -201,6 +190,9 @@ def scale_features(ctx: Context, x: Value, gain: Tensor, axis: int) -> Value:
     if isinstance(waiting, (Affine, Convolution)):
         return replace(x, waiting=waiting.scaled(ctx.arith, gain, ctx.path))
     return replace(x, waiting=Affine(axis=axis, width=gain.numel(), gain=gain, source=(ctx.path,)))
+
+
+rules.module(LayerScale)(lambda ctx, module, x: scale_features(ctx, x, module.gamma, -1))
 
 
 def shift_features(ctx: Context, x: Value, shift: Matrix, axis: int) -> Value:
@@ -230,18 +222,12 @@ def _with_features(ctx: Context, x: Value, axis: int) -> Value:
     return replace(x, size=x.size.along(axis))
 
 
-@rules.module(nn.BatchNorm2d, nn.BatchNorm1d)
-def batch_norm_bound(ctx: Context, module: nn.BatchNorm2d, x: Value) -> Value:
-    variance = module.running_var
-    if not module.track_running_stats or variance is None:
-        raise NoRule("BatchNorm with batch statistics")
-    return batch_statistics(
-        ctx, x, module.running_mean, variance, module.weight, module.bias, module.eps
-    )
+_STATISTICS = ("running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 
 
+@rules.module(nn.BatchNorm2d, nn.BatchNorm1d, attributes=_STATISTICS)
 @rules.function(functional.batch_norm)
-def batch_norm_function(
+def batch_norm_bound(
     ctx: Context,
     x: Value,
     running_mean: Any,
@@ -252,24 +238,12 @@ def batch_norm_function(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Value:
+    """Eval mode: gain weight / sqrt(var + eps), shift a channel, folded into a convolution."""
     ctx.require(not training and running_var is not None, "BatchNorm with batch statistics")
     mean = ctx.constant_tensor(running_mean)
     variance = ctx.constant_tensor(running_var)
-    return batch_statistics(
-        ctx, x, mean, variance, ctx.optional_tensor(weight), ctx.optional_tensor(bias), eps
-    )
-
-
-def batch_statistics(
-    ctx: Context,
-    x: Value,
-    mean: Any,
-    variance: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-) -> Value:
-    """Eval mode: gain weight / sqrt(var + eps), shift a channel, folded into a convolution."""
+    weight = ctx.optional_tensor(weight)
+    bias = ctx.optional_tensor(bias)
     ctx.require(bool((variance >= 0).all()) and eps >= 0, "a negative variance")
     spread = (variance.double() + eps).sqrt()
     ctx.require(bool((spread > 0).all()), "a variance of 0 without eps")

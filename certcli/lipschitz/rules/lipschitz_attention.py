@@ -152,20 +152,18 @@ def short_rows(
     arith = ctx.arith
     positions = prior(ctx, module, mask, tokens)
     n = arith.const(float(tokens))
-    half = arith.const(0.5)
-    two = arith.const(2.0)
     radii = [_temperature(ctx, module) * reach for reach in query.reach]
     averaging = []
     moving = []
     for h, radius in enumerate(radii):
-        grown = exp_twice(arith, two * radius * radius)  # logits of a row lie within 4 R_z^2
+        grown = exp_twice(arith, radius * radius * 2.0)  # logits of a row lie within 4 R_z^2
         averaging.append(arith.minimum(tied.averaging[h], arith.sqrt(grown * positions.columns[h])))
-        peak = arith.sqrt(n * arith.minimum(half, grown * positions.peak[h]))
+        peak = arith.sqrt(n * arith.minimum(arith.const(0.5), grown * positions.peak[h]))
         steps = (
             arith.minimum(arith.sqrt(tied.spread[h]), radius),
-            arith.minimum(tied.reach[h], two * radius * peak),
+            arith.minimum(tied.reach[h], radius * 2.0 * peak),
         )
-        moving.append(two * (steps[0] + steps[1]))
+        moving.append((steps[0] + steps[1]) * 2.0)
     return ShortRows(radii, averaging, moving)
 
 
@@ -185,9 +183,8 @@ def l2_attention(
     arith = ctx.arith
     inputs, (query,) = head_maps(ctx, x, module, "query")
     tied = tied_logits(ctx, module, mask, tokens)
-    two = arith.const(2.0)
     each = [
-        a + two * s + two * t
+        a + s * 2.0 + t * 2.0
         for a, s, t in zip(tied.averaging, tied.spread, tied.others, strict=True)
     ]
     if not arith.rigorous or inputs.size.fibre.finite:
@@ -221,16 +218,15 @@ def l2_untied_value_attention(
     tokens = x.shape[-2]
     inputs, (query, value) = head_maps(ctx, x, module, "query", "value")
     require_bounded_tokens(ctx, inputs, what)
-    arith = ctx.arith
     tied = tied_logits(ctx, module, mask, tokens)
     gate = gates_of_layer(ctx, module, tokens)
     rows = short_rows(ctx, module, mask, tied, query, tokens)
     temperature = _temperature(ctx, module)
     moving = [radius * t * temperature for radius, t in zip(value.reach, rows.moving, strict=True)]
     constant = combined(
-        arith, [(gate.averaging(rows.averaging), value), (gate.scale(moving), query)]
+        ctx.arith, [(gate.averaging(rows.averaging), value), (gate.scale(moving), query)]
     )
-    shown = f" of norm at most {inputs.size.fibre}" if arith.rigorous else ""
+    shown = f" of norm at most {inputs.size.fibre}" if ctx.arith.rigorous else ""
     why = f"{what} of {tokens} tokens{shown} (Theorem 6.3)"
     return mixed_heads(ctx, module, inputs, constant, why, lambda: value.norms)
 
@@ -265,7 +261,6 @@ def cosine_attention(
     arith = ctx.arith
     inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
-    half = arith.const(0.5)
     slope = arith.const(up(1 / math.sqrt(EPS), 2))
     nu, tau = ([arith.absolute(entry) for entry in part] for part in (module.nu, module.tau))
     averaging = []
@@ -274,7 +269,7 @@ def cosine_attention(
     for h in range(module.num_heads):
         grown = exp_twice(arith, tau[h])
         columns = arith.minimum(n, grown * positions.columns[h])
-        peak = arith.minimum(half, grown * positions.peak[h])
+        peak = arith.minimum(arith.const(0.5), grown * positions.peak[h])
         averaging.append(nu[h] * slope * arith.sqrt(columns))
         of_query.append(nu[h] * slope * tau[h])
         of_key.append(nu[h] * slope * tau[h] * arith.sqrt(n * peak))
@@ -308,18 +303,14 @@ def lipschitz_norm_attention(
     arith = ctx.arith
     inputs, (query, key, value), positions, gate = _scored_heads(ctx, module, x, mask)
     n = arith.const(float(tokens))
-    half = arith.const(0.5)
-    one = arith.const(1.0)
     square = arith.const(up(math.exp(2), 4))
     rest = arith.const(up(math.exp(2) - 3, 4))
     averaging = []
     of_key = []
     for columns, root, peak in zip(positions.columns, positions.root, positions.peak, strict=True):
-        averaging.append(
-            arith.sqrt(arith.minimum(n, columns + arith.const(2.0) * root + rest * peak))
-        )
-        of_key.append(arith.sqrt(arith.minimum(half, square * peak)))
-    keep = gate.scale([one] * module.num_heads)
+        averaging.append(arith.sqrt(arith.minimum(n, columns + root * 2.0 + rest * peak)))
+        of_key.append(arith.sqrt(arith.minimum(arith.const(0.5), square * peak)))
+    keep = gate.scale([arith.const(1.0)] * module.num_heads)
     terms = [(gate.averaging(averaging), value), (keep, query), (gate.scale(of_key), key)]
     constant = combined(arith, terms, pairs=(keep, (query, key, value)))
     why = f"LipschitzNorm attention of {tokens} tokens (Theorem 10.2)"

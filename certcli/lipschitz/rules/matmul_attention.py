@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 from timm.models.convit import GPSA
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.attention import fused_attention
-from certcli.engine.moves import Move
-from certcli.engine.table import NoRule, runs_known_code, with_attributes
+from certcli.engine.table import runs_known_code
 from certcli.engine.trace import LOG_SOFTMAX
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context, rules
@@ -25,18 +24,17 @@ from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import Gates, positional_gates
 from certcli.lipschitz.rules.moves import (
-    permuted_axes,
-    rearranged_bound,
-    reshaped_bound,
-    transposed_axes,
+    moved,
 )
 from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Size, Value
 
 
 def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
     """Return a b over the last two axes: attention if a is a softmax, else scores that wait."""
-    if len(a.shape) < 2 or len(b.shape) < 2:
-        raise NoRule("a product with a vector that depends on the image")
+    ctx.require(
+        not (len(a.shape) < 2 or len(b.shape) < 2),
+        "a product with a vector that depends on the image",
+    )
     if isinstance(a.waiting, Probabilities):
         scores = a.waiting.scores
         return attention_bound(
@@ -54,8 +52,10 @@ def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
         leading = tuple(ctx.shape[:-2])
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
         b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
-    scores = Scores(a, transposed_axes(ctx, b, -2, -1), ctx.arith.const(1.0))
-    return Value(ctx.unbounded(), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape))
+    scores = Scores(a, moved(ctx, b, Tensor.transpose, -2, -1), ctx.arith.const(1.0))
+    return Value(
+        ctx.arith.const(math.inf), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape)
+    )
 
 
 @rules.settles(Probabilities)
@@ -87,13 +87,13 @@ def settle_scores(ctx: Context, x: Value, scores: Scores) -> Value:
 
 def _operator_norm(ctx: Context, x: Value) -> Scalar:
     """Bound the spectral norm of every matrix (last two axes): min(norm, fibre sqrt(count))."""
-    arith = ctx.arith
     norm = x.size.total
     for axis, other in ((-1, -2), (-2, -1)):
-        norm = arith.minimum(norm, x.size.fibre_along(axis) * arith.root(x.shape[other]))
+        norm = ctx.arith.minimum(norm, x.size.fibre_along(axis) * ctx.arith.root(x.shape[other]))
     return norm
 
 
+@rules.module(nn.Softmax, attributes=("dim",))
 @rules.method("softmax")
 @rules.function(functional.softmax, torch.softmax)
 def softmax_bound(
@@ -107,9 +107,6 @@ def softmax_bound(
     return _settled_softmax_bound(ctx, ctx.settle(x), axis)
 
 
-rules.module(nn.Softmax)(with_attributes(softmax_bound, "dim"))
-
-
 @rules.method("log_softmax")
 @rules.function(*LOG_SOFTMAX[:2])
 def log_softmax_bound(
@@ -120,7 +117,7 @@ def log_softmax_bound(
     axis = dim % len(x.shape) - len(x.shape)
     shape = tuple(ctx.shape)
     waiting = LogProbabilities(x, axis)
-    return Value(ctx.unbounded(), Size(ctx.arith, shape), waiting, None, shape)
+    return Value(ctx.arith.const(math.inf), Size(ctx.arith, shape), waiting, None, shape)
 
 
 @rules.settles(LogProbabilities)
@@ -255,8 +252,10 @@ def attention_bound(
     v = _bounds_by_head(ctx, value, "value")
     for part in (q, k, v):
         for norm in part.norms:
-            if arith.rigorous and not norm.finite:
-                raise NoRule("dot-product attention is not Lipschitz on tokens of unbounded norm")
+            ctx.require(
+                not (arith.rigorous and not norm.finite),
+                "dot-product attention is not Lipschitz on tokens of unbounded norm",
+            )
     split = [part for part in (q, k, v) if len(part.slopes) > 1]
     # else the heads of q, k and v differ: the largest counts
     alike = len({part.layout for part in split}) <= 1
@@ -294,12 +293,11 @@ def attention_bound(
 
 def _heads_together(ctx: Context, weights: list[Scalar], part: _Heads) -> Scalar:
     """Bound |(w_h dx_h)_h| / |du|: the smaller of sqrt(sum (w_h |W_h|)^2), max w_h |W|."""
-    arith = ctx.arith
-    coarse = arith.largest(weights) * part.whole
+    coarse = ctx.arith.largest(weights) * part.whole
     if len(part.slopes) != len(weights):
         return coarse
-    fine = arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])
-    return arith.minimum(coarse, fine)
+    fine = ctx.arith.root_sum_of_squares([w * s for w, s in zip(weights, part.slopes, strict=True)])
+    return ctx.arith.minimum(coarse, fine)
 
 
 @fused_attention(rules)
@@ -336,21 +334,18 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     x = ctx.settle(x) if x.pending is not None and x.pending.axis != -1 else x
     b, n, width = x.shape
     heads = module.num_heads
-    split = (b, n, 2, heads, width // heads)
-    qk = permuted_axes(
-        ctx,
-        reshaped_bound(ctx, ctx.fold(x, module.qk.weight, module.qk.bias), split),
-        (2, 0, 3, 1, 4),
-    )
     by_head = (b, heads, n, width // heads)
-    query, key = (rearranged_bound(ctx, qk, Move(operator.getitem, (number,))) for number in (0, 1))
-    value = reshaped_bound(
-        ctx, ctx.fold(x, module.v.weight, module.v.bias), (b, n, heads, width // heads)
-    )
-    value = permuted_axes(ctx, value, (0, 2, 1, 3))
+    qk = ctx.fold(x, module.qk.weight, module.qk.bias)
+    qk = moved(ctx, qk, Tensor.reshape, (b, n, 2, heads, width // heads))
+    qk = moved(ctx, qk, Tensor.permute, (2, 0, 3, 1, 4))
+    query, key = (moved(ctx, qk, operator.getitem, number) for number in (0, 1))
+    value = ctx.fold(x, module.v.weight, module.v.bias)
+    value = moved(ctx, value, Tensor.reshape, (b, n, heads, width // heads))
+    value = moved(ctx, value, Tensor.permute, (0, 2, 1, 3))
     scale = ctx.arith.const(up(float(module.scale), 2))
     out = attention_bound(
         ctx.at(by_head), query, key, value, scale, positional_gates(ctx, module, n)
     )
-    merged = reshaped_bound(ctx, permuted_axes(ctx, out, (0, 2, 1, 3)), (b, n, width))
+    out = moved(ctx, out, Tensor.permute, (0, 2, 1, 3))
+    merged = moved(ctx, out, Tensor.reshape, (b, n, width))
     return ctx.fold(merged, module.proj.weight, module.proj.bias)

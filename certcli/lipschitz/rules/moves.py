@@ -17,8 +17,7 @@ from torch.nn import functional
 
 from certcli.engine.averages import pair
 from certcli.engine.moves import Move, register_moves
-from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.value import Affine, Convolution, Size, Value
@@ -198,8 +197,7 @@ register_moves(rules, Value, rearranged_bound)
 
 def _after_places(ctx: Context, x: Value, places: Places) -> Value:
     shape, times = places.shape, places.times
-    if not math.prod(shape):
-        raise NoRule("a tensor without entries")
+    ctx.require(bool(math.prod(shape)), "a tensor without entries")
     if times == 1 and not places.move.filled:
         waiting = _waiting(x, places)
         if waiting is not None:
@@ -301,20 +299,9 @@ def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
     return candidates[0] if candidates else None
 
 
-def permuted_axes(ctx: Context, x: Value, order: Sequence[int]) -> Value:
-    """Return x.permute(order)."""
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.permute, tuple(order)))
-    return value
-
-
-def reshaped_bound(ctx: Context, x: Value, after: Shape) -> Value:
-    """Return x.reshape(after)."""
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.reshape, (tuple(after),)))
-    return value
-
-
-def transposed_axes(ctx: Context, x: Value, dim0: int, dim1: int) -> Value:
-    value: Value = rearranged_bound(ctx, x, Move(Tensor.transpose, (dim0, dim1)))
+def moved(ctx: Context, x: Value, move: Any, *arguments: Any) -> Value:
+    """Return move(x, *arguments), for a move of one result, such as Tensor.permute."""
+    value: Value = rearranged_bound(ctx, x, Move(move, arguments))
     return value
 
 
@@ -324,6 +311,7 @@ def windows_of(kernel: int, stride: int, dilation: int) -> int:
 
 
 @rules.function(functional.fold)
+@settled
 def fold(
     ctx: Context,
     x: Value,
@@ -336,13 +324,11 @@ def fold(
     """The transpose of `unfold`: a pixel is a sum over the windows that it lies in."""
     taps = zip(pair(kernel_size), pair(stride), pair(dilation), strict=True)
     times = math.prod(windows_of(k, s, d) for k, s, d in taps)
-    x = ctx.settle(x)
-    arith = ctx.arith
-    factor = arith.const(up(math.sqrt(times), 1))
+    factor = ctx.arith.const(up(math.sqrt(times), 1))
     return ctx.chain(
         x,
         factor,
         f"a pixel is a sum over at most {times} windows: sqrt({times})",
         total=lambda: factor * x.size.total,
-        peak=lambda: arith.const(float(times)) * x.size.peak,
+        peak=lambda: ctx.arith.const(float(times)) * x.size.peak,
     )

@@ -20,15 +20,20 @@ from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
-from certcli.lipschitz.rules.moves import permuted_axes
+from certcli.lipschitz.rules.moves import moved
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
 
+@rules.module(
+    nn.LayerNorm,
+    TimmLayerNorm,
+    LayerNormFp32,
+    attributes=("normalized_shape", "weight", "bias", "eps"),
+)
 @rules.function(functional.layer_norm, torch.layer_norm)
 def layer_norm_function(
     ctx: Context,
@@ -44,11 +49,7 @@ def layer_norm_function(
     )
 
 
-rules.module(nn.LayerNorm, TimmLayerNorm, LayerNormFp32)(
-    with_attributes(layer_norm_function, "normalized_shape", "weight", "bias", "eps")
-)
-
-
+@settled
 def row_norm_bound(
     ctx: Context,
     x: Value,
@@ -70,11 +71,9 @@ def row_norm_bound(
     sizes = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     ctx.require(sizes == [x.shape[-1]], "a norm over several axes, or of another width")
     ctx.require(eps is not None and eps > 0, "a norm with eps = 0 is not Lipschitz")
-    x = ctx.settle(x)
     d = x.shape[-1]
-    arith = ctx.arith
     if d == 1 and centered:
-        zero = arith.const(0.0)
+        zero = ctx.arith.const(0.0)
         normal = ctx.chain(
             x, zero, "LayerNorm over one feature is constant", lambda: zero, shape=x.shape
         )
@@ -94,12 +93,12 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
 
 
 @rules.module(FloorNorm)
+@settled
 def floor_norm_bound(ctx: Context, module: FloorNorm, x: Value) -> Value:
     """P x / max(s, floor): slope 1 / floor, rows <= sqrt(d), Theorem 4.8; the scale is pending."""
     floor = float(module.floor.detach().double())
     ctx.require(floor > 0, "a norm whose floor is not positive")
     ctx.require(module.width == x.shape[-1], "a norm of another width")
-    x = ctx.settle(x)
     why = f"normalisation: 1/floor, floor = {floor:.4g}; its scale is folded into the next map"
     normal = _to_sphere(ctx, x, module.width, up(1.0 / floor, 2), why)
     return replace(
@@ -107,6 +106,7 @@ def floor_norm_bound(ctx: Context, module: FloorNorm, x: Value) -> Value:
     )
 
 
+@rules.module(nn.RMSNorm, attributes=("normalized_shape", "weight", "eps"))
 @rules.function(functional.rms_norm, torch.rms_norm)
 def rms_norm_function(
     ctx: Context, x: Value, normalized_shape: Any, weight: Any = None, eps: float | None = None
@@ -123,17 +123,14 @@ def rms_norm_function(
     )
 
 
-rules.module(nn.RMSNorm)(with_attributes(rms_norm_function, "normalized_shape", "weight", "eps"))
-
-
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
-    x = permuted_axes(ctx, ctx.settle(x), (0, 2, 3, 1))
+    x = moved(ctx, ctx.settle(x), Tensor.permute, (0, 2, 3, 1))
     normal = row_norm_bound(
         ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
     )
-    return permuted_axes(ctx, normal, (0, 3, 1, 2))
+    return moved(ctx, normal, Tensor.permute, (0, 3, 1, 2))
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
@@ -151,22 +148,13 @@ def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
     return x
 
 
-@rules.module(SimpleNorm, SimpleNormFp32)
-def simple_norm_bound(ctx: Context, module: SimpleNorm, x: Value) -> Value:
-    return _variance_norm(ctx, x, module, -1)
-
-
-@rules.module(SimpleNorm2d, SimpleNorm2dFp32)
-def simple_norm_2d_bound(ctx: Context, module: SimpleNorm2d, x: Value) -> Value:
-    return _variance_norm(ctx, x, module, -3)
-
-
-def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
+@rules.module(SimpleNorm, SimpleNormFp32, SimpleNorm2d, SimpleNorm2dFp32)
+@settled
+def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value) -> Value:
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7;
     gamma stays pending.
     """
-    x = ctx.settle(x)
-    arith = ctx.arith
+    axis = -3 if isinstance(module, (SimpleNorm2d, SimpleNorm2dFp32)) else -1
     d = x.shape[axis]
     eps = float(module.eps)
     ctx.require(
@@ -174,15 +162,15 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     )
     ctx.require(d > 1 and eps > 0, "a variance of one feature, or eps = 0")
     longest = x.size.fibre_along(axis)
-    if arith.rigorous and not longest.finite:
-        raise NoRule(
-            "division by the deviation without centring, of a tensor without a bound on its size"
-        )
-    steepest = arith.const(up(1 / math.sqrt(eps), 4))
+    ctx.require(
+        not (ctx.arith.rigorous and not longest.finite),
+        "division by the deviation without centring, of a tensor without a bound on its size",
+    )
+    steepest = ctx.arith.const(up(1 / math.sqrt(eps), 4))
     old = x.size
     normal = ctx.chain(
         x,
-        steepest + longest * arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
+        steepest + longest * ctx.arith.const(up(1 / (math.sqrt(d - 1) * eps), 8)),
         f"x over its deviation, by the largest fibre on the pixel box, eps = {eps:g}; its scale is folded into the next map",
         lambda: steepest * longest,
         axis=axis,
@@ -193,7 +181,9 @@ def _variance_norm(ctx: Context, x: Value, module: Any, axis: int) -> Value:
     return normal if module.weight is None else scale_features(ctx, normal, module.weight, axis)
 
 
+@rules.module(nn.GroupNorm, attributes=("num_groups", "weight", "bias", "eps"))
 @rules.function(functional.group_norm, torch.group_norm)
+@settled
 def group_norm_function(
     ctx: Context,
     x: Value,
@@ -207,15 +197,13 @@ def group_norm_function(
     and bias stay pending.
     """
     ctx.require(eps > 0, "a norm with eps = 0 is not Lipschitz")
-    x = ctx.settle(x)
-    arith = ctx.arith
     count = math.prod(x.shape)  # of all windows, which may lie on the first axis
     normal = ctx.chain(
         x,
-        arith.const(up(1.0 / math.sqrt(eps), 4)),
+        ctx.arith.const(up(1.0 / math.sqrt(eps), 4)),
         f"normalisation of groups: 1/sqrt(eps), eps = {eps:g}; its scale is folded into the next map",
-        total=lambda: arith.const(up(math.sqrt(count), 2)),
-        peak=lambda: arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
+        total=lambda: ctx.arith.const(up(math.sqrt(count), 2)),
+        peak=lambda: ctx.arith.const(up(math.sqrt(count // (x.shape[0] * num_groups)), 2)),
     )
     axis = 1 - len(x.shape)
     gain = ctx.optional_tensor(weight)
@@ -224,12 +212,8 @@ def group_norm_function(
     return scaled if shift is None else shift_features(ctx, scaled, shift, axis)
 
 
-rules.module(nn.GroupNorm)(
-    with_attributes(group_norm_function, "num_groups", "weight", "bias", "eps")
-)
-
-
 @rules.function(functional.normalize)
+@settled
 def l2_normalize_bound(
     ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Value:
@@ -238,7 +222,6 @@ def l2_normalize_bound(
         p == 2 and isinstance(dim, int) and out is None and eps > 0,
         "normalisation by another norm than l2",
     )
-    x = ctx.settle(x)
     one = ctx.arith.const(1.0)
     return ctx.chain(
         x,
@@ -252,21 +235,20 @@ def l2_normalize_bound(
 
 @rules.method("norm")
 @rules.function(torch.norm, torch.linalg.vector_norm)
+@settled
 def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
     ctx.require(order in (2, 2.0, "fro"), "another norm than l2")
-    x = ctx.settle(x)
-    one = ctx.arith.const(1.0)
-    return ctx.chain(x, one, "a norm has slope 1", total=lambda: x.size.total)
+    return ctx.chain(x, ctx.arith.const(1.0), "a norm has slope 1", total=lambda: x.size.total)
 
 
 @rules.module(GlobalResponseNorm)
+@settled
 def global_response_norm_bound(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
     """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C +
     C^(3/2)), Theorem 4.6.
     """
-    x = ctx.settle(x)
     arith = ctx.arith
     channels = float(module.weight.numel())
     # its weight would be repeated

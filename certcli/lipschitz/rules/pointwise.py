@@ -19,7 +19,7 @@ import certcli.engine.activations  # noqa: F401 (for the names it enters)
 from certcli.engine.curves import Curve, register_curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context, rules
+from certcli.lipschitz.context import Context, rules, settled
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import feature_axis, scale_features
@@ -28,9 +28,9 @@ from certcli.lipschitz.value import Convolution, Scores, Size, Value
 from certcli.nn.layers import MaxMin
 
 
+@settled
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
-    x = ctx.settle(x)
     old = x.size
     arith = ctx.arith
     growth = arith.const(curve.growth)
@@ -61,9 +61,9 @@ register_curves(rules, Value, applied)
 
 @rules.method("square")
 @rules.function(torch.square)
+@settled
 def square_bound(ctx: Context, x: Value) -> Value:
     """t^2 on |t| <= m has slope 2 m: finite on the pixel box only."""
-    x = ctx.settle(x)
     largest = x.size.peak
     why = "square, on numbers bounded over the pixel box: twice the largest"
     return ctx.chain(
@@ -84,8 +84,8 @@ def power_bound(ctx: Context, x: Value, exponent: Any) -> Value:
 
 
 @rules.module(MaxMin)
+@settled
 def maxmin_bound(ctx: Context, module: MaxMin, x: Value) -> Value:
-    x = ctx.settle(x)
     x = replace(x, size=x.size.along(-1))
     return applied(
         ctx,
@@ -123,8 +123,9 @@ def dropout_bound(
 @rules.method("float", "to", "type_as", "double", "type")
 def same_numbers_bound(ctx: Context, x: Value, *_: Any, **__: Any) -> Value:
     """A change of precision: the theorems speak of real numbers."""
-    if ctx.dtype not in (torch.float32, torch.float64):
-        raise NoRule(f"a conversion to {ctx.dtype}")
+    ctx.require(
+        not (ctx.dtype not in (torch.float32, torch.float64)), f"a conversion to {ctx.dtype}"
+    )
     return x
 
 
@@ -186,8 +187,9 @@ def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool
     ctx.require(len(x.shape) >= 2 and weight.dim() >= 2, "a product with a constant vector")
     x = ctx.spread(x, (*ctx.shape[:-2], *x.shape[-2:]))
     blocks = weight.reshape(-1, *weight.shape[-2:])
-    arith = ctx.arith
-    sigma = arith.largest(arith.sigmas([arith.matrix(block) for block in blocks], ctx.path))
+    sigma = ctx.arith.largest(
+        ctx.arith.sigmas([ctx.arith.matrix(block) for block in blocks], ctx.path)
+    )
     axis = -2 if is_left else -1
     return ctx.chain(
         x,
@@ -199,9 +201,9 @@ def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool
     )
 
 
+@settled
 def scaled_bound(ctx: Context, x: Value, factor: Any, why: str) -> Value:
     """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
-    x = ctx.settle(x)
     old = x.size
     size = Size(
         ctx.arith,
@@ -244,21 +246,20 @@ def by_number(ctx: Context, x: Value, factor: float) -> Value:
             x, waiting=replace(x.waiting, scale=x.waiting.scale * ctx.arith.const(abs(factor)))
         )
     pending = x.pending
-    arith = ctx.arith
     if isinstance(x.waiting, Convolution):
         gain = torch.full(
             (x.shape[x.waiting.axis],), factor, dtype=torch.float64, device=x.waiting.weight.device
         )
-        return replace(x, waiting=x.waiting.scaled(arith, gain, ctx.path))
+        return replace(x, waiting=x.waiting.scaled(ctx.arith, gain, ctx.path))
     if pending is not None:
-        bias = None if pending.bias is None else arith.scale(pending.bias, factor)
+        bias = None if pending.bias is None else ctx.arith.scale(pending.bias, factor)
         after = replace(pending, bias=bias, result=None)
         if pending.matrix is None:  # up to the sign of the map, which no norm sees
             return replace(
                 x,
                 waiting=replace(after, factor=up(pending.factor * abs(factor)) if factor else 0.0),
             )
-        return replace(x, waiting=replace(after, matrix=arith.scale(pending.matrix, factor)))
+        return replace(x, waiting=replace(after, matrix=ctx.arith.scale(pending.matrix, factor)))
     return scaled_bound(ctx, x, ctx.arith.const(abs(factor)), f"multiplied by {factor:g}")
 
 
@@ -307,7 +308,4 @@ def divide_bound(ctx: Context, a: Any, b: Any, rounding_mode: Any = None) -> Val
     return by_number(ctx, a, quotient * (1 + 2.0**-50) + math.copysign(UNDERFLOW, quotient))
 
 
-@rules.method("neg")
-@rules.function(operator.neg, torch.neg)
-def negative_bound(ctx: Context, x: Value) -> Value:
-    return by_number(ctx, x, -1.0)
+rules.method("neg")(rules.function(operator.neg, torch.neg)(lambda ctx, x: by_number(ctx, x, -1.0)))

@@ -18,8 +18,7 @@ from certcli.engine.averages import (
     register_interpolation,
     window_places,
 )
-from certcli.engine.table import NoRule, with_attributes
-from certcli.lipschitz.context import Context, resized, rules
+from certcli.lipschitz.context import Context, resized, rules, settled
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
@@ -85,8 +84,7 @@ def _reduce(
 
     plain = replace(x, waiting=None)
     old = x.size
-    arith = ctx.arith
-    factor, size = arith.const(constant), arith.const(growth)
+    factor, size = ctx.arith.const(constant), ctx.arith.const(growth)
     # with a map pending, the size bounds speak of the fibres along its axis before it, which may be
     # longer
     axis = place(old.axis if pending is None else pending.axis)
@@ -112,9 +110,9 @@ def _reduce(
 
 @rules.method("amax", "amin")
 @rules.function(torch.amax, torch.amin)
+@settled
 def extreme_bound(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     """max over some axes: |max a - max b| <= max |a - b|, slope 1."""
-    x = ctx.settle(x)
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
 
 
@@ -142,6 +140,7 @@ def degrees(
 
 @rules.method("std", "var")
 @rules.function(torch.std, torch.var)
+@settled
 def deviation_bound(
     ctx: Context,
     x: Value,
@@ -155,10 +154,8 @@ def deviation_bound(
     var x = |P x|^2 / (m - c) has slope 2 |P x| / (m - c), finite on the pixel box only.
     """
     axes, count, divisor = degrees(ctx, x, dim, unbiased, correction)
-    x = ctx.settle(x)
-    arith = ctx.arith
     if ctx.kind.startswith("std"):
-        slope = arith.const(up(1 / math.sqrt(divisor), 2))
+        slope = ctx.arith.const(up(1 / math.sqrt(divisor), 2))
         return ctx.chain(
             x,
             slope,
@@ -167,9 +164,11 @@ def deviation_bound(
             peak=lambda: slope * _longest_spread(x, axes),
         )
     longest = _longest_spread(x, axes)
-    if arith.rigorous and not longest.finite:
-        raise NoRule("the variance of a tensor without a bound on its size")
-    share = arith.const(up(1 / divisor, 1))
+    ctx.require(
+        not (ctx.arith.rigorous and not longest.finite),
+        "the variance of a tensor without a bound on its size",
+    )
+    share = ctx.arith.const(up(1 / divisor, 1))
     return ctx.chain(
         x,
         (longest + longest) * share,
@@ -203,7 +202,9 @@ def _longest_spread(x: Value, axes: list[int]) -> Scalar:
     return arith.minimum(x.size.total, x.size.peak * arith.root(count))
 
 
+@rules.module(nn.MaxPool2d, attributes=MAX_WINDOWS)
 @rules.function(functional.max_pool2d, torch.max_pool2d)
+@settled
 def max_pool_bound(
     ctx: Context,
     x: Value,
@@ -216,7 +217,6 @@ def max_pool_bound(
 ) -> Value:
     """sqrt(number of windows a pixel lies in): a 3 x 3 window of stride 2 has slope 2, not 1."""
     ctx.require(not return_indices, "max pooling that returns indices")
-    x = ctx.settle(x)
     kernel = pair(kernel_size)
     steps = pair(stride if stride not in (None, [], ()) else kernel_size)
     window_places(x.shape[-2:], kernel, steps, pair(padding), pair(dilation), ceil_mode)
@@ -229,6 +229,7 @@ def max_pool_bound(
 
 
 @rules.module(L2Pool)
+@settled
 def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest
     entry, and so for tokens.
@@ -239,20 +240,15 @@ def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
         x.shape[1:-1] == (side * side,) and windows > 0 and side % windows == 0,
         "tokens in no square windows",
     )
-    x = ctx.settle(x)
-    arith = ctx.arith
-    root = arith.const(float(side // windows))
+    root = ctx.arith.const(float(side // windows))
     return ctx.chain(
         x,
-        arith.const(1.0),
+        ctx.arith.const(1.0),
         "the length of each channel over each window: slope 1",
         lambda: root * x.size.fibre_along(-1),
         total=lambda: x.size.total,
         peak=lambda: root * x.size.peak,
     )
-
-
-rules.module(nn.MaxPool2d)(with_attributes(max_pool_bound, *MAX_WINDOWS))
 
 
 def separable(ctx: Context, x: Value, averaging: Separable) -> Value:
@@ -289,6 +285,7 @@ register_interpolation(rules, Value, separable)
 @rules.function(
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
+@settled
 def adaptive_maximum(
     ctx: Context, x: Value, output_size: Any, return_indices: bool = False
 ) -> Value:
@@ -296,7 +293,6 @@ def adaptive_maximum(
     ctx.require(
         not return_indices and not isinstance(ctx.shape, list), "max pooling that returns indices"
     )
-    x = ctx.settle(x)
     pooled = int(ctx.kind[-2])  # adaptive_.._pool2d: the last two axes
     times = 1
     for size, count in zip(x.shape[-pooled:], ctx.shape[-pooled:], strict=True):

@@ -132,13 +132,14 @@ def renamed(tensors: Mapping[str, Tensor], table: Renames) -> dict[str, Tensor]:
     origins: dict[str, str] = {}
     for name in tensors:
         target = new(name)
-        if target in origins:
-            raise ArchitectureError(
-                f"two tensors of the file are timm's '{one_line(target)}': '{one_line(origins[target])}' and "
-                f"'{one_line(name)}'",
-                ALONE,
-            )
-        origins[target] = name
+        other = origins.setdefault(target, name)
+        raise_if(
+            other != name,
+            ArchitectureError,
+            f"two tensors of the file are timm's '{one_line(target)}': '{one_line(other)}' and "
+            f"'{one_line(name)}'",
+            ALONE,
+        )
     return {target: tensors[name] for target, name in origins.items()}
 
 
@@ -259,9 +260,8 @@ def harmless(name: str, value: Tensor, root: str = "") -> bool:
 
 def require_merged(path: Path, names: Iterable[str]) -> None:
     """Raise ArchitectureError where an adapter lies beside the weights: the base is another network."""
-    why = cause(names, _CAUSES[:1])
-    if why is not None:
-        raise ArchitectureError(f"{path.name}: {why[0]}", why[1])
+    what, hint = cause(names, _CAUSES[:1]) or ("", "")
+    raise_if(what, ArchitectureError, f"{path.name}: {what}", hint)
 
 
 def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Aligned]:
@@ -306,10 +306,8 @@ def rivals(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> tuple[str,
     first: dict[str, str] = {}
     for name in sorted(tensors):
         target = target_of(name)
-        if target is not None and target in first:
+        if target is not None and first.setdefault(target, name) != name:
             return target, first[target], name
-        if target is not None:
-            first[target] = name
     return None
 
 

@@ -267,11 +267,9 @@ TORCHVISION = {
 
 def _image_side(hints: Hints, usual: int) -> int:
     side = hints.arch_args.get("img_size", usual)
-    if not isinstance(side, int):
-        raise ArchitectureError(
-            "img_size of a torchvision network is one number", "--arch-arg img_size=..."
-        )
-    return side
+    message = "img_size of a torchvision network is one number"
+    raise_if(not isinstance(side, int), ArchitectureError, message, "--arch-arg img_size=...")
+    return int(side)
 
 
 def _published_input(

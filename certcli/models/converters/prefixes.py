@@ -2,7 +2,7 @@
 
 import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from certcli.models.converters.wrapping import (
     StateDicts,
     chosen_weights,
 )
-from certcli.system.errors import ArchitectureError, one_line
+from certcli.system.errors import ArchitectureError, one_line, raise_if
 
 _STATISTICS = {
     "mean": "std",
@@ -55,17 +55,19 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
         ArchitectureError: the file holds no weights of the wanted kind, or nobody chose between
         two; or a name says that the weights are not its tensors alone.
     """
-    tensors, private = _without_private(bare.tensors)
-    tensors, computed = without_weight_norm(tensors)
+    # parts `_name` but the last: so FSDP, DDP, activation checkpoints and compilers call what they wrap
+    pattern = re.compile(r"(?<![^.])_\w+\.")
+    private = tuple(sorted({part for name in bare.tensors for part in pattern.findall(name)}))
+    tensors, computed = without_weight_norm(renamed(bare.tensors, [(pattern.pattern, "")]))
     require_merged(path, tensors)
     taken = ""
     normaliser = None
     while True:
         firsts = {name.partition(".")[0] for name in tensors}
         if len(firsts) == 2 and firsts & set(RAW) and firsts & set(EMA):
-            parts: StateDicts = {}
-            for first in sorted(firsts):
-                parts[(first,)] = _tensors_under(tensors, f"{first}.")
+            parts: StateDicts = {
+                (first,): _tensors_under(tensors, f"{first}.") for first in sorted(firsts)
+            }
             (chosen,) = chosen_weights(list(parts), parts, path, weights)
             tensors = {
                 name: value for name, value in tensors.items() if name.startswith(f"{chosen}.")
@@ -111,7 +113,10 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
     }
     chosen = chosen_weights(list(places), places, path, bare.undecided(weights))
     network = networks["".join(f"{part}." for part in chosen)]
-    root = _shared_parts(list(network.names.values()))
+    parents = [name.split(".")[:-1] for name in network.names.values()]
+    ends = zip(min(parents), max(parents), strict=False)
+    same = itertools.takewhile(lambda pair: pair[0] == pair[1], ends)
+    root = "".join(f"{part}." for part, _ in same)
     others = {name for each in networks.values() for name in each.names.values()}
     strange = [
         name
@@ -124,12 +129,13 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
         if not name.endswith(target)
     ]
     for name in strange:
-        if name.removeprefix(root) in network.names:
-            target = name.removeprefix(root)
-            raise ArchitectureError(
-                f"{path.name} holds '{one_line(network.names[target])}' and '{one_line(name)}': which is the network's?",
-                ALONE,
-            )
+        other = network.names.get(name.removeprefix(root))
+        raise_if(
+            other is not None,
+            ArchitectureError,
+            f"{path.name} holds '{one_line(other)}' and '{one_line(name)}': which is the network's?",
+            ALONE,
+        )
     surplus = tensors_by_name((name.removeprefix(root), tensors[name]) for name in strange)
     aside = (*bare.aside, *(name for name in network.aside if name not in strange))
     whole = tensors_by_name([*network.tensors.items(), *surplus.items()])
@@ -192,19 +198,6 @@ def _network_under_root(
     return replace(bare, tensors=whole, prefix=bare.prefix + root, aside=tuple(aside))
 
 
-def _without_private(
-    tensors: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], tuple[str, ...]]:
-    """Return the tensors without the parts `_name` of names, but the last: a wrapper's own module;
-    and these parts.
-
-    So FSDP, DDP, activation checkpoints and compilers call the module that they wrap.
-    """
-    pattern = re.compile(r"(?<![^.])_\w+\.")
-    private = sorted({part for name in tensors for part in pattern.findall(name)})
-    return renamed(tensors, [(pattern.pattern, "")]), tuple(private)
-
-
 def _without_normaliser(
     tensors: dict[str, Tensor],
 ) -> tuple[dict[str, Tensor], "Normaliser | None"]:
@@ -220,9 +213,8 @@ def _without_normaliser(
         std = tensors.get(std_name)
         if last not in _STATISTICS or std is None or "." in module:
             continue
-        if not (value.is_floating_point() and std.is_floating_point()):
-            continue
-        if value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
+        floating = value.is_floating_point() and std.is_floating_point()
+        if floating and value.numel() == std.numel() and 1 <= value.numel() <= _MOST_CHANNELS:
             normaliser = Normaliser((name, std_name), _flat_numbers(value), _flat_numbers(std))
             rest = {key: each for key, each in tensors.items() if key not in (name, std_name)}
             return rest, normaliser
@@ -232,11 +224,3 @@ def _without_normaliser(
 def _flat_numbers(value: Tensor) -> tuple[float, ...]:
     """Return the values as decimal numbers: a float32 of 0.485 is written 0.485."""
     return tuple(float(f"{number:.8g}") for number in value.double().flatten().tolist())
-
-
-def _shared_parts(names: Sequence[str]) -> str:
-    """Return the longest prefix of whole parts that all names have."""
-    first, last = (name.split(".")[:-1] for name in (min(names), max(names)))
-    pairs = zip(first, last, strict=False)
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return "".join(f"{part}." for part, _ in same)

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
-from certcli.checkpoint.arch_args import LARGEST_SIZE, MOST_LAYERS
 from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem
-from certcli.checkpoint.record import InputSpec
+from certcli.checkpoint.record import MOST_LAYERS, InputSpec
 from certcli.checkpoint.schema import (
+    LARGEST_SIZE,
     MOST_CLASSES,
     PIXEL_SCALE,
     Channels,
@@ -250,13 +250,11 @@ def unknown_fields(path: Path, struct: type[Struct], decides: bool = True) -> li
 
 def _processor_doubts(pixels: Pixels) -> list[str]:
     """Return a sentence for a processor whose code is not known to do what its fields say."""
-    doubts = []
-    if pixels.processor is not None and pixels.processor not in _PROCESSORS:
-        named = one_line(pixels.image_processor_type or pixels.feature_extractor_type)[:80]
-        doubts.append(f"{PIXELS} is of {named}, which certvit does not know: it is read as ViT's")
-    if pixels.auto_map:
-        doubts.append(f"{PIXELS} names code of its repository (auto_map), which is not run")
-    return doubts
+    named = one_line(pixels.image_processor_type or pixels.feature_extractor_type)[:80]
+    strange = pixels.processor is not None and pixels.processor not in _PROCESSORS
+    doubts = [f"{PIXELS} is of {named}, which certvit does not know: it is read as ViT's"] * strange
+    code = f"{PIXELS} names code of its repository (auto_map), which is not run"
+    return [*doubts, code] if pixels.auto_map else doubts
 
 
 def _pixel_statistics(
@@ -268,7 +266,20 @@ def _pixel_statistics(
     Args:
         is_given: Whether options give both, so that a config which leaves them open is no obstacle.
     """
-    _require_known_steps(pixels)
+    steps = {
+        "subtracts an offset after rescaling (offset)": pixels.offset,
+        "subtracts an offset after rescaling (rescale_offset)": pixels.rescale_offset,
+        "turns the channels round (do_flip_channel_order)": pixels.do_flip_channel_order,
+        "pads images (do_pad)": pixels.do_pad,
+        "normalises twice (include_top)": pixels.include_top or pixels.processor == "EfficientNet",
+    }
+    strange = [words for words, is_on in steps.items() if is_on]
+    raise_if(
+        strange,
+        ArchitectureError,
+        f"{PIXELS} {', '.join(strange)}, which is not converted",
+        "convert the network to one of pixels in [0, 1] with a mean and a std",
+    )
     mean = _channel_values(pixels.image_mean)
     std = _channel_values(pixels.image_std)
     if not pixels.do_rescale:
@@ -291,24 +302,6 @@ def _pixel_statistics(
 
 def _channel_values(values: tuple[float, ...] | float | None) -> tuple[float, ...] | None:
     return (values,) if isinstance(values, int | float) else values
-
-
-def _require_known_steps(pixels: Pixels) -> None:
-    """Raise ArchitectureError for a step between image and network that is not converted."""
-    steps = {
-        "subtracts an offset after rescaling (offset)": pixels.offset,
-        "subtracts an offset after rescaling (rescale_offset)": pixels.rescale_offset,
-        "turns the channels round (do_flip_channel_order)": pixels.do_flip_channel_order,
-        "pads images (do_pad)": pixels.do_pad,
-        "normalises twice (include_top)": pixels.include_top or pixels.processor == "EfficientNet",
-    }
-    for words, is_on in steps.items():
-        raise_if(
-            is_on,
-            ArchitectureError,
-            f"{PIXELS} {words}, which is not converted",
-            "convert the network to one of pixels in [0, 1] with a mean and a std",
-        )
 
 
 def _crop_mode(pixels: Pixels) -> str:

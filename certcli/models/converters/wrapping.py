@@ -111,12 +111,12 @@ def read_torch(path: Path, weights: str | None) -> Bare:
     """
     loaded = load_plain(path)
     candidates = _networks(loaded)
-    raise_if(
-        not candidates,
-        CheckpointError,
-        f"{path} {_content(loaded)}",
-        "save the network's state_dict()",
-    )
+    holds = f"a {type(loaded).__name__}, not a dictionary of tensors"
+    if isinstance(loaded, Mapping):
+        keys_text = ", ".join(f"'{one_line(key)[:40]}'" for key in list(loaded)[:6])
+        holds = f"{keys_text or 'nothing'}, and none of them is a dictionary of tensors"
+    hint = "save the network's state_dict()"
+    raise_if(not candidates, CheckpointError, f"{path} holds {holds}", hint)
     names_prefix = any(
         str(name).startswith(f"{weights}.") for names in candidates.values() for name in names
     )
@@ -177,14 +177,6 @@ def _only(value: Any) -> Any:
 
 def _value_count(state_dict: Mapping[Any, Tensor]) -> int:
     return sum(value.numel() for value in state_dict.values())
-
-
-def _content(loaded: Any) -> str:
-    """Return what a file without a dictionary of tensors holds instead."""
-    if isinstance(loaded, Mapping):
-        keys = ", ".join(f"'{one_line(key)[:40]}'" for key in list(loaded)[:6])
-        return f"holds {keys or 'nothing'}, and none of them is a dictionary of tensors"
-    return f"holds a {type(loaded).__name__}, not a dictionary of tensors"
 
 
 def _is_state_dict(loaded: Any) -> bool:

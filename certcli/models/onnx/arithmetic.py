@@ -1,6 +1,8 @@
 """Operators that act entry by entry, and those that only constants meet: shapes, masks, indices."""
 
 import operator
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,12 +51,12 @@ _UNARY = {
     "Floor": torch.floor,
     "Not": torch.logical_not,
 }
-_MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
+_MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "Relu": (nn.ReLU, {}),
     "Sigmoid": (nn.Sigmoid, {}),
     "Tanh": (nn.Tanh, {}),
     "HardSwish": (nn.Hardswish, {}),
-    "Softplus": (nn.Softplus, {}),
+    "Softplus": (partial(nn.Softplus, 1.0, 40.0), {}),
     "Softsign": (nn.Softsign, {}),
     "Mish": (nn.Mish, {}),
     "Gelu": (nn.GELU, {"approximate": "none"}),
@@ -62,7 +64,9 @@ _MODULES: dict[str, tuple[type[nn.Module], dict[str, Any]]] = {
     "Elu": (nn.ELU, {"alpha": 1.0}),
     "Celu": (nn.CELU, {"alpha": 1.0}),
 }
-"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults."""
+"""Operator -> its module, and its attributes in the order of the module's arguments, with defaults.
+
+ONNX's Softplus is log(1 + e^x); torch's is x beyond a threshold, at 40 to the last digit of float64."""
 _FOLDED = {"Max": torch.maximum, "Min": torch.minimum, "Sum": operator.add}
 
 
@@ -83,6 +87,8 @@ def read_quotient(call: Call) -> Any:
     if not isinstance(a, float) and not on_meta(a).is_floating_point():
         call.require(not bool((call.tensor(1) == 0).any()), "a division by 0")
         return call.apply(torch.div, a, b, rounding_mode="trunc")
+    if isinstance(a, float) and a == 1:
+        return call.apply(torch.reciprocal, b)
     return call.apply(operator.truediv, a, b)
 
 
@@ -102,7 +108,7 @@ def read_folded(call: Call) -> Any:
 @reads_operators("Mod")
 def read_modulo(call: Call) -> Any:
     call.require(call.attribute("fmod", 0) == 0, "fmod")
-    a, b = call.tensor(0), call.tensor(1)
+    a, b = map(call.tensor, (0, 1))
     call.require(not a.is_floating_point() and bool((b != 0).all()), "other than whole numbers")
     return call.apply(torch.remainder, a, b)
 
@@ -164,7 +170,7 @@ def read_parametric_relu(call: Call) -> Any:
 @reads_operators("Clip")
 def read_clip(call: Call) -> Any:
     if call.opset >= 11:
-        low, high = call.scalar(1), call.scalar(2)
+        low, high = map(call.scalar, (1, 2))
     else:
         low, high = call.attribute("min", None), call.attribute("max", None)
     return call.apply(torch.clamp, call.value(), low, high)
@@ -201,8 +207,8 @@ def read_where(call: Call) -> Any:
 @reads_operators("Shape")
 def read_shape(call: Call) -> Any:
     sizes = list(call.shape())
-    sizes = sizes[call.attribute("start", 0) : call.attribute("end", len(sizes))]
-    return torch.tensor(sizes, dtype=torch.int64)
+    first = call.attribute("start", 0)
+    return torch.tensor(sizes[first : call.attribute("end", len(sizes))], dtype=torch.int64)
 
 
 @reads_operators("Size")
@@ -213,8 +219,7 @@ def read_size_operator(call: Call) -> Any:
 @reads_operators("ConstantOfShape")
 def read_filled(call: Call) -> Any:
     value = call.attribute("value", torch.zeros(1))
-    sizes = call.numbers(0) or []
-    return call.apply("expand", value.reshape(()), sizes)
+    return call.apply("expand", value.reshape(()), call.numbers(0) or [])
 
 
 @reads_operators("Range")

@@ -143,6 +143,11 @@ Reader = Callable[[Call], Any]
 READERS: dict[str, Reader] = {}
 """Operator -> what it is in torch. One that is not here has no reader."""
 
+_UNREAD = {
+    "DynamicQuantizeLinear": "its scale depends on the image, and it has no reader; --method smoothing takes "
+    "files that are quantised statically"
+}
+
 
 def reads_operators(*ops: str) -> Callable[[Reader], Reader]:
     """Register the reader of operators."""
@@ -158,7 +163,7 @@ def read_call(call: Call) -> list[Any]:
     """Return an operator's results; Refused: it has no reader, or asks for what its reader has not."""
     reader = READERS.get(call.op)
     if reader is None:
-        raise NoReader("it has no reader")
+        raise NoReader(_UNREAD.get(call.op, "it has no reader"))
     result = reader(call)
     surplus = [place for place, each in enumerate(call.inputs) if each is not None]
     if call.attributes or not call.asked.issuperset(surplus):

@@ -4,7 +4,7 @@ Protobuf makes an object of hundreds of bytes out of two bytes of a file, so the
 counted before it is parsed. Nothing beside the file is opened, and no operator is run here.
 """
 
-from collections.abc import Iterable
+import math
 from pathlib import Path
 from typing import Any
 
@@ -152,14 +152,15 @@ def tensor_of(proto: Any) -> Tensor:
     onnx = required("onnx")
     if proto.data_location == onnx.TensorProto.EXTERNAL or proto.external_data:
         raise Refused("its values lie in another file")
-    count = 1
-    for size in proto.dims:
-        count *= size
+    count = math.prod(proto.dims)
     fields = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data")
     stored = 8 * max(len(proto.raw_data), *(len(getattr(proto, name)) for name in fields))
     if min(proto.dims, default=0) < 0 or count > stored:
         raise Refused(f"it has {count} values, and the file fewer")
-    if proto.data_type not in _readable_types(onnx):
+    kinds = onnx.TensorProto
+    whole = (kinds.UINT8, kinds.INT8, kinds.UINT16, kinds.INT16, kinds.INT32, kinds.INT64)
+    small = (kinds.BOOL, kinds.INT4, kinds.UINT4)
+    if proto.data_type not in (kinds.FLOAT, kinds.DOUBLE, kinds.FLOAT16, *small, *whole):
         raise Refused("its values are of a type that is not read")
     try:
         values = onnx.numpy_helper.to_array(proto)
@@ -170,9 +171,3 @@ def tensor_of(proto: Any) -> Tensor:
         return tensor
     except (ValueError, TypeError, AttributeError, RuntimeError) as failure:
         raise Refused(one_line(failure)) from failure
-
-
-def _readable_types(onnx: Any) -> Iterable[int]:
-    kinds = onnx.TensorProto
-    whole = (kinds.UINT8, kinds.INT8, kinds.UINT16, kinds.INT16, kinds.INT32, kinds.INT64)
-    return (kinds.FLOAT, kinds.DOUBLE, kinds.FLOAT16, kinds.BOOL, kinds.INT4, kinds.UINT4, *whole)

@@ -32,7 +32,7 @@ def linear_module(weight: Tensor, bias: Tensor | None) -> Any:
 
 @reads_operators("MatMul")
 def read_product(call: Call) -> Any:
-    a, b = call.value(0), call.value(1)
+    a, b = map(call.value, (0, 1))
     if isinstance(a, fx.Node) and isinstance(b, Tensor) and b.dim() == 2:
         return call.apply(linear_module(b.T, None), a)
     if isinstance(a, Tensor) and a.dim() == 2 and isinstance(b, fx.Node) and len(shape_of(b)) > 1:

@@ -60,8 +60,7 @@ def network_of_onnx(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]
         raise CheckpointError(f"{path}: its result does not depend on its input")
     program.graph.output(result)
     join(program)
-    net = fx.GraphModule(program.root, program.graph)
-    return net.to(_dtype(net, dtype)).eval(), size
+    return program.network(), size
 
 
 def _stored_tensor(path: Path, tensor: Any) -> Tensor:
@@ -115,11 +114,3 @@ def _attribute_value(value: Any) -> Any:
     if isinstance(value, (int, float, bytes)):
         return value
     return tensor_of(value) if hasattr(value, "data_type") else tuple(value)
-
-
-def _dtype(net: nn.Module, dtype: torch.dtype) -> torch.dtype:
-    """Return float32 if every tensor has its equal there."""
-    wide = [each for each in net.state_dict().values() if each.dtype == torch.float64]
-    if dtype == torch.float64 or not all(torch.equal(each, each.float().double()) for each in wide):
-        return torch.float64
-    return torch.float32

@@ -19,7 +19,7 @@ from certcli.models.onnx.file import opset_of, read_model
 from certcli.models.onnx.network import network_of_onnx
 from certcli.models.onnx.runtime import Runtime
 from certcli.models.origins import Fact, Hints
-from certcli.system.errors import CheckpointError, UsageError
+from certcli.system.errors import CheckpointError, UsageError, one_line
 
 
 def open_onnx(path: Path, hints: Hints) -> OpenCheckpoint:
@@ -50,7 +50,13 @@ def open_onnx(path: Path, hints: Hints) -> OpenCheckpoint:
     ignored = [name for name in hints.given if name not in ("--mean", "--std")]
     doubts = [f"{path.name} describes its network: {', '.join(ignored)} ignored"] * bool(ignored)
     noise = torch.rand(2, *size, generator=torch.Generator().manual_seed(0))
-    doubts += runtime.differences(load(opened), [noise])
+    try:
+        doubts += runtime.differences(load(opened), [noise])
+    except (LookupError, RuntimeError, ValueError) as failure:
+        raise CheckpointError(
+            f"{path} does not take two images at once ({one_line(failure)})",
+            "export it with an axis of any number of images",
+        ) from failure
     reading = replace(opened.reading, facts=facts, doubts=tuple(doubts))
     record = reading.noted(opened.record)
     vars(opened.net)["num_classes"] = record.classes  # where every other network says it

@@ -6,9 +6,9 @@ too large is refused before it is made.
 """
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,8 +23,25 @@ MOST_NODES = 100_000
 MOST_ENTRIES = 2**26
 _MOVES = ("reshape", "permute", "squeeze", "unsqueeze", "narrow", "index_select", operator.getitem)
 
+
+def require_like(*conditions: object) -> None:
+    """Raise Refused unless a node is as a pattern asks."""
+    if not all(conditions):
+        raise Refused("it is not alike")
+
+
+T = TypeVar("T")
 Target = str | nn.Module | Callable[..., Any]
 """A method of tensors by its name, a module, or a function."""
+
+
+class ReadGraph(fx.GraphModule):
+    """A finished graph. torch's own prints a traceback where an operation fails."""
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        type(self).__call__ = nn.Module.__call__  # type: ignore[method-assign]
+        return code
 
 
 class Program:
@@ -57,7 +74,7 @@ class Program:
             target, args = torch.square, args[:1]
         shown = map_aggregate((args, kwargs), on_meta)
         result = _run_operation(target, *shown)
-        depends = any(_leaves((args, kwargs)))
+        depends = bool(_leaves((args, kwargs), fx.Node))
         self._count(target, args, result, depends)
         if not depends:
             return _run_operation(target, args, kwargs)
@@ -67,13 +84,13 @@ class Program:
         return node
 
     def _count(self, target: Target, args: Any, result: Any, depends: bool) -> None:
-        largest = max((each.numel() for each in _tensors_among(result)), default=0)
+        largest = max((each.numel() for each in _leaves(result, Tensor)), default=0)
         if depends:
             if largest > LARGEST_TENSOR:
                 raise Refused(f"it makes {largest:,} values of one image")
             return
         self.values_left -= largest
-        inner = max((size for each in _tensors_among(args) for size in each.shape), default=1)
+        inner = max((size for each in _leaves(args, Tensor) for size in each.shape), default=1)
         heavy = isinstance(target, nn.Module) or target is torch.matmul
         if self.values_left < 0 or (heavy and largest * inner > SPARE_WORK):
             raise Refused(f"it makes {largest:,} values that no image has a part in")
@@ -91,10 +108,18 @@ class Program:
         self.root.add_module(name, module)
         return name
 
-    def replace(self, node: fx.Node, target: Target, *args: Any) -> None:
+    def replace(self, node: fx.Node, target: Target, *args: Any, **kwargs: Any) -> None:
         """Let all that read a node read this operation's result instead."""
         with self.graph.inserting_before(node):
-            node.replace_all_uses_with(self.apply(target, *args))
+            node.replace_all_uses_with(self.apply(target, *args, **kwargs))
+
+    def network(self) -> nn.Module:
+        """Return the finished network, in float64 if one of its tensors has no equal in the image's type."""
+        net = ReadGraph(self.root, self.graph).eval()
+        dtype = self.image.meta["value"].dtype
+        wide = [each for each in net.state_dict().values() if each.dtype == torch.float64]
+        exact = all(torch.equal(each, each.to(dtype).double()) for each in wide)
+        return net.to(dtype if exact else torch.float64) if wide else net
 
     def _stored(self, value: Any) -> Any:
         """Return the node of a constant."""
@@ -112,9 +137,11 @@ class Program:
 def _run_operation(target: Target, args: Any, kwargs: Any) -> Any:
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
-    if isinstance(target, nn.Module) and _tensors_among(args)[0].is_meta:
+    if isinstance(target, nn.Module) and _leaves(args, Tensor)[0].is_meta:
         parts = [*target.named_parameters(), *target.named_buffers()]
-        return torch.func.functional_call(target, {n: p.to("meta") for n, p in parts}, args, kwargs)
+        dtype = _leaves(args, Tensor)[0].dtype  # whatever the weights' is until all are made alike
+        shapes = {n: p.to("meta", dtype if p.is_floating_point() else None) for n, p in parts}
+        return torch.func.functional_call(target, shapes, args, kwargs)
     return target(*args, **kwargs)
 
 
@@ -125,20 +152,11 @@ def on_meta(value: Any) -> Any:
     return value.to("meta") if isinstance(value, Tensor) else value
 
 
-def _leaves(value: Any) -> Iterator[fx.Node]:
-    if isinstance(value, fx.Node):
-        yield value
-    for item in value.values() if isinstance(value, dict) else ():
-        yield from _leaves(item)
-    for item in value if isinstance(value, (tuple, list)) else ():
-        yield from _leaves(item)
-
-
-def _tensors_among(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    items = value if isinstance(value, (tuple, list)) else ()
-    return [tensor for item in items for tensor in _tensors_among(item)]
+def _leaves(value: Any, kind: type[T]) -> list[T]:
+    """Return what is of this type in nested lists and dictionaries."""
+    leaves: list[Any] = []
+    map_aggregate(value, leaves.append)
+    return [each for each in leaves if isinstance(each, kind)]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -153,22 +171,22 @@ def module_of(program: Program, node: Any, kind: type[nn.Module]) -> Any:
     return module if type(module) is kind else None
 
 
-def constant_of(program: Program, node: Any) -> Tensor | None:
-    """Return the tensor of a node that stands for one, else None."""
-    if not isinstance(node, fx.Node) or node.op != "get_attr":
-        return None
-    return program.root.get_buffer(str(node.target))
-
-
 def with_number(node: Any, function: Any) -> tuple[Any, float] | None:
     """Return (x, c) where a node is x function c for a number c, also c x; else None."""
-    if not isinstance(node, fx.Node) or node.target is not function:
-        return None
-    first, second = node.args
+    first, second = node.args if getattr(node, "target", None) is function else (None, None)
     if isinstance(second, float):
         return first, second
     commutes = function in (operator.add, operator.mul)
     return (second, first) if commutes and isinstance(first, float) else None
+
+
+def with_constant(program: Program, node: Any, function: Any) -> tuple[Any, Tensor] | None:
+    """Return (x, c) where a node is this function, which commutes, of x and a constant tensor."""
+    pairs = (node.args, node.args[::-1]) if getattr(node, "target", None) is function else ()
+    for x, constant in pairs:
+        if isinstance(constant, fx.Node) and constant.op == "get_attr":
+            return x, program.root.get_buffer(str(constant.target))
+    return None
 
 
 def without_factor(node: Any) -> tuple[Any, float]:
@@ -180,18 +198,48 @@ def without_factor(node: Any) -> tuple[Any, float]:
     return node, factor
 
 
-def with_row(program: Program, node: fx.Node, function: Any, width: int) -> Any:
+def over_root(node: Any) -> tuple[Any, Any]:
+    """Return (x, y) where a node is x / sqrt(y), also x (1 / sqrt(y)); else (None, None)."""
+    target = getattr(node, "target", None)
+    if target is operator.truediv:
+        return node.args[0], argument_of(node.args[1], torch.sqrt)
+    for x, inverse in (node.args, node.args[::-1]) if target is operator.mul else ():
+        y = argument_of(argument_of(inverse, torch.reciprocal), torch.sqrt)
+        y = y or argument_of(inverse, torch.rsqrt)
+        if y is not None:
+            return x, y
+    return None, None
+
+
+def argument_of(node: Any, function: Any) -> Any:
+    return node.args[0] if getattr(node, "target", None) is function else None
+
+
+def is_over_last(node: Any, place: int = 1) -> bool:
+    """Tell whether the argument at this place is a list of the last axis of a node's first argument."""
+    axes: Any = node.args[place] if len(node.args) > place else None
+    rank = len(shape_of(node.args[0]))
+    return isinstance(axes, (list, tuple)) and [axis % rank for axis in axes] == [rank - 1]
+
+
+def summed_squares(node: Any) -> Any:
+    """Return x where a node is the sum of x x over the last axis."""
+    square = argument_of(argument_of(node, torch.sum), torch.square)
+    return square if square is not None and is_over_last(node) else None
+
+
+def near_one(scale: float) -> float:
+    return 1.0 if abs(scale - 1) < 2**-50 else scale
+
+
+def with_row(program: Program, node: fx.Node, function: Any, width: int) -> tuple[fx.Node, Tensor]:
     """Return (the only user, c) where it is this function of the node and a constant of `width`."""
-    if len(node.users) != 1:
-        return None
-    user = next(iter(node.users))
-    if user.target is not function:
-        return None
-    other = next((each for each in user.args if each is not node), None)
-    row = constant_of(program, other)
-    if row is None or row.numel() != width or row.shape[-1:] != (width,):
-        return None
-    return None if row.dim() > len(shape_of(node)) else (user, row.reshape(-1))
+    user = next(iter(node.users), node)
+    require_like(len(node.users) == 1)
+    inner, row = with_constant(program, user, function) or (None, torch.ones(()))
+    require_like(inner is node, row.is_floating_point(), row.shape[-1:] == (width,))
+    require_like(row.numel() == width, row.dim() <= len(shape_of(node)))
+    return user, row.reshape(-1)
 
 
 @dataclass(frozen=True)

@@ -227,5 +227,5 @@ def read_pixel_blocks(call: Call) -> Any:
 
 @reads_operators("Einsum")
 def read_einsum(call: Call) -> Any:
-    values = [call.value(place) for place in range(len(call.inputs))]
+    values = map(call.value, range(len(call.inputs)))
     return call.apply(torch.einsum, call.attribute("equation"), *values)

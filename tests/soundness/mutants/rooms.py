@@ -28,12 +28,10 @@ _LIPSCHITZ = ("bound", "chain", "context", "network", "value")
 _LAWS = ("lipschitz", "nn/test_attention.py", "soundness/test_roundings.py")
 _NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spectral")
 _EVALUATION = (
-    "claim",
     "evidence",
     "evidence_schema",
     "intervals",
     "perturbation",
-    "radii",
     "record_lines",
     "records",
     "threat",

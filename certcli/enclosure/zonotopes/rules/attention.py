@@ -13,7 +13,7 @@ from certcli.enclosure.zonotopes.columns import distances, gamma, reach_of_diffe
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
 from certcli.enclosure.zonotopes.form import Form, Unbounded
-from certcli.enclosure.zonotopes.pointwise import EXP, LOG, apply, capped, joint_activation
+from certcli.enclosure.zonotopes.pointwise import apply, capped, joint_activation
 from certcli.enclosure.zonotopes.products import Bilinear, crossing, matrix_product, product
 from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
@@ -23,6 +23,7 @@ from certcli.engine.attention import (
     fused_attention,
     require_no_mask,
 )
+from certcli.engine.curves import EXP, LOG
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 

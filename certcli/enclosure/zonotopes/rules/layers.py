@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import certcli.engine.activations  # noqa: F401 (for the names it enters)
 from certcli.enclosure.choices import (
     CONVOLUTIONS,
+    mixed_values,
     register_choices,
     register_convolutions,
     register_fixed_choices,
@@ -29,16 +30,19 @@ from certcli.enclosure.operations import (
     register_arithmetic,
     register_joins,
     register_layers,
+    register_linear,
     register_norms,
+    register_scaled_norms,
     register_sums,
     require_entries,
 )
 from certcli.enclosure.zonotopes.backward import BACK, Node
 from certcli.enclosure.zonotopes.columns import gamma, up
+from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.ellipsoids import narrowed, reduced
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
-from certcli.enclosure.zonotopes.pointwise import RECIPROCAL, activation, apply, relu
+from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.averages import (
@@ -46,7 +50,15 @@ from certcli.engine.averages import (
     register_averages,
     register_interpolation,
 )
-from certcli.engine.curves import NAMED, Curve, Line, register_curves, unknown_derivative
+from certcli.engine.curves import (
+    NAMED,
+    RECIPROCAL,
+    STEEP,
+    Curve,
+    Line,
+    register_curves,
+    unknown_derivative,
+)
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
 from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
@@ -150,7 +162,7 @@ SUMMING = (nn.Linear, *NOTHING)
 FIBREWISE_FUNCTIONS = (
     operator.add, operator.iadd, operator.sub, operator.isub, operator.mul, operator.imul, operator.neg,
     torch.add, torch.sub, torch.mul, torch.neg, F.linear, F.rms_norm, F.layer_norm, torch.layer_norm,
-    *(function for named in NAMED for function in named.functions),
+    *(function for named in NAMED + STEEP for function in named.functions),
 )  # fmt: skip
 
 
@@ -176,6 +188,9 @@ def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
     if line is None:
         if curve.second is unknown_derivative:
             raise NoRule(f"no relaxation of {curve.name} with these options")
+        if curve.relative and not bool((x.interval()[0] > 0).all()):
+            where = ctx.node.meta["path"] or "the network"
+            raise Unbounded(f"{where}: {curve.name} of something that may be 0 or below")
         return activation(curve, x)
     if line == RELU:
         return relu(x)
@@ -189,12 +204,7 @@ def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
     return whole.shift(number(line.start, x)).doubted(gamma(8) * size)
 
 
-def number(value: Tensor | float, like: Form) -> Tensor:
-    """Return a number as a tensor of the form's type and place."""
-    return torch.as_tensor(value, dtype=torch.float64).to(like.centre)
-
-
-register_curves(rules, Form, relaxed, [named for named in NAMED if named.relaxed])
+register_curves(rules, Form, relaxed, NAMED + STEEP)
 
 
 @rules.module(ClippedReLU)
@@ -247,7 +257,7 @@ def larger_of(x: Form, y: Form) -> Form:
     return reduced(x + relu(y + negative(x)).solid())
 
 
-def _larger(x: Form, y: Form | Tensor, sign: float) -> Form:
+def _larger(ctx: ZonotopeContext, x: Form, y: Form | Tensor, sign: float) -> Form:
     """Of a constant y: y + max(x - y, 0), or y - max(y - x, 0)."""
     if isinstance(y, Form):
         return larger_of(x, y) if sign > 0 else negative(larger_of(negative(x), negative(y)))
@@ -255,7 +265,7 @@ def _larger(x: Form, y: Form | Tensor, sign: float) -> Form:
     return (relu(above) if sign > 0 else negative(relu(negative(above)))).shift(y)
 
 
-def largest_of_forms(x: Form, places: Tensor, sign: float) -> Form:
+def largest_of_forms(ctx: ZonotopeContext, x: Form, places: Tensor, sign: float) -> Form:
     """The largest of the first two entries of each window, of this and the next, and so on."""
     up_to_sign = x if sign > 0 else negative(x)
 
@@ -281,8 +291,10 @@ def normalise(
 register_moves(rules, Form, _move)
 register_choices(rules)
 register_types(rules)
-register_layers(rules, Form, lambda x: x, lambda ctx, *map_of_x: affine(*map_of_x))
-register_norms(rules, lambda x: x, normalise, centred)
+register_linear(rules, Form, lambda ctx, *map_of_x: affine(*map_of_x))
+register_layers(rules, lambda x: x)
+register_norms(rules, normalise)
+register_scaled_norms(rules, lambda x: x, normalise, centred)
 register_arithmetic(
     rules,
     Form,
@@ -298,6 +310,6 @@ register_joins(rules, Form, arranged, joined)
 register_convolutions(rules, Form, convolution)
 register_averages(rules, Form, averaged)
 register_interpolation(rules, Form, averaged)
-register_maxima(rules, Form, _larger)
+register_maxima(rules, (Form,), _larger)
 register_largest(rules, lambda x: x, largest_of_forms)
-register_fixed_choices(rules, Form, lambda x: x, operator.add, arranged)
+register_fixed_choices(rules, Form, mixed_values(Form, lambda x: x, operator.add, arranged))

@@ -1,13 +1,14 @@
-"""The answer in sentences, and what to do next: from what was measured, and from nothing else."""
+"""The answer in words, a published network beside it, and what to do next: by what was measured."""
 
 import math
 import shlex
+from collections.abc import Sequence
 
 from certcli.audit.gates import AuditFindings
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.certify.method_choice import HOPELESS
-from certcli.evaluation.intervals import FEW, counted, interval_of_few, part_of
-from certcli.evaluation.radii import (
+from certcli.evaluation.intervals import FEW, counted, interval_of_few, number_of, part_of
+from certcli.evaluation.threat import (
     attacked_radius,
     confidence,
     power_of_ten,
@@ -15,25 +16,16 @@ from certcli.evaluation.radii import (
     radius_key,
     rounded_up,
 )
+from certcli.images.datasets import PHOTOGRAPHS
 from certcli.images.labelled import OWN
 from certcli.report.document import CertifiedShares
+from certcli.report.shares import DENOISER, nearest_published
 
 CORRECT = "correct images"
-PHOTOGRAPH = 224
-"""Pixels a side from which on an image is of ImageNet's size."""
-UNET = "256x256_diffusion_uncond.pt"
-DENOISER = (
-    "Without any training, behind one step of a diffusion model, Carlini et al. (2023) certified "
-    "71.1, 54.3 and 38.1 % of ImageNet at l2 0.5, 1 and 1.5 (their figures, not ours) with two "
-    f"downloads: {UNET} (2.2 GB, MIT, openaipublic.blob.core.windows.net/diffusion/jul-2021) and a "
-    "BEiT-L (1.2 GB, Apache 2.0, timm's beit_large_patch16_512); the first alone serves this network, on a GPU."
-)
-"""For who may not retrain; the sizes are those of 553 and 305 million numbers in float32."""
 PENALTY = 0.2
 """Weight of the enclosure penalty that small networks are advised."""
 LITTLE_ATTENTION = 0.01
-"""Largest weight of an attention branch below which the answer says that attention hardly takes
-part."""
+"""Weight of attention branches, at most, from which on they hardly take part."""
 
 
 def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
@@ -67,7 +59,7 @@ def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
             f"Attention hardly takes part: its largest weight in a residual sum is "
             f"{rounded_up(weight, 2)} (a plain network has 1)."
         )
-    if _wants_denoiser(findings, plan):
+    if best_proof(findings, plan) is None and plan.suits_denoiser(findings):
         sentences.append(DENOISER)
     if findings.own:
         sentences.append(
@@ -79,19 +71,6 @@ def verdict_sentences(findings: AuditFindings, plan: AuditPlan) -> list[str]:
             "name of a dataset."
         )
     return sentences
-
-
-def _wants_denoiser(findings: AuditFindings, plan: AuditPlan) -> bool:
-    """Whether a published diffusion model fits the images, and is the only way to useful radii
-    without training: no proof certifies an image, and none stands before the network. Without a GPU
-    it takes minutes an image.
-    """
-    channels, *sides = findings.input
-    fits = channels == 3 and min(sides) >= PHOTOGRAPH and not any(side % 32 for side in sides)
-    tried = findings.dataset is not None and plan.tries("smoothing") and findings.failing is None
-    if not (fits and tried and findings.gpu and plan.denoiser is None):
-        return False
-    return best_proof(findings, plan) is None
 
 
 def _patch_sides(patch: str) -> str:
@@ -149,13 +128,10 @@ def _proof(findings: AuditFindings, plan: AuditPlan) -> str:
         return f"No usable proof: the global bound is {large}. {_none(proofs[-1], plan.least)}"
     if findings.dataset is None and bound.log10_upper is not None:
         usable = "A" if bound.log10_upper < HOPELESS else "No usable proof: a"
-        margin = _margin_needed(bound.log10_upper, plan.least)
+        need = bound.log10_upper + math.log10(plan.least)
+        margin = rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
         return f"{usable} certificate at l2 {proven_radius(radius)} needs logits {margin} apart: the global bound is {large}."
     return f"No usable proof: the global bound is {large}."
-
-
-def every_change(radius: str) -> str:
-    return f"every change of the pixels of l2 length at most {proven_radius(radius)}"
 
 
 def _none(shares: CertifiedShares, radius: float) -> str:
@@ -176,11 +152,6 @@ def _none_of(images: int, noun: str) -> str:
 
 def magnitude(log10: float | None, text: str) -> str:
     return text if log10 is None or log10 < 5 else power_of_ten(log10)
-
-
-def _margin_needed(log10: float, radius: float) -> str:
-    need = log10 + math.log10(radius)
-    return rounded_up(10**need, 2) if need < 5 else power_of_ten(need)
 
 
 def _smoothed(shares: CertifiedShares) -> str:
@@ -216,12 +187,8 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         ]
     if findings.clean is None:  # nothing was judged: nothing else can be advised
         return [longer]
-    short = {item.stage for item in findings.skipped if item.for_time} & {
-        "bound",
-        "clean",
-        "attack",
-        "smoothing",
-    }
+    short = {item.stage for item in findings.skipped if item.for_time}
+    short &= {"bound", "clean", "attack", "smoothing"}
     counts = [
         one.clean.images for one in (*findings.certificates, findings.attack) if one is not None
     ]
@@ -273,3 +240,161 @@ def next_steps(findings: AuditFindings, plan: AuditPlan, typed: Typed) -> list[s
         if findings.attention_weight is not None:  # else there is no attention to replace
             commands.append(f"certvit adapt {ckpt}")
     return commands[:3]
+
+
+FAINT = 1.0
+"""Grey levels of 255, root mean square over all pixel values: the smallest step of an 8-bit image. The answer speaks of the
+largest radius below it, else of the largest one."""
+
+
+def headline(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+    """Return the answer, after what training saw of the images. size: (c, height, width)."""
+    return " ".join(
+        text if text[-1] in ".?" else f"{text}."
+        for text in (*findings.seen, _answer_sentence(findings, plan, size))
+    )
+
+
+def _answer_sentence(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+    if findings.failing is not None:
+        return f"Nothing can be said about robustness yet: {findings.failing}"
+    if findings.dataset is None:
+        return "No images were judged: accuracy, certified shares and attacks are not known"
+    if findings.clean is None:
+        return "The time was too short to judge one image"
+    proof = best_proof(findings, plan)
+    smallest = radius_key(plan.least)
+    parts = [_attack_clause(findings, size), *_other_classifiers(findings)]
+    if proof is not None:
+        share = proof.certified[smallest]
+        parts.insert(
+            0,
+            f"proven: {part_of(share.hits, share.images)} keep their class under every change "
+            f"of the pixels of l2 length at most {proven_radius(smallest)}",
+        )
+    elif findings.patched is None or not any(
+        share.hits for share in findings.patched.certified.values()
+    ):
+        is_proven = findings.bound is not None or any(
+            shares.failure == 0 for shares in findings.certificates
+        )
+        nothing = "nothing useful was proven about it as it is"
+        parts.insert(
+            1, nothing if is_proven else "the time was too short to prove anything about it"
+        )
+    text = "; ".join(filter(None, parts))
+    text = f"{text[:1].upper()}{text[1:]}"
+    return f"{_basis_clause(findings)}{text}"
+
+
+def _basis_clause(findings: AuditFindings) -> str:
+    """Return what the answer rests on, where the images have no labels or come with certvit."""
+    if not findings.own or findings.dataset is None or findings.clean is None:
+        return ""
+    shipped = findings.dataset.name == PHOTOGRAPHS
+    count = findings.dataset.images
+    which = f"{count} photographs that come with certvit" if shipped else number_of(count)
+    first = "A first answer, about" if shipped else "About"
+    return f"{first} the network's own answers on {which}: "
+
+
+def points(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> list[str]:
+    """Return three lines: what attacks did, what is proven, what else holds. None: stopped."""
+    if findings.failing is not None or findings.dataset is None or findings.clean is None:
+        return []
+    attacked = _attack_clause(findings, size).replace("this network can be fooled by", "fooled by")
+    lines = [
+        f"Attacked: {attacked}.",
+        f"Proven: {_proof_clause(findings, plan)}.",
+    ]
+    others = _other_classifiers(findings)
+    if others:
+        lines.append(f"{others[0][:1].upper()}{others[0][1:]}.")
+    elif not findings.own:
+        right = counted(findings.clean.hits, findings.clean.images, proven=False)
+        lines.append(f"Without any change: {right} are classified correctly.")
+    return lines
+
+
+def _proof_clause(findings: AuditFindings, plan: AuditPlan) -> str:
+    proof = best_proof(findings, plan)
+    smallest = radius_key(plan.least)
+    if proof is None:
+        bound = findings.bound
+        if bound is None or bound.log10_upper is None:
+            return "nothing useful"
+        return f"nothing useful, the bound is {magnitude(bound.log10_upper, bound.upper_text)}"
+    share = proof.certified[smallest]
+    return f"{part_of(share.hits, share.images)} keep their class whatever the change, up to l2 {proven_radius(smallest)}"
+
+
+def _attack_clause(findings: AuditFindings, size: Sequence[int]) -> str:
+    """Return what attacks found at one radius (`FAINT`): its norm, and what of it a pixel takes."""
+    attack = findings.attack
+    noun = "images" if findings.own else CORRECT
+    if attack is None or not attack.clean.hits:
+        return "it was not attacked"
+    faint = [at for at in attack.fooled if float(at) > 0 and grey_levels(float(at), size) < FAINT]
+    at = (faint or list(attack.fooled))[-1]
+    fooled = attack.fooled[at]
+    correct = attack.clean.hits
+    names = ", ".join(attack.attacks)
+    if not fooled:
+        none = f"none of {correct} {noun}{interval_of_few(0, correct)}"
+        return (
+            f"under attack, {names} fooled {none} at l2 {attacked_radius(at)}, which proves nothing"
+        )
+    average = f"{grey_levels(float(at), size):.2g} of 255 levels a pixel on average"
+    largest = attack.largest.get(at)
+    single = "" if largest is None else f", single pixels up to {math.ceil(255 * largest)}"
+    change = f"changes of l2 length {attacked_radius(at)} ({average}{single})"
+    filed = attack.fooled_8bit.get(at)
+    count = "all" if filed == fooled else filed or "none"
+    files = "" if filed is None else f" ({count} also as 8-bit files)"
+    return f"this network can be fooled by {change}: {part_of(fooled, correct, noun)}{files}"
+
+
+def _other_classifiers(findings: AuditFindings) -> list[str]:
+    """Return what holds about other classifiers: with noise, and behind masks."""
+    parts = []
+    if findings.patched is not None:
+        parts += [
+            f"behind masks, no {size.replace('x', ' x ')} patch changes the class of {part_of(part.hits, part.images)}"
+            for size, part in findings.patched.certified.items()
+            if part.hits
+        ]
+    for shares in findings.certificates:
+        if shares.failure > 0:
+            at = max(shares.certified, key=float)
+            part = part_of(shares.certified[at].hits, shares.certified[at].images)
+            sure = confidence(shares.failure, 100)
+            parts.append(
+                f"deployed with smoothing (a majority vote over noisy copies), {part} are certified at l2 "
+                f"{proven_radius(at)}; each certificate is right with probability {sure} %"
+            )
+    return parts
+
+
+def grey_levels(radius: float, size: Sequence[int]) -> float:
+    """Return the root mean square, of 255 levels a pixel value, of a change of this l2 length."""
+    return 255 * radius / math.sqrt(math.prod(size))
+
+
+def scale(findings: AuditFindings, plan: AuditPlan, size: Sequence[int]) -> str:
+    """Return how large the radii are; nothing where the audit stopped before them."""
+    if findings.stopped:
+        return ""
+    radii = [radius for radius in plan.certified_radii if radius > 0] or [plan.least]
+    *others, last = (f"l2 {radius:g} is {grey_levels(radius, size):.2g}" for radius in radii)
+    levels = f"{', '.join(others)} and {last}" if others else last
+    pixels = " x ".join(str(side) for side in size)
+    return (
+        f"How large is that? Over all {pixels} pixel values, {levels} of 255 grey levels on average "
+        "(root mean square); single ones may change by more."
+    )
+
+
+def published_reference(findings: AuditFindings, size: Sequence[int]) -> str:
+    """Return the figures of a published network, if one sees such images."""
+    published = None if findings.stopped else nearest_published(size)
+    return "" if published is None else f"For comparison, {published.sentence}"

@@ -1,5 +1,5 @@
-"""The course of a run: its length as typed, the share that is done, and the learning rate by the
-name of its schedule. Importing this file imports no torch."""
+"""What options of training say as texts: learning rates by the name of their schedule, lengths of
+time, augmentations; and the share of a run that is done. Importing this file imports no torch."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from re import Match
 
-from certcli.system.errors import UsageError
+from certcli.system.errors import UsageError, raise_if
 from certcli.system.registry import one_of
 
 Curve = Callable[[float], float]
@@ -53,10 +53,9 @@ def one_cycle(share: float) -> float:
 
 
 def _cosine_rate(match: Match[str], lr: float) -> Curve:
-    if match[1] is None:
-        return lambda share: max(FLOOR, 0.5 * (1 + math.cos(math.pi * share)))
-    last = _last_rate(match[1], lr)
-    return lambda share: last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share))
+    last = 0.0 if match[1] is None else _last_rate(match[1], lr)
+    floor = FLOOR if match[1] is None else 0.0
+    return lambda share: max(floor, last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share)))
 
 
 def _stepped_rate(match: Match[str], lr: float) -> Curve:
@@ -65,25 +64,23 @@ def _stepped_rate(match: Match[str], lr: float) -> Curve:
         return lambda share: rates[(share >= 7 / 8) + (share >= 19 / 20)]
     factor = float(match[1])
     places = [float(place) for place in match[2].split(",")]
-    if not 0 < factor < 1:
-        raise ValueError(f"the factor {factor:g} is not between 0 and 1")
-    if not all(0 < place < 1 for place in places) or any(a >= b for a, b in pairwise(places)):
-        raise ValueError("the places are not rising shares of the run")
+    rising = all(before < after for before, after in pairwise([0.0, *places, 1.0]))
+    raise_if(not 0 < factor < 1, ValueError, f"the factor {factor:g} is not between 0 and 1")
+    raise_if(not rising, ValueError, "the places are not rising shares of the run")
     return lambda share: factor ** sum(share >= place for place in places)
 
 
 def _exponential_rate(match: Match[str], lr: float) -> Curve:
     last = _last_rate(match[1], lr)
     start = 0.0 if match[2] is None else float(match[2])
-    if not 0 <= start < 1:
-        raise ValueError(f"it cannot begin to fall at {start:g} of the run")
+    raise_if(not 0 <= start < 1, ValueError, f"it cannot begin to fall at {start:g} of the run")
     return lambda share: last ** max(0.0, (share - start) / (1 - start))
 
 
 def _last_rate(text: str, lr: float) -> float:
     """Return the last rate relative to --lr."""
-    if not 0 < float(text) <= lr:
-        raise ValueError(f"the last rate {text} is not between 0 and --lr {lr:g}")
+    message = f"the last rate {text} is not between 0 and --lr {lr:g}"
+    raise_if(not 0 < float(text) <= lr, ValueError, message)
     return float(text) / lr
 
 
@@ -115,8 +112,8 @@ def rate_curve(text: str, lr: float, warmup: float) -> Curve:
         UsageError: no schedule is written so, or its numbers have no meaning.
     """
     name = text.partition(":")[0]
-    if name not in SCHEDULES:
-        raise UsageError(f"unknown schedule '{text}'", one_of(name, SCHEDULES))
+    hint = one_of(name, SCHEDULES)
+    raise_if(name not in SCHEDULES, UsageError, f"unknown schedule '{text}'", hint)
     schedule = SCHEDULES[name]
     match = schedule.form.fullmatch(text)
     if match is None:
@@ -127,13 +124,8 @@ def rate_curve(text: str, lr: float, warmup: float) -> Curve:
         raise UsageError(f"--schedule '{text}': {failure}", schedule.example) from failure
     if warmup == 0 or not schedule.warms:
         return curve
-    if text in ("cosine", "steps"):
-        return lambda share: max(FLOOR, _warm_up(share, warmup) * curve(share))
-    return lambda share: _warm_up(share, warmup) * curve(share)
-
-
-def _warm_up(share: float, warmup: float) -> float:
-    return min(1.0, share / warmup + 1e-3)
+    floor = FLOOR if text in ("cosine", "steps") else 0.0
+    return lambda share: max(floor, min(1.0, share / warmup + 1e-3) * curve(share))
 
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -143,8 +135,8 @@ def parse_duration(text: str) -> float:
     """Return the seconds of "90", "90s", "10m" or "1.5h". UsageError for any other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smh]?)", text.strip().lower())
     seconds = float(match[1]) * _UNITS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise UsageError(f"'{text}' is not a length of time", "--time-budget 90s, 10m or 1h")
+    message = f"'{text}' is not a length of time"
+    raise_if(seconds <= 0, UsageError, message, "--time-budget 90s, 10m or 1h")
     return seconds
 
 
@@ -161,3 +153,51 @@ def share_done(step: int, total: int, changes: Sequence[tuple[int, int]] = ()) -
         done += (1 - done) * (changed - start) / (former - start)
         start = changed
     return done + (1 - done) * (step - start) / (total - start)
+
+
+AUGMENTATIONS = ("crop", "flip", "shift", "warp")
+"""Those without numbers."""
+CUTOUT = re.compile(r"cutout:([1-9][0-9]?)x([1-9][0-9]{0,4})")
+"""Number of squares, and their side in pixels."""
+BANDS = re.compile(r"bands:([1-9][0-9]{0,3})")
+"""Number of visible columns of cells: of tokens, where these can be dropped."""
+SQUARES = re.compile(r"cutout-(random|greedy):([12])x([1-9][0-9]{0,4})")
+"""The choice of places; then as CUTOUT. Four squares could hide a whole image, and a certificate
+hides two."""
+JITTER = re.compile(r"color-jitter:([0-9.]+(?:x[0-9.]+){0,3})")
+"""Reach of brightness, contrast, saturation, hue; one number stands for the first three, as in
+timm."""
+NUMBERED = (CUTOUT, BANDS, SQUARES, JITTER)
+MOST_HUE = 0.5
+"""Of a full turn: as far as hues can differ."""
+
+
+def jitter_reach(match: Match[str]) -> tuple[float, float, float, float]:
+    """Return the reach of brightness, contrast, saturation and hue; UsageError for other
+    numbers."""
+    try:
+        reach = [float(number) for number in match[1].split("x")]
+    except ValueError as failure:
+        raise UsageError(f"'{match[0]}' holds no numbers", "color-jitter:0.4") from failure
+    reach *= 3 if len(reach) == 1 else 1
+    brightness, contrast, saturation, hue = (*reach, 0.0, 0.0)[:4]
+    raise_if(
+        max(brightness, contrast, saturation) > 1 or hue > MOST_HUE,
+        UsageError,
+        f"'{match[0]}': brightness, contrast and saturation change by 1 at most, hue by 0.5",
+        "color-jitter:0.4 or color-jitter:0.4x0.4x0.4x0.1",
+    )
+    still = not any((brightness, contrast, saturation, hue))
+    raise_if(still, UsageError, f"'{match[0]}' changes nothing", "color-jitter:0.4")
+    return brightness, contrast, saturation, hue
+
+
+def require_known_augmentations(names: tuple[str, ...]) -> None:
+    """Raise UsageError for a name that is no augmentation, or whose numbers have no meaning."""
+    examples = "cutout:2x128,bands:3,cutout-greedy:2x96,color-jitter:0.4"
+    hint = f"any of: {','.join(AUGMENTATIONS)},{examples}"
+    for name in names:
+        is_known = name in AUGMENTATIONS or any(kind.fullmatch(name) for kind in NUMBERED)
+        raise_if(not is_known, UsageError, f"unknown augmentation '{name}'", hint)
+        if match := JITTER.fullmatch(name):
+            jitter_reach(match)

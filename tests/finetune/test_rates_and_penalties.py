@@ -1,20 +1,26 @@
-"""Penalties against exact norms and Jacobians, their refusals, and what they are for."""
+"""Penalties against exact norms and Jacobians, their refusals, and what they are for.
+
+Learning rates: each schedule starts and ends where its text says, and is torch's where it has it.
+"""
 
 import math
+from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.optim import lr_scheduler
 
 from certcli.checkpoint.record import InputSpec
+from certcli.finetune.option_texts import FLOOR, RISE, SCHEDULES, one_cycle, rate_curve
 from certcli.finetune.penalties import EnclosurePenalty, SpectralPenalty
-from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
 from certcli.nn.norms import FloorNorm
-from certcli.system.errors import ArchitectureError
+from certcli.system.errors import ArchitectureError, UsageError
 
 LAMBDAS = (0.5, 2.0, 3.0)
 
@@ -129,85 +135,15 @@ def test_the_penalty_is_the_sum_of_squared_singular_values(
             )  # vectors: the square root of 1e-6
 
 
-def test_descent_on_the_penalty_shrinks_the_maps_and_nothing_else() -> None:
-    torch.manual_seed(0)
-    net = plain_vit()
-    penalty = SpectralPenalty(net, (1.0, 1.0, 1.0))
-    before = {name: value.detach().clone() for name, value in net.named_parameters()}
-    start = float(expected(net, (1.0, 1.0, 1.0)).detach())
-    optimiser = torch.optim.SGD(net.parameters(), lr=0.02)
-    for _ in range(40):
-        optimiser.zero_grad()
-        penalty().backward()
-        optimiser.step()
-    assert float(expected(net, (1.0, 1.0, 1.0)).detach()) < 0.7 * start
-    changed = {
-        name for name, value in net.named_parameters() if not torch.equal(value, before[name])
-    }
-    assert changed == {f"blocks.{block}.attn.qkv.weight" for block in range(2)}
-
-
-def test_the_penalty_goes_on_bit_for_bit() -> None:
-    torch.manual_seed(0)
-    net = plain_vit()
-    first = SpectralPenalty(net, LAMBDAS)
-    second = SpectralPenalty(net, LAMBDAS)
-    for _ in range(3):
-        first()
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.add_(0.02 * torch.randn_like(parameter))
-    second.vectors = {name: value.clone() for name, value in first.vectors.items()}
-    assert torch.equal(first(), second())
-    assert torch.equal(first(), second())
-
-
 def test_a_network_without_attention_is_refused() -> None:
     with pytest.raises(ArchitectureError, match="no attention"):
         SpectralPenalty(nn.Sequential(nn.Linear(3, 4)), (1.0, 1.0, 1.0))
 
 
-class ConvNet(nn.Module):
-    """Every kind of convolution that has a norm of its own, and a head that stays as it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 6, 2, stride=2),
-            nn.Conv2d(6, 8, 3, padding=1),
-            nn.Conv2d(8, 8, 3, padding=1, groups=8),
-            nn.Conv2d(8, 8, 4, stride=2, padding=1, groups=2),
-        )
-        self.hidden = nn.Linear(8 * 9, 16)
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.hidden(self.features(x).flatten(1)))
-
-
-def attention_norms(net: ConvNet) -> list[float]:
-    """Proven norms of all layers but the head, on 12 x 12 images."""
-    side = 12
-    found = []
-    for conv in net.features:
-        found.append(
-            conv_norm(
-                conv.weight.double(),
-                stride=conv.stride,
-                padding=conv.padding,
-                dilation=1,
-                groups=conv.groups,
-                input_size=side,
-            )
-        )
-        side = (side + 2 * conv.padding[0] - conv.kernel_size[0]) // conv.stride[0] + 1
-    return [*found, float(torch.linalg.matrix_norm(net.hidden.weight.detach().double(), 2))]
-
-
 SIZE = (1, 2, 3)
 SPEC = InputSpec(size=SIZE, mean=(0.4,), std=(0.5,))
 DRAWS = 4000
-FLOOR = 2.0
+NORM_FLOOR = 2.0
 """Above the token's deviation."""
 
 
@@ -236,7 +172,7 @@ def estimate(weights: tuple[float, float, float], model: PixelModel) -> float:
 @pytest.mark.parametrize("place", ["norm", "floor", "activation"])
 def test_one_random_direction_estimates_the_squared_rows_of_the_jacobian(place: str) -> None:
     torch.manual_seed(0)
-    net = Block(FloorNorm(5, FLOOR) if place == "floor" else nn.LayerNorm(5))
+    net = Block(FloorNorm(5, NORM_FLOOR) if place == "floor" else nn.LayerNorm(5))
     model = PixelModel(SPEC, net).double()
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1)).double()
 
@@ -245,8 +181,8 @@ def test_one_random_direction_estimates_the_squared_rows_of_the_jacobian(place: 
 
     if place != "activation":
         token = first(image) - first(image).mean()
-        least = 5 * FLOOR**2 if place == "floor" else 0.0
-        assert float(token.detach().square().sum()) < 5 * FLOOR**2
+        least = 5 * NORM_FLOOR**2 if place == "floor" else 0.0
+        assert float(token.detach().square().sum()) < 5 * NORM_FLOOR**2
         jacobian = torch.autograd.functional.jacobian(lambda x: first(x) - first(x).mean(), image)
         exact = jacobian.square().sum() / token.square().sum().clamp_min(least)
         weights = (1.0, 0.0, 0.0)
@@ -266,3 +202,99 @@ def test_a_network_without_a_nonlinear_place_is_refused() -> None:
     model = PixelModel(SPEC, nn.Sequential(nn.Flatten(), nn.Linear(6, 4)))
     with pytest.raises(ArchitectureError, match="no LayerNorm, softmax or activation"):
         EnclosurePenalty(model, (1.0, 1.0, 1.0))
+
+
+LR = 1e-3
+Torch = Callable[[torch.optim.Optimizer, int], lr_scheduler.LRScheduler]
+AS_TORCH: dict[str, Torch] = {
+    "cosine:1e-5": lambda optimiser, steps: lr_scheduler.CosineAnnealingLR(
+        optimiser, steps, eta_min=1e-5
+    ),
+    "steps:0.2@0.5,0.6,0.7,0.8": lambda optimiser, steps: lr_scheduler.MultiStepLR(
+        optimiser, [int(place * steps) for place in (0.5, 0.6, 0.7, 0.8)], 0.2
+    ),
+    "exponential:5e-6": lambda optimiser, steps: lr_scheduler.ExponentialLR(
+        optimiser, (5e-6 / LR) ** (1 / steps)
+    ),
+    "exponential:5e-6@0.5": lambda optimiser, steps: lr_scheduler.LambdaLR(
+        optimiser, lambda step: (5e-6 / LR) ** (max(0, step - steps / 2) / (steps / 2))
+    ),
+}
+ENDS = {
+    "cosine": (1, FLOOR),
+    "steps": (1, 0.01),
+    "one-cycle": (1 / 25, 1 / 250_000),
+    "cosine:1e-5": (1, 1e-2),
+    "steps:0.2@0.5,0.6,0.7,0.8": (1, 0.2**4),
+    "exponential:5e-6": (1, 5e-3),
+    "exponential:5e-6@0.5": (1, 5e-3),
+}
+"""Schedule -> its first and last rate, relative to --lr."""
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_schedule_starts_and_ends_as_its_text_says(text: str) -> None:
+    curve = rate_curve(text, LR, warmup=0)
+    assert (curve(0.0), curve(1.0)) == pytest.approx(ENDS[text], rel=1e-12)
+    rates = [curve(share / 200) for share in range(201)]
+    assert all(0 < rate <= 1 for rate in rates)
+    if text != "one-cycle":
+        assert all(later <= earlier for earlier, later in pairwise(rates))
+
+
+def test_every_schedule_has_rows() -> None:
+    assert {text.partition(":")[0] for text in ENDS} == SCHEDULES.keys()
+    assert {schedule.example for schedule in SCHEDULES.values()} <= ENDS.keys()
+
+
+@pytest.mark.parametrize("text", AS_TORCH)
+def test_a_schedule_with_numbers_is_that_of_torch(text: str) -> None:
+    steps = 40
+    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=LR)
+    schedule = AS_TORCH[text](optimiser, steps)
+    curve = rate_curve(text, LR, warmup=0)
+    for step in range(steps):
+        assert LR * curve(step / steps) == pytest.approx(
+            optimiser.param_groups[0]["lr"], rel=1e-9
+        ), step
+        optimiser.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("text", ENDS)
+def test_a_warm_up_rises_and_leaves_the_rest(text: str) -> None:
+    curve, plain = rate_curve(text, LR, warmup=0.1), rate_curve(text, LR, warmup=0)
+    assert [curve(share) for share in (0.1, 0.4, 0.9)] == [plain(s) for s in (0.1, 0.4, 0.9)]
+    if SCHEDULES[text.partition(":")[0]].warms:
+        assert 0 < curve(0.0) < curve(0.05) < curve(0.1)
+    else:
+        assert curve(0.05) == plain(0.05)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["linear", "cosine:", "cosine:0", "cosine:1", "cosine:a", "steps:0.2", "steps:2@0.5"]
+    + ["steps:0.2@0.6,0.5", "steps:0.2@1.5", "exponential", "exponential:1e-6@1", "one-cycle:1"],
+)  # fmt: skip
+def test_a_schedule_without_meaning_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="schedule"):
+        rate_curve(text, LR, warmup=0)
+
+
+def test_one_cycle_is_that_of_torch() -> None:
+    steps = 40
+    optimiser = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, max_lr=1.0, total_steps=steps, pct_start=RISE, cycle_momentum=False
+    )
+    for step in range(steps):
+        # torch ends its rise at step RISE * total - 1, and the run at step total - 1
+        share = step / (RISE * steps - 1) * RISE
+        if step > RISE * steps - 1:
+            share = RISE + (1 - RISE) * (step - (RISE * steps - 1)) / (steps - RISE * steps)
+        assert optimiser.param_groups[0]["lr"] == pytest.approx(
+            one_cycle(share), rel=1e-6, abs=1e-9
+        )
+        optimiser.step()
+        if step < steps - 1:
+            schedule.step()
