@@ -245,11 +245,11 @@ class Context(Call):
         return self.arith.const(float(tensor.detach().double().abs().max()))
 
 
-def settled(rule: Rule) -> Rule:
+def of_settled(rule: Rule) -> Rule:
     """Return a rule for values of which nothing waits."""
 
     @functools.wraps(rule)
-    def of_settled(ctx: Context, *args: Any, **kwargs: Any) -> Any:
+    def apply(ctx: Context, *args: Any, **kwargs: Any) -> Any:
         return rule(ctx, *(ctx.settle(x) if isinstance(x, Value) else x for x in args), **kwargs)
 
-    return of_settled
+    return apply

@@ -25,12 +25,11 @@ ones; what was float64 has the precision of the arithmetic.
 import copy
 import math
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.engine.replay import noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
@@ -44,7 +43,7 @@ from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
 from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
 from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
-from certcli.rounding.stepwise import Stepwise
+from certcli.rounding.stepwise import Stepwise, plain_kernels
 from certcli.system.memory import out_of_memory
 
 _STEPS = 32
@@ -317,23 +316,6 @@ class NeighbourErrors:
         return sizes, errors
 
 
-@contextmanager
-def plain_kernels() -> Iterator[None]:
-    """Fused kernels are written out in operations; convolutions are sums of products."""
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with (
-            torch.inference_mode(False),
-            torch.no_grad(),
-            sdpa_kernel(SDPBackend.MATH),
-            torch.backends.cudnn.flags(enabled=False),
-        ):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
 def _floats(values: Sequence[Real]) -> Tensor:
     return torch.tensor([float(value) for value in values], dtype=torch.float64)
 
@@ -356,8 +338,8 @@ def require_same_program(
     converted = copy.deepcopy(model).to(precision.dtype).eval()
     try:
         other = trace_model(converted, example_of(converted, size), *tables)
-        steps = _program(traced, precision.dtype)
-        others = _program(other, torch.float64)
+        steps = _program_of(traced, precision.dtype)
+        others = _program_of(other, torch.float64)
         if steps != others:
             raise Untraceable(first_other_step(others, steps))
         for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):
@@ -376,7 +358,7 @@ def require_same_program(
         raise NoRule(f"the network in {precision.name} is not the proven one: {reason}") from reason
 
 
-def _program(traced: Trace, precision: torch.dtype) -> list[str]:
+def _program_of(traced: Trace, precision: torch.dtype) -> list[str]:
     """Return each call with its arguments, shape and precision in words, which equal those of the
     same call in another graph; this precision stands for float64."""
     places: dict[fx.Node, str] = {}

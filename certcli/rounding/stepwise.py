@@ -3,12 +3,14 @@ rounding adds in each.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from certcli.engine.table import NoRule, Rule
@@ -194,3 +196,20 @@ def _without_hidden(kind: str, args: tuple[Any, ...]) -> tuple[tuple[Any, ...], 
         return args, False
     shown = tuple(0.0 if isinstance(x, float) and x == -math.inf else x for x in args)
     return shown, shown != args
+
+
+@contextmanager
+def plain_kernels() -> Iterator[None]:
+    """Fused kernels are written out in operations; convolutions are sums of products."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.no_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            torch.backends.cudnn.flags(enabled=False),
+        ):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)

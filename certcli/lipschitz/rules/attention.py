@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from certcli.engine.attention import attention_module
 from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Unproven
-from certcli.lipschitz.context import Context, rules, settled
+from certcli.lipschitz.context import Context, of_settled, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import up
@@ -234,7 +234,7 @@ def token_convolution_bound(
 
 
 @rules.module(ChannelRoll)
-@settled
+@of_settled
 def channel_roll(ctx: Context, module: ChannelRoll, x: Value) -> Value:
     """A permutation of entries: 1. A token gets quarters of four tokens: at most twice the
     longest."""
@@ -277,7 +277,7 @@ def token_max_min_bound(ctx: Context, module: TokenMaxMin, x: Value) -> Value:
     )
 
 
-@settled
+@of_settled
 def _mixed_tokens(
     ctx: Context,
     x: Value,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from certcli.engine.table import NoRule
-from certcli.lipschitz.context import Context, resized, rules, settled
+from certcli.lipschitz.context import Context, of_settled, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix, Scalar
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
@@ -250,7 +250,7 @@ def padding_of(
 
 
 @rules.module(nn.ConvTranspose2d)
-@settled
+@of_settled
 def transposed_convolution_bound(
     ctx: Context, module: nn.ConvTranspose2d, x: Value, output_size: Any = None
 ) -> Value:

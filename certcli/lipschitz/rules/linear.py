@@ -11,7 +11,7 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context, resized, rules, settled
+from certcli.lipschitz.context import Context, of_settled, resized, rules
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Matrix, Scalar
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.value import Affine, Convolution, Size, Value
@@ -41,7 +41,7 @@ def linear_bound(ctx: Context, x: Any, weight: Any, bias: Any = None) -> Value:
 
 
 @rules.module(PixelNormalize)
-@settled
+@of_settled
 def pixel_normalize(ctx: Context, module: PixelNormalize, x: Value) -> Value:
     """x -> (x - mean) / std: a pending gain 1 / std on channels, for the first convolution."""
     std = module.std.double().flatten().expand(x.shape[-3])

@@ -24,7 +24,7 @@ from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.attention_parts import Gates, positional_gates
 from certcli.lipschitz.rules.moves import (
-    moved,
+    after_move,
 )
 from certcli.lipschitz.value import Affine, LogProbabilities, Probabilities, Scores, Size, Value
 
@@ -52,7 +52,7 @@ def product_of_matrices_bound(ctx: Context, a: Value, b: Value) -> Value:
         leading = tuple(ctx.shape[:-2])
         a = ctx.spread(ctx.settle(a), (*leading, *a.shape[-2:]))
         b = ctx.spread(ctx.settle(b), (*leading, *b.shape[-2:]))
-    scores = Scores(a, moved(ctx, b, Tensor.transpose, -2, -1), ctx.arith.const(1.0))
+    scores = Scores(a, after_move(ctx, b, Tensor.transpose, -2, -1), ctx.arith.const(1.0))
     return Value(
         ctx.arith.const(math.inf), Size(ctx.arith, tuple(ctx.shape)), scores, None, tuple(ctx.shape)
     )
@@ -336,16 +336,16 @@ def gated_positional_attention(ctx: Context, module: GPSA, x: Value) -> Value:
     heads = module.num_heads
     by_head = (b, heads, n, width // heads)
     qk = ctx.fold(x, module.qk.weight, module.qk.bias)
-    qk = moved(ctx, qk, Tensor.reshape, (b, n, 2, heads, width // heads))
-    qk = moved(ctx, qk, Tensor.permute, (2, 0, 3, 1, 4))
-    query, key = (moved(ctx, qk, operator.getitem, number) for number in (0, 1))
+    qk = after_move(ctx, qk, Tensor.reshape, (b, n, 2, heads, width // heads))
+    qk = after_move(ctx, qk, Tensor.permute, (2, 0, 3, 1, 4))
+    query, key = (after_move(ctx, qk, operator.getitem, number) for number in (0, 1))
     value = ctx.fold(x, module.v.weight, module.v.bias)
-    value = moved(ctx, value, Tensor.reshape, (b, n, heads, width // heads))
-    value = moved(ctx, value, Tensor.permute, (0, 2, 1, 3))
+    value = after_move(ctx, value, Tensor.reshape, (b, n, heads, width // heads))
+    value = after_move(ctx, value, Tensor.permute, (0, 2, 1, 3))
     scale = ctx.arith.const(up(float(module.scale), 2))
     out = attention_bound(
         ctx.at(by_head), query, key, value, scale, positional_gates(ctx, module, n)
     )
-    out = moved(ctx, out, Tensor.permute, (0, 2, 1, 3))
-    merged = moved(ctx, out, Tensor.reshape, (b, n, width))
+    out = after_move(ctx, out, Tensor.permute, (0, 2, 1, 3))
+    merged = after_move(ctx, out, Tensor.reshape, (b, n, width))
     return ctx.fold(merged, module.proj.weight, module.proj.bias)

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from certcli.engine.averages import pair
 from certcli.engine.moves import Move, register_moves
-from certcli.lipschitz.context import Context, rules, settled
+from certcli.lipschitz.context import Context, of_settled, rules
 from certcli.lipschitz.numerics.arithmetic import Matrix
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.value import Affine, Convolution, Size, Value
@@ -299,7 +299,7 @@ def _axis_of(layout: Layout, axis: int, shape: Shape) -> int | None:
     return candidates[0] if candidates else None
 
 
-def moved(ctx: Context, x: Value, move: Any, *arguments: Any) -> Value:
+def after_move(ctx: Context, x: Value, move: Any, *arguments: Any) -> Value:
     """Return move(x, *arguments), for a move of one result, such as Tensor.permute."""
     value: Value = rearranged_bound(ctx, x, Move(move, arguments))
     return value
@@ -311,7 +311,7 @@ def windows_of(kernel: int, stride: int, dilation: int) -> int:
 
 
 @rules.function(functional.fold)
-@settled
+@of_settled
 def fold(
     ctx: Context,
     x: Value,

@@ -20,10 +20,10 @@ from timm.layers.norm_act import RmsNormAct2d, RmsNormAct2dFp32
 from torch import Tensor, nn
 from torch.nn import functional
 
-from certcli.lipschitz.context import Context, rules, settled
+from certcli.lipschitz.context import Context, of_settled, rules
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
-from certcli.lipschitz.rules.moves import moved
+from certcli.lipschitz.rules.moves import after_move
 from certcli.lipschitz.value import Value
 from certcli.nn.norms import FloorNorm
 
@@ -49,7 +49,7 @@ def layer_norm_function(
     )
 
 
-@settled
+@of_settled
 def row_norm_bound(
     ctx: Context,
     x: Value,
@@ -93,7 +93,7 @@ def _to_sphere(ctx: Context, x: Value, width: int, slope: float, why: str) -> Va
 
 
 @rules.module(FloorNorm)
-@settled
+@of_settled
 def floor_norm_bound(ctx: Context, module: FloorNorm, x: Value) -> Value:
     """P x / max(s, floor): slope 1 / floor, rows <= sqrt(d), Theorem 4.8; the scale is pending."""
     floor = float(module.floor.detach().double())
@@ -126,11 +126,11 @@ def rms_norm_function(
 @rules.module(RmsNorm2d, RmsNorm2dFp32)
 def rms_norm_2d(ctx: Context, module: RmsNorm2d, x: Value) -> Value:
     """RMSNorm over the channels of (b, c, h, w)."""
-    x = moved(ctx, ctx.settle(x), Tensor.permute, (0, 2, 3, 1))
+    x = after_move(ctx, ctx.settle(x), Tensor.permute, (0, 2, 3, 1))
     normal = row_norm_bound(
         ctx, x, module.normalized_shape, module.weight, None, module.eps, centered=False
     )
-    return moved(ctx, normal, Tensor.permute, (0, 3, 1, 2))
+    return after_move(ctx, normal, Tensor.permute, (0, 3, 1, 2))
 
 
 def _parts_have_rules(module: RmsNormAct2d) -> bool:
@@ -149,7 +149,7 @@ def rms_norm_act_2d(ctx: Context, module: RmsNormAct2d, x: Value) -> Value:
 
 
 @rules.module(SimpleNorm, SimpleNormFp32, SimpleNorm2d, SimpleNorm2dFp32)
-@settled
+@of_settled
 def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value) -> Value:
     """gamma x / sqrt(var x + eps), not centred: 1/sqrt(eps) + |x| / (sqrt(d-1) eps), Theorem 4.7;
     gamma stays pending.
@@ -183,7 +183,7 @@ def simple_norm_bound(ctx: Context, module: SimpleNorm | SimpleNorm2d, x: Value)
 
 @rules.module(nn.GroupNorm, attributes=("num_groups", "weight", "bias", "eps"))
 @rules.function(functional.group_norm, torch.group_norm)
-@settled
+@of_settled
 def group_norm_function(
     ctx: Context,
     x: Value,
@@ -213,7 +213,7 @@ def group_norm_function(
 
 
 @rules.function(functional.normalize)
-@settled
+@of_settled
 def l2_normalize_bound(
     ctx: Context, x: Value, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
 ) -> Value:
@@ -235,7 +235,7 @@ def l2_normalize_bound(
 
 @rules.method("norm")
 @rules.function(torch.norm, torch.linalg.vector_norm)
-@settled
+@of_settled
 def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
     """|x|_2 along some axes: slope 1."""
     order = args[0] if args else kwargs.get("p", kwargs.get("ord", 2))
@@ -244,7 +244,7 @@ def length_bound(ctx: Context, x: Value, *args: Any, **kwargs: Any) -> Value:
 
 
 @rules.module(GlobalResponseNorm)
-@settled
+@of_settled
 def global_response_norm_bound(ctx: Context, module: GlobalResponseNorm, x: Value) -> Value:
     """x + beta + gamma x n, n_c = g_c / (mean_c g + eps), g_c = |x_c|: 1 + max |gamma| (2 C +
     C^(3/2)), Theorem 4.6.

@@ -19,7 +19,7 @@ import certcli.engine.activations  # noqa: F401 (for the names it enters)
 from certcli.engine.curves import Curve, register_curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
-from certcli.lipschitz.context import Context, rules, settled
+from certcli.lipschitz.context import Context, of_settled, rules
 from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Scalar
 from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import feature_axis, scale_features
@@ -28,7 +28,7 @@ from certcli.lipschitz.value import Convolution, Scores, Size, Value
 from certcli.nn.layers import MaxMin
 
 
-@settled
+@of_settled
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
     old = x.size
@@ -61,7 +61,7 @@ register_curves(rules, Value, applied)
 
 @rules.method("square")
 @rules.function(torch.square)
-@settled
+@of_settled
 def square_bound(ctx: Context, x: Value) -> Value:
     """t^2 on |t| <= m has slope 2 m: finite on the pixel box only."""
     largest = x.size.peak
@@ -84,7 +84,7 @@ def power_bound(ctx: Context, x: Value, exponent: Any) -> Value:
 
 
 @rules.module(MaxMin)
-@settled
+@of_settled
 def maxmin_bound(ctx: Context, module: MaxMin, x: Value) -> Value:
     x = replace(x, size=x.size.along(-1))
     return applied(
@@ -201,7 +201,7 @@ def _constant_blocks_bound(ctx: Context, x: Value, weight: Tensor, is_left: bool
     )
 
 
-@settled
+@of_settled
 def scaled_bound(ctx: Context, x: Value, factor: Any, why: str) -> Value:
     """Return a multiple of x, `factor` being an upper bound on the multiplier's absolute value."""
     old = x.size

@@ -18,7 +18,7 @@ from certcli.engine.averages import (
     register_interpolation,
     window_places,
 )
-from certcli.lipschitz.context import Context, resized, rules, settled
+from certcli.lipschitz.context import Context, of_settled, resized, rules
 from certcli.lipschitz.numerics.arithmetic import Scalar
 from certcli.lipschitz.numerics.outward import gamma, up
 from certcli.lipschitz.rules.moves import repeated_entries, windows_of
@@ -110,7 +110,7 @@ def _reduce(
 
 @rules.method("amax", "amin")
 @rules.function(torch.amax, torch.amin)
-@settled
+@of_settled
 def extreme_bound(ctx: Context, x: Value, dim: Any = None, keepdim: bool = False) -> Value:
     """max over some axes: |max a - max b| <= max |a - b|, slope 1."""
     return ctx.chain(x, ctx.arith.const(1.0), "a maximum has slope 1", total=lambda: x.size.total)
@@ -140,7 +140,7 @@ def degrees(
 
 @rules.method("std", "var")
 @rules.function(torch.std, torch.var)
-@settled
+@of_settled
 def deviation_bound(
     ctx: Context,
     x: Value,
@@ -204,7 +204,7 @@ def _longest_spread(x: Value, axes: list[int]) -> Scalar:
 
 @rules.module(nn.MaxPool2d, attributes=MAX_WINDOWS)
 @rules.function(functional.max_pool2d, torch.max_pool2d)
-@settled
+@of_settled
 def max_pool_bound(
     ctx: Context,
     x: Value,
@@ -229,7 +229,7 @@ def max_pool_bound(
 
 
 @rules.module(L2Pool)
-@settled
+@of_settled
 def l2_pool_bound(ctx: Context, module: L2Pool, x: Value) -> Value:
     """|x| on disjoint sets of entries: 1. A length is at most sqrt(n) of the n tokens' largest
     entry, and so for tokens.
@@ -285,7 +285,7 @@ register_interpolation(rules, Value, separable)
 @rules.function(
     functional.adaptive_max_pool1d, functional.adaptive_max_pool2d, functional.adaptive_max_pool3d
 )  # fmt: skip
-@settled
+@of_settled
 def adaptive_maximum(
     ctx: Context, x: Value, output_size: Any, return_indices: bool = False
 ) -> Value:
