@@ -329,7 +329,7 @@ def audit(
     return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
-def function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
+def _function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
     """Return the command as a function, which writes a network and opens it: effect, its docstring."""
 
     def change(
@@ -352,12 +352,12 @@ def function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]
     return speaks_python(change)
 
 
-adapt = function_of_command(
+adapt = _function_of_command(
     "adapt", "Replace layers by Lipschitz layers, and write the network: as `certvit adapt`."
 )
-constrain = function_of_command(
+constrain = _function_of_command(
     "constrain", "Lower each layer's norm, and write the network: as `certvit constrain`."
 )
-finetune = function_of_command(
+finetune = _function_of_command(
     "finetune", "Train, and write the best epoch: as `certvit finetune`."
 )

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
-from certcli.engine.table import RuleTable
+from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, refuse_hooks, result_of, trace_model
 from certcli.engine.tracer import Untraceable, failure_reason
 from certcli.engine.watched_run import (
@@ -179,30 +179,44 @@ def _agrees_in_float64(
     return logits_agree(wide(torch.cat(images).double()), singles)
 
 
-def logits_agree(one: Tensor, other: Tensor, rows: Tensor | None = None) -> bool:
+def logits_agree(
+    one: Tensor,
+    other: Tensor,
+    rows: Tensor | None = None,
+    moves: Callable[[Tensor], float] | None = None,
+) -> bool:
     """Tell whether logits are the same up to kernels' rounding: sqrt(eps) of how far those of
-    `rows`, by default of the other, move from image to image.
+    `rows`, by default of the other, move from image to image, by `movement` or another measure.
 
     That is above the rounding of other kernels, below what a network does that mixes images.
     Relative to the size of logits, one large constant logit would hide a vote.
     """
-    scale = movement(other if rows is None else rows)
+    scale = (moves or movement)(other if rows is None else rows)
     return close(one, other, torch.finfo(other.dtype).eps ** 0.5 * scale)
 
 
 def movement(logits: Tensor) -> float:
+    """Return how far each image's two largest logits move between images: (n, ...) -> ()."""
+    flat = logits.reshape(len(logits), -1)
+    if flat.shape[1] == 0:
+        return 0.0
+    deciding = flat.topk(min(2, flat.shape[1]), dim=1).indices.flatten().unique()
+    moves = flat.amax(0) - flat.amin(0)
+    return float(moves[deciding].max())
+
+
+def movement_of_margins(logits: Tensor) -> float:
     """Return how far the logits that decide move between an image and the next, beside each other:
-    the median, (n, ...) -> ().
+    the median, (n, k) -> ().
 
     These are the two largest of both images, less the mean of the two largest of their image: a
     number added to all logits moves nothing. A single image in which they move far is no scale for
     the others.
     """
-    flat = logits.flatten(1)
-    if len(flat) < 2 or not flat.shape[1]:
+    if logits.shape[1] < 2 or len(logits) < 2:
         return 0.0
-    top = flat.topk(min(2, flat.shape[1]), dim=1)
-    centred = flat - top.values.mean(1, keepdim=True) if flat.shape[1] > 1 else flat
+    top = logits.topk(2, dim=1)
+    centred = logits - top.values.mean(1, keepdim=True)
     moves = (centred - centred.roll(-1, 0)).abs()
     deciding = torch.cat([top.indices, top.indices.roll(-1, 0)], dim=1)
     return float(moves.gather(1, deciding).amax(1).median())
@@ -232,10 +246,10 @@ def _random_states_saved() -> Iterator[None]:
         *((one.get_state, one.set_state) for one in (torch.default_generator, *on_gpus)),
     ]
     saved = [read() for read, _ in generators]
-    failure: Untraceable | None = None
+    failure: Untraceable | NoRule | None = None
     try:
         yield
-    except Untraceable as reason:
+    except (Untraceable, NoRule) as reason:
         failure = reason
     finally:
         drawn = described([read() for read, _ in generators]) != described(saved)

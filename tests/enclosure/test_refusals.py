@@ -311,7 +311,7 @@ OF_BOTH: dict[str, tuple[Callable[[Domain], Any], str]] = {
         "an infinite number",
     ),
     "divided by 0": (lambda d: d(torch.div, d.x, 0.0), "a division"),
-    "divided by a tensor": (lambda d: d(torch.div, d.x, torch.ones(1)), "a division"),
+    "divided by a tensor with a 0": (lambda d: d(torch.div, d.x, torch.zeros(1)), "a division"),
     "divided by many numbers": (lambda d: d(torch.div, d.x, d.x), "a division"),
     "a number divided": (lambda d: d(torch.div, 1.0, d.x), "a division"),
     "a norm over two axes": (lambda d: d(F.rms_norm, d.x, (2, 4), None, 1.0), "several axes"),

@@ -20,6 +20,7 @@ from certcli.engine.replay import (
     close,
     logits_agree,
     movement,
+    movement_of_margins,
 )
 from certcli.engine.table import ModuleRule
 from certcli.engine.trace import Moved, place_of
@@ -148,7 +149,7 @@ def test_the_movement_is_of_logits_that_decide() -> None:
     assert movement(numbers([1.0], [3.0])) == 2
     assert movement(torch.zeros(2, 0)) == 0
     # the third never is among the two largest
-    assert movement(numbers([5.0, 4.0, -90.0], [5.5, 7.0, -10.0])) == 1.25
+    assert movement(numbers([5.0, 4.0, -90.0], [5.5, 7.0, -10.0])) == 3
 
 
 def by_hand(rows: list[list[float]]) -> float:
@@ -168,14 +169,14 @@ def by_hand(rows: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_movement_is_the_median_of_neighbours(seed: int) -> None:
+def test_the_movement_of_margins_is_the_median_of_neighbours(seed: int) -> None:
     logits = torch.randint(-40, 40, (5, 4), generator=torch.Generator().manual_seed(seed)).double()
     logits = logits + torch.arange(20).view(5, 4) / 64  # no ties
-    assert movement(logits) == by_hand(logits.tolist())
-    assert movement(logits + torch.arange(5)[:, None]) == movement(logits)
+    assert movement_of_margins(logits) == by_hand(logits.tolist())
+    assert movement_of_margins(logits + torch.arange(5)[:, None]) == movement_of_margins(logits)
     two = logits[:, :2]
-    assert movement(two) == by_hand(two.tolist()) > 0
-    assert movement(logits[:1]) == 0
+    assert movement_of_margins(two) == by_hand(two.tolist()) > 0
+    assert movement_of_margins(logits[:1]) == movement_of_margins(logits[:, :1]) == 0
 
 
 def test_only_a_narrow_precision_excuses_a_difference_and_only_a_small_one() -> None:

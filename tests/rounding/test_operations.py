@@ -224,7 +224,6 @@ EXECUTED: dict[str, tuple[Built, tuple[int, ...], tuple[float, ...]]] = {
     "sharp L2 attention": (lambda: l2(8.0), TOKENS, (1.0,)),
     "cosine attention": (cosine, TOKENS, (1.0,)),
     "mixing": (mixing, TOKENS, (1.0,)),
-    "the squares of a deviation": (lambda: Apply(torch.std, dim=1), (1, 48, 1), (65504 / 48) ** 0.5),
     "a product of matrices": (lambda: WithItself(torch.matmul), SQUARE, (1.0,)),
     "convex residual": (lambda: given(ConvexResidual()), TOKENS, (1.0, 1e-6)),
     "convex residual, its branch": (lambda: given(ConvexResidual()), TOKENS, (1e-6, 1.0)),

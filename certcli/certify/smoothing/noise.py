@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from certcli.certify.options import FARTHEST
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import logits_agree, noise_like
+from certcli.engine.replay import logits_agree, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.models import build
 from certcli.models.onnx.runtime import RunByRuntime, has_steps
@@ -283,7 +283,7 @@ class Classifier(nn.Module):
         rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
         with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
             alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
-        if not logits_agree(alone, logits[rows], logits):
+        if not logits_agree(alone, logits[rows], logits, movement_of_margins):
             raise UsageError(BESIDE)
 
     def logits(self, prepared: Tensor) -> Tensor:
@@ -334,7 +334,8 @@ def require_rows_alone(model: PixelModel) -> None:
         alone = torch.cat([model(image[None]) for image in images])
     except RuntimeError:  # of single images, or not in this precision: the run itself says so
         return
-    if bool(torch.isfinite(alone).all()) and not logits_agree(together, alone):
+    agree = logits_agree(together, alone, moves=movement_of_margins)
+    if bool(torch.isfinite(alone).all()) and not agree:
         raise UsageError(BESIDE)
 
 
