@@ -16,6 +16,7 @@ import torch
 from timm.layers import GELUTanh, LayerScale
 from timm.layers.attention import Attention
 from timm.layers.grn import GlobalResponseNorm
+from timm.layers.norm import SimpleNorm
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -282,6 +283,7 @@ TOO_LARGE: dict[str, tuple[Built, tuple[int, ...], float]] = {
     "the sum of a window of one number": (lambda: nn.AvgPool2d((2,), (1,)), IMAGE, 65504 / 4),
     "the sum of a mean": (lambda: Apply(torch.mean, dim=1), (1, 7, 1), 65504 / 7),
     "the square of a norm": (layer_norm, TOKENS, 128.0),
+    "the square of a SimpleNorm": (lambda: given(SimpleNorm(WIDTH, eps=0.1)), TOKENS, 128.0),
     "the mean of a CenterNorm": (centre, ROW, 65504 / WIDTH),
     "a sum whose parts are rounded up": (lambda: Apply(torch.sum, dim=1), (1, 48, 1), 1361.0),
     "the squares of a deviation": (

@@ -29,6 +29,8 @@ from certcli.lipschitz.numerics.arithmetic import Arithmetic
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
+from certcli.nn.attention import AttentionShape
+from certcli.nn.attention_variants import ConvAttention
 from certcli.nn.norms import FloorNorm
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
@@ -57,7 +59,12 @@ from tests.rounding.test_operations import (
 )
 
 X, FIXED = Followed(0, TOKENS), Constant(draw(*TOKENS))
-ATTENTIONS: dict[str, Built] = {"dot products": attention, "L2": l2, "cosine": cosine}
+ATTENTIONS: dict[str, Built] = {
+    "dot products": attention,
+    "L2": l2,
+    "cosine": cosine,
+    "convolutions": lambda: given(ConvAttention(AttentionShape(WIDTH, 2, 3, True, WIDTH, True))),
+}
 MASKS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "mask": (TOKENS, {"attn_mask": torch.zeros(7, 7)}),
     "causal": (TOKENS, {"is_causal": True}),

@@ -77,11 +77,22 @@ def put(report: Any, path: Place, value: Any) -> Any:
     return changed
 
 
+def containers(value: Any, path: Place = ()) -> Iterator[tuple[Place, Any]]:
+    """Yield each dictionary and list below, of each list those of its first entry alone."""
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:1])
+    for key, inner in parts:
+        if isinstance(inner, (dict, list)):
+            yield (*path, key), inner
+            yield from containers(inner, (*path, key))
+
+
 def require_judged(report: Any) -> None:
-    """Require that numbers of any size end in a judgement or a refusal, not in a bug."""
-    for place, value in leaves(report):
-        for number in EXTREME if type(value) in (int, float) else ():
-            text = json.dumps(put(report, place, number))
+    """Require that numbers of any size, and other containers, end in a judgement or a refusal, not
+    in a bug."""
+    others = {int: EXTREME, float: EXTREME, dict: [[], "x"], list: [{}, "x", [[]]]}
+    for place, value in [*leaves(report), *containers(report)]:
+        for other in others.get(type(value), ()):
+            text = json.dumps(put(report, place, other))
             with contextlib.suppress(Refused):
                 if (kind := kind_of(decode_json(text, Json))) == "lipschitz":
                     verify_laws(decode_json(text, ReportFields))
