@@ -97,6 +97,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "one record deflated": (two_networks, "is compressed"),
     "a size that is not the stored one": (lambda: other_size(saved(), 24, 96), "is compressed"),
     "an offset into another record": (lambda: other_size(saved(), 42, 0), "not what|overlaps"),
+    "a record that reaches into the directory": (
+        lambda: other_size(other_size(saved(), 20, 10**5), 24, 10**5),
+        "reaches past",
+    ),
     "a record listed twice": (lambda: with_record("archive/data/0", b"\0" * 48), "one name"),
     "data.pkl in two spellings": (
         lambda: with_record("archive/DATA.pkl", pickle.dumps({}, 2)),

@@ -44,6 +44,13 @@ TOGETHER: dict[str, tuple[Callable[[], Tensor], Tensor, Tensor]] = {
         FIBRE,
         0 * WHOLE,
     ),
+    "fibres joined end to end": (
+        lambda: ruled(
+            torch.cat, [Near(X.centre, FIBRE, ANY), Near(X.centre, OTHER, ANY)], -1
+        ).fibre.flatten(),
+        torch.stack([FIBRE.flatten(), OTHER.flatten()], 1),
+        torch.zeros(FIBRE.numel()).double(),
+    ),
     "an error of each fibre": (lambda: ZERO.noisy(OTHER).whole, OTHER, 0 * WHOLE),
     "an error of each fibre, beside": (
         lambda: Near(X.centre, FIBRE + 9, WHOLE).noisy(OTHER).whole,

@@ -160,6 +160,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "norm with a floor": (lambda: Tokens(lambda m, x: m.norm(x), norm=FloorNorm(6, 0.3)), None),
     "norm with a floor read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=FloorNorm(6, 0.3)), None),
     "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), None),
+    "attention under a mask": (
+        lambda: Tokens(lambda m, x: m.mix(x, attn_mask=torch.zeros(4, 4).double()), mix=attention()),
+        "mask",
+    ),
     "half": (lambda: Tokens(lambda m, x: x / 2), None),
     "divided by what depends on the image": (lambda: Tokens(lambda m, x: x / (3 + x)), "a division by something other"),
     "a convolution with mirrored edges": (

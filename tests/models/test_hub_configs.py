@@ -26,6 +26,7 @@ from timm.data import create_transform, resolve_data_config
 from torch import Tensor
 from torchvision.models import VisionTransformer
 
+from certcli.checkpoint.config_fields import class_names_in
 from certcli.images.decoding import Decoder
 from certcli.models import build
 from certcli.models.open import open_checkpoint
@@ -403,3 +404,8 @@ def test_what_cannot_be_converted_is_refused(name: str, tmp_path: Path) -> None:
     make, hints, named = REFUSED_FORMAT[name]
     with pytest.raises((ArchitectureError, CheckpointError), match=named):
         open_checkpoint(make(tmp_path), hints)
+
+
+def test_numbers_of_classes_leave_none_out() -> None:
+    assert class_names_in({"dog": 1, "cat": 0}) == ("cat", "dog")
+    assert class_names_in({"dog": 2, "cat": 0}) is None
