@@ -291,6 +291,21 @@ def test_an_attack_leaves_no_more_than_was_right(
         list(_evidence_contradictions(Decoded("attack", AttackParameters(), result)))
 
 
+@pytest.mark.parametrize(
+    ("fooled", "as_files", "contradicts"),
+    [(1, 1, False), (1, 0, False), (2, 0, True), (0, 1, True)],
+)
+def test_no_more_images_are_fooled_than_do_not_withstand(
+    fooled: int, as_files: int, contradicts: bool
+) -> None:
+    """Of four images three were right, and two withstood."""
+    shares = {"clean": 0.75, "robust": 0.5, "attacks": {}, "median_norm": None, "epsilon": 0.5}
+    counts = {"norm": "l2", "images": 4, "fooled": fooled, "fooled_8bit": as_files}
+    result = msgspec.convert({**shares, **counts, "curve": {}, "parts": []}, AttackResult)
+    found = [*_evidence_contradictions(Decoded("attack", AttackParameters(), result))]
+    assert bool(found) is contradicts, found
+
+
 @pytest.mark.parametrize("figure", ["agreement", "accuracy_before", "accuracy_after"])
 def test_what_is_kept_is_a_share_of_its_images(figure: str) -> None:
     fields = {

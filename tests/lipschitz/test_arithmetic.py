@@ -4,6 +4,7 @@ of the same number.
 
 import math
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -312,3 +313,22 @@ def test_each_pair_counts_its_own_error() -> None:
     towards = b @ right[0] / (b @ right[0]).norm()
     moved = a + 0.25 * torch.outer(towards, left[:, 0])
     assert float(torch.linalg.matrix_norm(moved.T @ b, 2)) <= float(proven) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("width", [3, 1000])
+def test_what_centring_loses_is_within_its_error(width: int) -> None:
+    """Rows of a mean far above their deviation, of few entries and of many."""
+    for dim in (0, 1):
+        a = 1 + 2.0**-20 * torch.rand(width, width, generator=torch.Generator().manual_seed(dim))
+        centred = Arithmetic().centred(Matrix(a.double()), dim)
+        lines = a.double().T if dim == 0 else a.double()
+        exact = torch.stack([
+            torch.tensor([float(Fraction(x) - mean) for x in line], dtype=torch.float64)
+            for line in lines[:3].tolist()
+            for mean in [sum(map(Fraction, line)) / width]
+        ])  # fmt: skip
+        computed = (centred.tensor.T if dim == 0 else centred.tensor)[:3]
+        lost = float((computed - exact).norm())
+        assert lost <= centred.error
+        # terms of a mean of n entries are n units off at most
+        assert centred.error >= width * 2.0**-53 * float(a.norm())
