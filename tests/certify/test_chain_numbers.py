@@ -153,6 +153,18 @@ def parts(name: str, drop: bool) -> Numbers:
     return numbers
 
 
+def test_a_margin_of_large_logits_is_not_rounded_up() -> None:
+    """2^54 + 4 less 1 is no number of float64; the next one is larger."""
+    found = chain("conv")
+    pixels = images(1)
+    values = found.values(pixels)
+    moves = found.moves(pixels, values, torch.zeros(1).double(), drop=False)
+    values.centre[-1].zero_()[:, :2] = doubles(2.0**54 + 4, 1.0)
+    values.error[-1].zero_()
+    margins = found.margins(values, moves, torch.zeros(1, dtype=torch.long), drop=False)
+    assert int(margins[0, 1]) <= 2**54 + 3
+
+
 def opened(size: float, move: float) -> Numbers:
     start = Moves(-doubles(move), doubles(move), torch.ones(1).double())
     activated = sequential._box_behind_activation(

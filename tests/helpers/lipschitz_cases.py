@@ -263,10 +263,6 @@ RULES: dict[str, Callable[[], nn.Module]] = {
         nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.reshape(1, 4, 8).roll(3) + x.roll(5, ())), nn.Linear(8, 3)
     ),
     "masked": lambda: of_tokens(f(lambda m, x: x.masked_fill(m.mask, 5.0), mask=torch.rand(1, 4, 8) > 0.5)),
-    "masked-by-zeros": lambda: of_tokens(
-        nn.LayerNorm(8, eps=1e-2), f(lambda m, x: x.masked_fill(m.mask, 0.0), mask=torch.rand(1, 4, 8) > 0.5),
-        nn.LayerNorm(8, eps=1e-4),
-    ),
     "upsample": lambda: nn.Sequential(nn.Upsample(scale_factor=2), nn.Upsample((5, 3), mode="bilinear")),
     "resize": lambda: f(lambda m, x: functional.interpolate(x, (7, 3), mode="bicubic", antialias=True)),
     "unfold": lambda: f(lambda m, x: functional.unfold(x, 3, padding=1).mean(1) + x.unfold(2, 3, 1).sum((1, 2, 3, 4))),
