@@ -469,3 +469,9 @@ def test_no_radius_is_beyond_the_grid() -> None:
 def test_a_sigma_that_no_float_holds_is_refused(sigma: float) -> None:
     with pytest.raises(UsageError, match=r"--sigma .+ is not a number above 0"):
         Smoothing(sigma=sigma)
+
+
+@pytest.mark.parametrize(("name", "count"), [("n0", 0), ("samples", 0), ("samples", 10**15)])
+def test_draws_are_a_number_that_can_be_drawn(name: str, count: int) -> None:
+    with pytest.raises(UsageError, match="must be between 1 and"):
+        Smoothing(**{"sigma": 0.25, name: count})

@@ -39,6 +39,7 @@ REQUIRED: dict[str, dict[str, object]] = {
 }
 """Options of those curves that have some without a default."""
 FURTHER: dict[str, list[dict[str, object]]] = {
+    "clamped_curve": [{"min": -2.0, "max": -0.25}, {"min": 0.25, "max": 2.0}],
     "elu_curve": [{"alpha": 0.3}, {"alpha": 2.5}, {"alpha": -0.5}],
     "celu_curve": [{"alpha": 0.4}, {"alpha": 3.0}],
     "leaky_relu_curve": [{"negative_slope": -0.5}, {"negative_slope": 1.5}],
