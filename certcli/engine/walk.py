@@ -159,8 +159,10 @@ def _visit(
     ) as failure:
         if out_of_memory(failure):
             raise
+        # Python's words begin with the name of the rule
+        words = str(failure).rpartition("() ")[2]
         raise NoRule(
-            f"{where} ({kind}): called with arguments its theorem does not know ({failure})"
+            f"{where} ({kind}): called with arguments its theorem does not know ({words})"
         ) from failure
     if call.dtype not in (None, torch.float32, torch.float64, precision):
         # to integers it jumps; in half precision it is no longer the function of real numbers that

@@ -346,12 +346,12 @@ def require_same_program(
             if not _is_stored(traced, name, other.constants[name], precision):
                 raise Untraceable(f"the constant '{name}' is another one")
         for name in (str(node.target) for node in other.graph.nodes if node.op == "call_module"):
-            leaves = [
-                graph.root.get_submodule(name).state_dict().values() for graph in (traced, other)
-            ]
-            if not all(
-                torch.equal(exact.to(stored.dtype), stored)
-                for exact, stored in zip(*leaves, strict=True)
+            leaves = (graph.root.get_submodule(name) for graph in (traced, other))
+            exact, stored = (
+                dict([*leaf.named_parameters(), *leaf.named_buffers()]) for leaf in leaves
+            )
+            if exact.keys() != stored.keys() or not all(
+                torch.equal(exact[part].to(tensor.dtype), tensor) for part, tensor in stored.items()
             ):
                 raise Untraceable(f"the weights of '{name}' are other ones")
     except Untraceable as reason:

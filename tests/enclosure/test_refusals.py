@@ -160,6 +160,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], str | None]] = {
     "norm with a floor": (lambda: Tokens(lambda m, x: m.norm(x), norm=FloorNorm(6, 0.3)), None),
     "norm with a floor read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=FloorNorm(6, 0.3)), None),
     "norm read twice": (lambda: Tokens(read_twice, 6, mix=attention(), norm=nn.LayerNorm(6, eps=0.1)), None),
+    "a maximum by an argument's name": (
+        lambda: Tokens(lambda m, x: torch.max(x, dim=1).values, 6),
+        r"theorem does not know \(got an unexpected keyword argument 'dim'\)",
+    ),
     "attention under a mask": (
         lambda: Tokens(lambda m, x: m.mix(x, attn_mask=torch.zeros(4, 4).double()), mix=attention()),
         "mask",

@@ -34,7 +34,7 @@ from certcli.engine.trace import Trace, executed
 from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
-from certcli.models.pixels import PixelModel
+from certcli.models.pixels import PixelModel, PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
 from certcli.nn.layers import MaxMin
@@ -425,7 +425,11 @@ def test_a_constant_that_the_network_computes_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("shift", "constant .* is another one"), ("head.weight", "weights of .* are other ones")],
+    [
+        ("shift", "constant .* is another one"),
+        ("head.weight", "weights of .*head' are other ones"),
+        ("pixels.mean", "weights of .*pixels' are other ones"),  # which no file holds
+    ],
 )
 def test_a_network_that_stores_other_numbers_is_another(name: str, words: str) -> None:
     """In half precision the least of them is a unit larger than what it is rounded to: no farther
@@ -436,13 +440,14 @@ def test_a_network_that_stores_other_numbers_is_another(name: str, words: str) -
         def __init__(self) -> None:
             super().__init__()
             self.shift, self.head = nn.Parameter(torch.randn(36)), nn.Linear(36, 3)
+            self.pixels = PixelNormalize((0.4,) * SIZE[0], (0.3,) * SIZE[0])
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.head(x.flatten(1) + self.shift)
+            return self.head(self.pixels(x).flatten(1) + self.shift)
 
         def _apply(self, *args: Any, **named: Any) -> nn.Module:
             super()._apply(*args, **named)
-            numbers = self.get_parameter(name).data.flatten()
+            numbers = dict([*self.named_parameters(), *self.named_buffers()])[name].data.flatten()
             if numbers.dtype == torch.float16:
                 numbers[numbers.abs().argmin()] *= 1 + 2.0**-10
             return self
