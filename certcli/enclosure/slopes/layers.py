@@ -28,7 +28,7 @@ from certcli.enclosure.operations import (
     unit_length,
 )
 from certcli.enclosure.slopes.products import by_row, inner, times
-from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls, put_back
+from certcli.enclosure.slopes.pulls import PullContext, Pulled, adjoint, pulls, put_back
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
@@ -54,8 +54,8 @@ def convolution_transposed(
 ) -> Pulled:
     def back(kernel: Tensor) -> Callable[[Tensor], Tensor]:
         run = lambda t: CONVOLUTIONS[kernel.dim()](t, kernel, None, **options)  # noqa: E731
-        _, pull, *_ = torch.func.vjp(run, torch.zeros_like(x.centre))
-        return lambda t: torch.vmap(pull)(t)[0]
+        _, pulled = adjoint(run, [x])
+        return lambda t: pulled(t)[0]
 
     gradient = ctx.gradient.worked()
     return [(x, gradient.linear(back(weight), back(weight.abs()), weight.numel()))]
