@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.enclosure.slopes import layers
-from certcli.enclosure.slopes.attention import placed
-from certcli.enclosure.slopes.layers import constant, norm, through
+from certcli.enclosure.slopes.layers import constant, norm, placed, through
 from certcli.enclosure.slopes.pulls import (
     PullContext,
     moved,
