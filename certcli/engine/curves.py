@@ -115,14 +115,13 @@ def gated(name: str, value: Scalar, rate: float, cubic: float = 0.0, **facts: An
         square = cubic * x * x
         s, first, second, third = logistic((rate + square) * x)
         steep = rate + 3 * square  # u'; u'' = 6 cubic x, u''' = 6 cubic
-        of_first = first * steep
-        if order == 1:
-            return s + x * of_first
-        of_second = second * steep * steep + 6 * cubic * first * x
-        if order == 2:
-            return 2 * of_first + x * of_second
-        of_third = third * steep**3 + 6 * cubic * (3 * second * steep * x + first)
-        return 3 * of_second + x * of_third
+        of_gate = (
+            s,
+            first * steep,
+            second * steep * steep + 6 * cubic * first * x,
+            third * steep**3 + 6 * cubic * (3 * second * steep * x + first),
+        )
+        return order * of_gate[order - 1] + x * of_gate[order]
 
     ways = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
     return Curve(name, value, *ways, **facts)
