@@ -115,12 +115,12 @@ def gated(name: str, value: Scalar, rate: float, cubic: float = 0.0, **facts: An
         square = cubic * x * x
         s, first, second, third = logistic((rate + square) * x)
         steep = rate + 3 * square  # u'; u'' = 6 cubic x, u''' = 6 cubic
-        of_gate = (
-            s,
-            first * steep,
-            second * steep * steep + 6 * cubic * first * x,
-            third * steep**3 + 6 * cubic * (3 * second * steep * x + first),
-        )
+        of_gate = [s, first * steep]
+        if order > 1:
+            of_gate.append(second * steep * steep + 6 * cubic * first * x)
+        if order > 2:
+            of_third = third * steep * steep * steep
+            of_gate.append(of_third + 6 * cubic * (3 * second * steep * x + first))
         return order * of_gate[order - 1] + x * of_gate[order]
 
     ways = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
