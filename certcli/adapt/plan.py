@@ -67,8 +67,7 @@ def _block_sections(net: Any) -> list[Section]:
 
 def run_end(net: Any, x: Tensor) -> Tensor:
     """Return the logits of the stream that leaves the last section, in every family."""
-    logits: Tensor = net.forward_head(net.norm(x))
-    return logits
+    return net.forward_head(net.norm(x))
 
 
 def _swin_body(net: Any) -> list[Section]:

@@ -274,8 +274,7 @@ def _carry_block(
 
 def output_map(block: Any, half: Half) -> nn.Linear:
     """Return the last linear map of a residual branch."""
-    layer: nn.Linear = block.attn.proj if half == 1 else block.mlp.fc2
-    return layer
+    return block.attn.proj if half == 1 else block.mlp.fc2
 
 
 def branch_inputs(block: Any, half: Half) -> list[nn.Linear]:

@@ -12,19 +12,10 @@ from certcli.models.onnx.call import Call, NoReader, read_call
 from certcli.models.onnx.file import operator_name, opset_of, required, tensor_of
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import LARGEST_TENSOR, Program
+from certcli.models.weights import MISFITS
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line
 
 _TYPES = {1: torch.float32, 11: torch.float64}
-_MISFITS = (
-    ArithmeticError,
-    AttributeError,
-    LookupError,
-    NotImplementedError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-"""Errors of torch and Python where an operator does not fit its inputs."""
 
 
 def network_of_onnx(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]:
@@ -50,7 +41,7 @@ def network_of_onnx(path: Path, model: Any) -> tuple[nn.Module, tuple[int, ...]]
                 f"{path}: {operator_name(node)}: {one_line(failure)}",
                 "docs/howto/certify-what-you-deploy.md lists the operators that are read",
             ) from failure
-        except _MISFITS as failure:
+        except MISFITS as failure:
             raise CheckpointError(
                 f"{path}: {operator_name(node)}: {one_line(failure)}"
             ) from failure
