@@ -31,7 +31,7 @@ from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import Replacement
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import floor_fits
+from certcli.nn.blocks import floor_fits
 from certcli.system.errors import ArchitectureError, raise_if
 from certcli.system.processes import ALONE, Team
 

@@ -34,8 +34,7 @@ from certcli.nn.attention_variants import (
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm
 from certcli.system.torch_modes import seed_all
 
 

@@ -23,7 +23,7 @@ from certcli.adapt.start import compose_inputs, deviations, fit_layer, fold_cent
 from certcli.checkpoint.file import Checkpoint
 from certcli.images import datasets
 from certcli.models import build as models
-from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.system.errors import CheckpointError, UsageError
 from certcli.system.processes import Team
 from tests.helpers.commands import attempt, certvit

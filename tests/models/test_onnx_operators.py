@@ -11,7 +11,7 @@ from torch import nn
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
 from certcli.models.onnx.call import READERS
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of_onnx
+from certcli.models.onnx.open import network_of_onnx
 from certcli.system.errors import CertvitError
 from tests.helpers.onnx_graph import Node, graph_of
 

@@ -37,8 +37,8 @@ from certcli.enclosure.zonotopes.pointwise import activation, apply
 from certcli.enclosure.zonotopes.rules.layers import arranged, negative
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
+from certcli.nn.blocks import CenterNorm, Spread
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, Spread
 
 
 def through(weight: Tensor, gradient: Form) -> Form:
