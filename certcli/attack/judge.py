@@ -20,7 +20,7 @@ from certcli.evaluation.records import (
 from certcli.evaluation.threat import confidence
 from certcli.images.labelled import Images
 from certcli.system.errors import ArchitectureError, DataError, UsageError, one_line
-from certcli.system.products import plain_products
+from certcli.system.torch_modes import plain_products
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
 # just outside it. The first shrink is one part in a million; each further one is twice as strong;

@@ -17,7 +17,7 @@ from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, packed, unpacked
 from certcli.evaluation.threat import Precision, proven_radius, require_norm
 from certcli.images.labelled import Images, sent
-from certcli.models.onnx.runtime import has_steps
+from certcli.models.onnx.open import has_steps
 from certcli.system.errors import DataError, UsageError
 from certcli.system.processes import ALONE, Team
 

@@ -37,10 +37,9 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel, PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import MaxMin
 from certcli.nn.lipschitz_networks import PlaceMixer
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import DataError, NoBoundError
 from tests.certify.test_certificate_law import KINDS, climbed

@@ -34,7 +34,7 @@ from certcli.enclosure.zonotopes.space import Execution, ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, called, walk, walk_back
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 from certcli.system.memory import out_of_memory
 
 LINEAR = (
