@@ -15,7 +15,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, RecheckSettings
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
@@ -31,6 +31,7 @@ from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
+from certcli.evaluation.image_records import Certificate
 from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
