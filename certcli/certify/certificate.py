@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.watched_run import differs, state_of
+from certcli.engine.replay import differs, state_of
 from certcli.evaluation.evidence import Claim, Status
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.threat import Kind, Threat, one_norm, proven_radius
