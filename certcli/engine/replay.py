@@ -110,8 +110,8 @@ def _difference(traced: Trace, model: nn.Module, images: list[Tensor], first: Te
     ):
         return "the network with its operations written out is another one"
     if operations != steps:
-        ran, of_trace = ([step.text for step in each] for each in (operations, steps))
-        return f"the network runs another graph than its trace: {first_other_step(ran, of_trace)}"
+        run, of_trace = ([step.text for step in each] for each in (operations, steps))
+        return f"the network runs another graph than its trace: {first_other_step(run, of_trace)}"
     last_places = SAME_SHAPE * torch.finfo(logits.dtype).eps * movement(alone, centred=False)
     for ran, of_graph in ((logits, replay), (first, traced.result)):
         if not close(ran, of_graph, last_places):
