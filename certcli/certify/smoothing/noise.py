@@ -25,7 +25,7 @@ from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import difference_in_company, noise_like, rows_are_apart
 from certcli.models import build
-from certcli.models.onnx.runtime import RunByRuntime, has_steps
+from certcli.models.onnx.open import RunByRuntime, has_steps
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
