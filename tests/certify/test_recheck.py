@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
+from certcli.certify.certificate import Certifier, RecheckSettings, _compare_radius
 from certcli.certify.methods import FALSE_ALARM, disagreements, recheck
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
@@ -25,6 +25,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import evidence_sentence
 from certcli.cli.verify import records
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images

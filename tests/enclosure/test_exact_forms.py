@@ -24,7 +24,7 @@ from certcli.enclosure.zonotopes.space import Bounds, rules
 from certcli.engine.curves import RSQRT, SQRT, Curve
 from certcli.engine.table import NoRule
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, image
 from tests.enclosure.test_zonotopes import reach

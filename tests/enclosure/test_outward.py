@@ -43,7 +43,7 @@ from certcli.enclosure.zonotopes.rules.layers import joined
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.space import Coordinates, ZonotopeContext
 from certcli.engine import activations
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 from tests.enclosure.test_backward import hinged, inputs
 from tests.enclosure.test_every_rule import pixel_model
 from tests.enclosure.test_slopes import ball

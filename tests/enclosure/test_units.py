@@ -35,7 +35,7 @@ from certcli.enclosure.zonotopes.rules.attention import attend, average, scores,
 from certcli.enclosure.zonotopes.rules.layers import affine, joined
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Curve
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 from tests.helpers.enclosure_cases import CASES, draw, forms
 
 W, B, G, EPS = draw(5, 4, seed=3), draw(5, seed=4), draw(4, seed=5), 1e-2
