@@ -5,7 +5,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -242,7 +242,7 @@ class AroundImages:
         margins = (logits[label] - logits).cpu()
         left = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
         radius = _radius_by_slopes(label, left, upper, around.radius)
-        further = _radius_by_integral(label, left, parts, around.radius) if parts else radius
+        further = _radius_by_integral(label, left, parts, image, around.radius) if parts else radius
         further = max(radius, further)
         seconds = time.process_time() - started
         return NearImage(
@@ -300,14 +300,19 @@ def _radius_by_slopes(label: int, left: Tensor, upper: Tensor, radius: float) ->
     return min(radius, smallest) if smallest > 0 else 0.0
 
 
-def _radius_by_integral(label: int, left: Tensor, parts: Sequence[Parts], radius: float) -> float:
+def _radius_by_integral(
+    label: int, left: Tensor, parts: Sequence[Parts], image: Tensor, radius: float
+) -> float:
     """Return an r <= R with left_j at least the integral of L_j over all t <= r, the slopes in the ball
-    of radius t.
+    of radius t along which a margin falls: of a pixel at 0 as it rises, of one at 1 as it sinks.
     """
+    flat = image.flatten()
     best = radius
     for part, room in zip(parts, left.tolist(), strict=True):
-        if part is not parts[label] and not part.length * best < room * _DOWN:
-            best = min(best, radius * part.covered(room / radius * _DOWN) * _DOWN)
+        centre = torch.where(flat == 0, part.centre.clamp_max(0), part.centre)
+        falling = replace(part, centre=torch.where(flat == 1, centre.clamp_min(0), centre))
+        if part is not parts[label] and not falling.length * best < room * _DOWN:
+            best = min(best, radius * falling.covered(room / radius * _DOWN) * _DOWN)
     return best
 
 
