@@ -72,7 +72,7 @@ def proven(row: dict[str, Any]) -> NearImage:
     )
     around, label, logits = Around(0.02), row["prediction"], row["logits_upper"]
     radii = row["certified"], row["certified_by_integral"]
-    return NearImage(around, label, margins, upper, lower, logits, *radii)
+    return NearImage(around, label, margins, upper, lower, logits, *radii, areas=upper)
 
 
 def verified(report: dict[str, Any], workshop: Workshop, folder: Path, code: int) -> str:
@@ -140,7 +140,9 @@ def test_no_attack_succeeds_within_the_radius_by_the_integral(activation: nn.Mod
     layers = nn.Flatten(), nn.Linear(16, 6), activation, nn.Linear(6, 3)
     model = nn.Sequential(*layers).double().eval()
     pixels = (1.5 * torch.rand(1, 1, 4, 4, dtype=torch.float64) - 0.25).clamp(0, 1)
-    near = AroundImages(model, (1, 4, 4)).near(pixels, Around(2.0, slopes=False))
+    balls = [Around(radius, slopes=False) for radius in (2.0, 0.4, 0.2)]
+    small, middle, near = AroundImages(model, (1, 4, 4)).each(pixels, balls)
+    assert (small.by_integral, middle.around.radius) == (0.2, 0.4)
     label = near.prediction
     require_withstood(model, pixels, label, near.by_integral, "l2", in_box=True)
     if isinstance(activation, nn.Identity):
