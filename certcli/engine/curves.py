@@ -55,6 +55,8 @@ class Curve:
         rounded: (a, b) where f is computed within a |x| + b units of elementary functions; None: only
             comparisons and products with numbers of `line`, or nothing is known.
         cubes: x^3 is computed on the way.
+        units: where f is computed within so many units of elementary functions, relative to itself; 0:
+            see `rounded`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Curve:
     line: Line | None = None
     rounded: tuple[float, float] | None = None
     cubes: bool = False
+    units: float = 0.0
 
 
 def _autograd_derivative(f: Scalar) -> Scalar:
@@ -236,8 +239,8 @@ SQUARE = Curve(
     growth=math.inf,
 )
 
-# all derivatives are monotone where x > 0
-_steep = functools.partial(Curve, third=0.0, growth=math.inf)
+# all derivatives are monotone where x > 0; 1 / sqrt(x) may be a root and a quotient
+_steep = functools.partial(Curve, third=0.0, growth=math.inf, units=2.0)
 EXP = _steep("exp", torch.exp, torch.exp, torch.exp)
 LOG = _steep("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), relative=True)
 RECIPROCAL = _steep(

@@ -15,13 +15,13 @@ from scipy import stats
 from scipy.special import ndtri
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate
 from certcli.certify.options import FARTHEST, HOPELESS, UNLIKELY, Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import CACHED, STATED, SmoothingCertifier, _chance_of_so_few
 from certcli.certify.smoothing.noise import Classifier, smoothed_classifier
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.evidence import method_of
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.evaluation.records import read_records
 from certcli.models.in_memory import open_module
@@ -270,7 +270,7 @@ def test_smoothing_certifies_what_no_bound_can(workshop: Path, tmp_path: Path) -
     )
     run, rows = read_records(whole, "certify")
     assert run.parameters["sigma"] == 0.2
-    assert all(row["failure"] == 0.001 and row["radius"] <= found["reach"] for row in rows)
+    assert all(row.failure == 0.001 and row.radius <= found["reach"] for row in rows)
     parts.write_bytes(b"".join(whole.read_bytes().splitlines(keepends=True)[:6]) + b'{"torn')
     assert document("certify", net, *RUN, "--records", parts, "--resume") == found
     document("certify", net, *RUN, "--records", other, "--batch-size", 37)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.certificate import Certifier, RecheckSettings
 from certcli.certify.forecast import duration, seconds_a_draw
 from certcli.certify.options import SAME, Smoothing, normal_chance
 from certcli.certify.smoothing import noise
@@ -23,6 +23,7 @@ from certcli.certify.smoothing.denoiser import named_denoiser
 from certcli.certify.smoothing.noise import Classifier, Smoothed, smoothed_classifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import Claim, Status
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import number_of
 from certcli.evaluation.threat import attacked_radius, confidence, proven_radius
 from certcli.images.labelled import sent

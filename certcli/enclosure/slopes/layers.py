@@ -42,8 +42,8 @@ from certcli.engine.attention import attention_module, fused_attention
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
 from certcli.engine.table import with_attributes
+from certcli.nn.blocks import CenterNorm, Spread
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, Spread
 
 
 def through(weight: Tensor, gradient: Form) -> Form:
