@@ -11,8 +11,7 @@ from certcli.attack.judge import judge_points
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region, beside_pixels
 from certcli.system.errors import UsageError
-from certcli.system.products import fast_products
-from certcli.system.torch_modes import seed_all
+from certcli.system.torch_modes import fast_products, seed_all
 
 ENTRIES = 2**17
 """Pixels of one batch up to which several targets are attacked at once: small networks spend their

@@ -241,7 +241,7 @@ class Stages:
         return [
             attacking.Attacking(
                 self.model, self.images, plan.attacks, plan.attacked_radii, settings,
-                self.checkpoint.record.classes, plan.batch_size, self.passing, self.team,
+                self.checkpoint.record, plan.batch_size, self.passing, self.team,
             )
         ]  # fmt: skip
 

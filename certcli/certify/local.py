@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from certcli.certify import certificate, forecast
 from certcli.certify.branched import Branched, replay
-from certcli.certify.certificate import Certificate
 from certcli.certify.lipschitz import ProvingCertifier
 from certcli.certify.options import AUTO, BACKWARD, BRANCH, NORMS, SECONDS, TOKENS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
@@ -34,6 +33,7 @@ from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError

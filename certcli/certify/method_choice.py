@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.methods import certify_images
 from certcli.certify.options import Effort, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import counted
 from certcli.evaluation.threat import Threat, proven_radius
 from certcli.images.labelled import Images

@@ -38,7 +38,7 @@ from certcli.system.errors import (
     raise_if,
 )
 from certcli.system.processes import ALONE, Team
-from certcli.system.products import fast_products
+from certcli.system.torch_modes import fast_products
 
 AVERAGE_ITERATIONS = 10
 """Power iterations, once an epoch, from the singular vectors of the weights in training to those of

@@ -19,7 +19,7 @@ from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.blocks import ConvexResidual, WeightedResidual
 from certcli.rounding.arithmetics import (
     FLOAT64,
     LinearMap,

@@ -13,13 +13,14 @@ from torch.nn import functional
 
 import certvit
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.certificate import Certifier, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
+from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import bound_network, prove_network
 from certcli.models.pixels import PixelModel

@@ -12,13 +12,13 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate
 from certcli.certify.forecast import SHORT, seconds_a_draw
 from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
+from certcli.evaluation.image_records import Certificate
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints

@@ -6,12 +6,12 @@ other class: a local radius reaches near it, no farther.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args
 
 import pytest
 import torch
+from msgspec.structs import replace
 from timm.layers.attention import Attention
 from torch import Tensor, nn
 

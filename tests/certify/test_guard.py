@@ -7,7 +7,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 import certvit

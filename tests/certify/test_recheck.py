@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
+from certcli.certify.certificate import Certifier, RecheckSettings, _compare_radius
 from certcli.certify.methods import FALSE_ALARM, disagreements, recheck
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
@@ -23,6 +23,7 @@ from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify import records
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images

@@ -15,7 +15,7 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, RecheckSettings
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
@@ -31,16 +31,16 @@ from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, executed
+from certcli.evaluation.image_records import Certificate
 from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
 from certcli.models import build
 from certcli.models.pixels import PixelModel, PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import MaxMin
 from certcli.nn.lipschitz_networks import PlaceMixer
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import DataError, NoBoundError
 from tests.certify.test_certificate_law import KINDS, climbed

@@ -26,7 +26,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.engine.replay import logits_agree, movement_of_margins, noise_like
 from certcli.engine.watched_run import rows_are_apart
 from certcli.models import build
-from certcli.models.onnx.runtime import RunByRuntime, has_steps
+from certcli.models.onnx.open import RunByRuntime, has_steps
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
