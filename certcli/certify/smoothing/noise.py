@@ -223,6 +223,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = (
     "no certificate by smoothing: the network's logits of an image depend on the images beside it"
 )
+READ = "another --method, such as lipschitz or local, which reads the layers"
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -284,7 +285,7 @@ class Classifier(nn.Module):
         with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
             alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
         if not logits_agree(alone, logits[rows], logits, movement_of_margins):
-            raise UsageError(BESIDE)
+            raise UsageError(BESIDE, READ)
 
     def logits(self, prepared: Tensor) -> Tensor:
         """Return the logits, without a look at what a batch has to do with them."""
@@ -336,7 +337,7 @@ def require_rows_alone(model: PixelModel) -> None:
         return
     agree = logits_agree(together, alone, moves=movement_of_margins)
     if bool(torch.isfinite(alone).all()) and not agree:
-        raise UsageError(BESIDE)
+        raise UsageError(BESIDE, READ)
 
 
 class Smoothed(nn.Module):
