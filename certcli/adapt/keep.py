@@ -31,8 +31,8 @@ from certcli.images.labelled import at_once
 from certcli.lipschitz.network import trial_upper
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm
-from certcli.system.products import fast_products
+from certcli.nn.blocks import FloorNorm
+from certcli.system.torch_modes import fast_products
 
 BLANK = (0.0, 0.5, 1.0)
 

@@ -34,8 +34,7 @@ from certcli.nn.attention_variants import (
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm
 from certcli.system.torch_modes import seed_all
 
 
@@ -274,8 +273,7 @@ def _carry_block(
 
 def output_map(block: Any, half: Half) -> nn.Linear:
     """Return the last linear map of a residual branch."""
-    layer: nn.Linear = block.attn.proj if half == 1 else block.mlp.fc2
-    return layer
+    return block.attn.proj if half == 1 else block.mlp.fc2
 
 
 def branch_inputs(block: Any, half: Half) -> list[nn.Linear]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from certcli.evaluation import perturbation, records, threat
 from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import Images
-from certcli.system import errors, products
+from certcli.system import errors, torch_modes
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
 # just outside it. The first shrink is one part in a million; each further one is twice as strong;
@@ -52,7 +52,7 @@ def predict_classes(model: nn.Module, images: Tensor, samples: int = 1) -> Tenso
     """
     if not len(images):
         return torch.zeros(0, dtype=torch.long, device=images.device)
-    with products.plain_products():
+    with torch_modes.plain_products():
         logits = model(images)
         for _ in range(samples - 1):
             logits = logits + model(images)

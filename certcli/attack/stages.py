@@ -17,7 +17,7 @@ from certcli.evaluation import perturbation, record_lines, threat
 from certcli.evaluation.image_records import AttackRecord, Certificate
 from certcli.evaluation.records import RecordFile, deal_records
 from certcli.images.labelled import Images, sent
-from certcli.models.onnx.runtime import has_steps
+from certcli.models.onnx.open import has_steps
 from certcli.system import errors, processes
 
 RECORD_KEYS = ("task", "epsilon", "index")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from certcli.attack.judge import judge_points
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region, beside_pixels
-from certcli.system import errors, products, torch_modes
+from certcli.system import errors, torch_modes
 
 ENTRIES = 2**17
 """Pixels of one batch up to which several targets are attacked at once: small networks spend their
@@ -204,7 +204,7 @@ def craft_with(
     watched = Watched(model, images, labels, region, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     unfused = _unfused(model) if slow else nullcontext()
-    with undisturbed(model, images, settings.draw), unfused, products.fast_products(model):
+    with undisturbed(model, images, settings.draw), unfused, torch_modes.fast_products(model):
         try:
             adversarial = search(watched, images, labels)
         except AllSolved:

@@ -161,6 +161,7 @@ class NearImage:
         slopes: Measured, from below, (k,); NaN where nothing was measured.
         logits: Of |z(y) - z(z)|_2, rounded up.
         radius: Within which the prediction is proven by min(R, m_j / upper_j): as executed in float64, or 0.
+        by_integral: The same by the integral of such constants of all smaller balls; no less.
         why: Why there is no bound.
     """
 
@@ -171,6 +172,7 @@ class NearImage:
     slopes: Tensor
     logits: float
     radius: float
+    by_integral: float
     why: str = ""
     seconds: float = 0.0
 
@@ -233,19 +235,25 @@ class AroundImages:
         with torch.no_grad():
             (logits,) = self.model(image)
         label = int(logits.argmax())
-        upper, whole, delta, why = self._bounds(image, label, len(logits), around)
+        upper, whole, delta, parts, why = self._bounds(image, label, len(logits), around)
         slopes = torch.full_like(logits, math.nan)
         if around.slopes:
             slopes = steepest_slopes(self.model, image, label, around.radius, around.norm)
         margins = (logits[label] - logits).cpu()
-        radius = _radius_by_slopes(label, margins, upper, delta, around.radius)
+        left = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
+        radius = _radius_by_slopes(label, left, upper, around.radius)
+        further = _radius_by_integral(label, left, parts, around.radius) if parts else radius
+        further = max(radius, further)
         seconds = time.process_time() - started
-        return NearImage(around, label, margins, upper, slopes.cpu(), whole, radius, why, seconds)
+        return NearImage(
+            around, label, margins, upper, slopes.cpu(), whole, radius, further, why, seconds
+        )
 
     def _bounds(
         self, image: Tensor, label: int, count: int, around: Around
-    ) -> tuple[Tensor, float, Tensor, str]:
-        """Return bounds of margins and of the logits, how far execution moves margins, and why not."""
+    ) -> tuple[Tensor, float, Tensor, list[Parts], str]:
+        """Return bounds of margins and of the logits, how far execution moves margins, for l2 the
+        margins' gradients, and why there is nothing."""
         rows = torch.eye(count, dtype=torch.float64, device=image.device)
         nothing = torch.full((count,), math.inf, dtype=torch.float64)
         lengths = []
@@ -263,7 +271,7 @@ class AroundImages:
                     parts.append(Parts.of(form))
                     lengths.append(parts[-1].length)
         except (Unbounded, NoRule) as reason:
-            return _with_entry(nothing, label, 0.0), math.inf, nothing, str(reason)
+            return _with_entry(nothing, label, 0.0), math.inf, nothing, [], str(reason)
         except (MemoryError, RuntimeError) as failure:
             if not out_of_memory(failure):
                 raise
@@ -274,23 +282,33 @@ class AroundImages:
         whole = logits_length(parts, label) if parts else math.hypot(*of_logits) / _DOWN
         delta = (torch.tensor(roundings, dtype=torch.float64) + near.behind(label).cpu()) / _DOWN
         upper = torch.tensor(lengths, dtype=torch.float64).nan_to_num(math.inf, math.inf)
-        return _with_entry(upper, label, 0.0), whole, delta, ""
+        return _with_entry(upper, label, 0.0), whole, delta, parts, ""
 
 
 def _with_entry(values: Tensor, place: int, value: float) -> Tensor:
     return values.index_fill(0, torch.tensor(place), value)
 
 
-def _radius_by_slopes(
-    label: int, margins: Tensor, upper: Tensor, delta: Tensor, radius: float
-) -> float:
-    """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2
-    delta_j.
+def _radius_by_slopes(label: int, left: Tensor, upper: Tensor, radius: float) -> float:
+    """Return min(R, left_j / L_j), or 0: m_j as executed is above m_j - L_j r - 2 delta_j.
+
+    Args:
+        left: m_j - 2 delta_j, rounded down, (k,).
     """
-    reach = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
-    others = torch.arange(len(margins)) != label
-    smallest = float((reach[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN
+    others = torch.arange(len(left)) != label
+    smallest = float((left[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN
     return min(radius, smallest) if smallest > 0 else 0.0
+
+
+def _radius_by_integral(label: int, left: Tensor, parts: Sequence[Parts], radius: float) -> float:
+    """Return an r <= R with left_j at least the integral of L_j over all t <= r, the slopes in the ball
+    of radius t.
+    """
+    best = radius
+    for part, room in zip(parts, left.tolist(), strict=True):
+        if part is not parts[label] and not part.length * best < room * _DOWN:
+            best = min(best, radius * part.covered(room / radius * _DOWN) * _DOWN)
+    return best
 
 
 def prepare(checkpoint: Checkpoint, near: Sequence[Around], device: torch.device) -> AroundImages:
@@ -319,6 +337,7 @@ class LocalBounds:
         slopes: Of each margin one slope that it has there, measured: (n, k), below `upper`.
         logits: Of |z(y) - z(z)|_2, (n,).
         radii: min(R, m_j / upper_j) as executed in float64: certified radii, (n,).
+        radii_by_integral: The same by the integral of slopes over each ball; no smaller.
         why: Of each image, why there is no bound.
     """
 
@@ -327,6 +346,7 @@ class LocalBounds:
     slopes: Tensor
     logits: Tensor
     radii: Tensor
+    radii_by_integral: Tensor
     why: tuple[str, ...]
 
 
@@ -341,5 +361,6 @@ def local_bounds(
         torch.stack([row.slopes for row in rows]),
         torch.tensor([row.logits for row in rows], dtype=torch.float64),
         torch.tensor([row.radius for row in rows], dtype=torch.float64),
+        torch.tensor([row.by_integral for row in rows], dtype=torch.float64),
         tuple(row.why for row in rows),
     )

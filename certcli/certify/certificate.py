@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.watched_run import differs, state_of
+from certcli.engine.replay import differs, state_of
 from certcli.evaluation.evidence import Claim
 from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import Interval, share_interval

@@ -24,7 +24,7 @@ from certcli.enclosure.zonotopes.form import fitting
 from certcli.engine.table import NoRule, Register, RuleTable, with_attributes
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+from certcli.nn.blocks import CenterNorm, FloorNorm, Spread, spread_of
 from certcli.system.errors import raise_if
 
 Settle = Callable[[Any], Any]

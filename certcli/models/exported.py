@@ -21,11 +21,10 @@ from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import Program, on_meta, shape_of
+from certcli.models.weights import MISFITS
 from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
-_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of torch and Python where an operation does not fit its inputs."""
 _MODULES: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "sigmoid": nn.Sigmoid,
@@ -61,7 +60,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
     for node in module.graph.nodes:
         try:
             reader.read(node)
-        except _MISFITS as failure:
+        except MISFITS as failure:
             raise ArchitectureError(
                 f"the program's {one_line(node)} ({one_line(node.target)}): {one_line(failure)}",
                 "torch.export.export(model.eval(), (one image,)), without decompositions",

@@ -91,8 +91,7 @@ class ResizedPixels(nn.Module):
         return self.normalize.std
 
     def forward(self, pixels: Tensor) -> Tensor:
-        normalised: Tensor = self.normalize(self.resize(pixels))
-        return normalised
+        return self.normalize(self.resize(pixels))
 
 
 class PixelModel(nn.Module):
@@ -224,8 +223,7 @@ class SeenPart(nn.Module):
         whole = views.repeat_interleave(down, 1).repeat_interleave(across, 2)
         shown = whole[:, None, :height, :width]
         grey = self.model.normalize.mean.to(pixels.dtype)
-        logits: Tensor = self.model(torch.where(shown, pixels, grey))
-        return logits
+        return self.model(torch.where(shown, pixels, grey))
 
     def alike(self, views: Tensor) -> Tensor:
         """Tell which views can be in one batch, by equal numbers: (m, rows, columns) -> (m,)"""
@@ -265,8 +263,7 @@ class KeptTokens(SeenPart):
             tokens = tokens + net.pos_embed[0, before:][indices]
             first = first + net.pos_embed[:, :before] if before else first
         whole = torch.cat([first.expand(len(tokens), -1, -1), tokens], dim=1)
-        logits: Tensor = net.forward_head(net.norm(net.blocks(net.norm_pre(whole))))
-        return logits
+        return net.forward_head(net.norm(net.blocks(net.norm_pre(whole))))
 
     def alike(self, views: Tensor) -> Tensor:
         return views.flatten(1).sum(dim=1)

@@ -67,18 +67,18 @@ def test_telling_the_cost_changes_neither_draws_nor_checks(
     purposes: list[int] = []
     checks: list[int] = []
     draw = noise.noisy
-    check = Classifier._require_alone
+    check = noise.difference_in_company
 
     def drawn(*args: Any) -> Tensor:
         purposes.append(args[5])
         return draw(*args)
 
-    def checked(self: Classifier, prepared: Tensor, logits: Tensor) -> None:
+    def checked(run: Any, prepared: Tensor, rows: Any) -> float:
         checks.append(len(prepared))
-        check(self, prepared, logits)
+        return check(run, prepared, rows)
 
     monkeypatch.setattr(noise, "noisy", drawn)
-    monkeypatch.setattr(Classifier, "_require_alone", checked)
+    monkeypatch.setattr(noise, "difference_in_company", checked)
     pixels = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     runs = []
     for tells in (False, True):

@@ -28,7 +28,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.cli.certify.demands import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
-from certcli.engine.watched_run import FAITHFUL, rows_are_apart
+from certcli.engine.replay import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.rounding import PRECISIONS

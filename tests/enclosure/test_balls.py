@@ -23,8 +23,8 @@ from certcli.enclosure.balls.layers import arranged, product
 from certcli.enclosure.balls.network import NormsNetwork
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network, node_values
 from tests.helpers.grids import EVERY

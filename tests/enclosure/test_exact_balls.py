@@ -20,7 +20,7 @@ from certcli.enclosure.zonotopes.columns import FUNCTION
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.space import Bounds
 from certcli.engine.walk import Constant
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 from tests.enclosure.test_balls import context, draw, ruled
 from tests.helpers.enclosure_cases import CASES, forms
 

@@ -30,7 +30,7 @@ from certcli.engine.curves import GELU, RSQRT, SQRT, Curve
 from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from tests.enclosure.test_balls import context, draw, ruled
 from tests.enclosure.test_refusals import NO_TOKEN, Tokens

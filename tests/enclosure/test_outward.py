@@ -49,7 +49,7 @@ from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.space import Bounds, Coordinates, ZonotopeContext
 from certcli.engine import activations
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import Spread, spread_of
+from certcli.nn.blocks import Spread, spread_of
 from tests.enclosure.test_backward import hinged, inputs
 from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind, ruled
 from tests.enclosure.test_every_rule import pixel_model

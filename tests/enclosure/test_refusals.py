@@ -37,8 +37,8 @@ from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant
 from certcli.models.pixels import PixelModel
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import NoBoundError
 from tests.enclosure.test_balls import context, ruled
 from tests.enclosure.test_zonotope_networks import SIZE, SPEC, directions, image, network

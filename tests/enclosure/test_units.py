@@ -53,7 +53,7 @@ from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Curve
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.spectral import spectral_norm
-from certcli.nn.norms import FloorNorm, Spread
+from certcli.nn.blocks import FloorNorm, Spread
 from tests.enclosure.test_balls import context, draw, enclosed, ruled
 from tests.helpers.enclosure_cases import CASES, forms
 

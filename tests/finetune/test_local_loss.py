@@ -19,7 +19,7 @@ from certcli.finetune.validation import ENCLOSED_ENTRIES, Quality, Validation
 from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm, spread_of
+from certcli.nn.blocks import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import certvit
 

@@ -109,10 +109,8 @@ def test_directions_have_singular_values_near_one(
     tangent = 1e-3 * left * torch.linspace(1.0, 0.2, count) @ right
     logits = orthogonalised_direction(tangent, fast).float()
     sizes = torch.linalg.svdvals(logits)
-    assert float(sizes.min()) > 0.6
-    assert (
-        float(sizes.max()) < 1.25
-    )  # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
+    # the quintic's own range is [0.68, 1.13] (Jordan et al.), bfloat16 adds some 1 %
+    assert 0.6 < float(sizes.min()) <= float(sizes.max()) < 1.25
     polar = left @ right
     assert float((logits * polar).sum() / (logits.norm() * polar.norm())) > 0.97
     assert not orthogonalised_direction(torch.zeros(shape), fast).any()

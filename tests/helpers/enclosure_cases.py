@@ -31,8 +31,8 @@ from certcli.engine.curves import (
     SQRT,
     TANH,
 )
+from certcli.nn.blocks import CenterNorm, Spread
 from certcli.nn.layers import ClippedReLU, MaxMin
-from certcli.nn.norms import CenterNorm, Spread
 
 
 @dataclass(frozen=True)

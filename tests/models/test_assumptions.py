@@ -22,7 +22,7 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
-from certcli.nn.norms import TokenBatchNorm
+from certcli.nn.blocks import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
 

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 import certvit
 from certcli.checkpoint.record import InputSpec
 from certcli.models.in_memory import open_module
-from certcli.models.onnx import network
+from certcli.models.onnx import open as door
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of_onnx
-from certcli.models.onnx.runtime import Runtime
+from certcli.models.onnx.open import Runtime, network_of_onnx
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import LipschitzAttention
 from certcli.nn.surgery import REPLACEMENTS
@@ -243,7 +242,7 @@ def test_what_is_joined_computes_what_is_written(
             model = read_model(path)[0]
             joined, _ = network_of_onnx(path, model)
             with monkeypatch.context() as patch, torch.no_grad():
-                patch.setattr(network, "join", lambda program: None)
+                patch.setattr(door, "join", lambda program: None)
                 written = network_of_onnx(path, model)[0].double()(images)
         except (CertvitError, RuntimeError):
             continue

@@ -38,10 +38,9 @@ from certcli.models import build
 from certcli.models.pixels import PixelModel, PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import MaxMin
 from certcli.nn.lipschitz_networks import PlaceMixer
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.system.errors import DataError, NoBoundError
 from tests.certify.test_certificate_law import KINDS, climbed
@@ -56,6 +55,8 @@ from tests.helpers.executions import (
     require_within,
 )
 from tests.helpers.grids import EVERY
+from tests.helpers.lipschitz_cases import build_row
+from tests.helpers.slopes import IMAGE
 
 EXECUTED = [name for name in get_args(Arithmetic) if name != REAL]
 
@@ -315,12 +316,33 @@ def test_no_execution_changes_a_class_that_is_certified_locally(
     _hold(model, pixels, claims, arithmetic)
 
 
+def steep_network() -> PixelModel:
+    """exp, log, roots and reciprocals, whose slopes are known near an image only."""
+    torch.manual_seed(1)
+    net = nn.Sequential(build_row("steep"), nn.Linear(352, 3))
+    return PixelModel(InputSpec(IMAGE, (0.4,) * 2, (0.3,) * 2), net).double().eval()
+
+
+@pytest.mark.parametrize("effort", [NORMS, ZONOTOPE])
+def test_steep_curves_are_certified_as_executed(effort: str) -> None:
+    model = steep_network()
+    pixels = torch.rand(1, *IMAGE, generator=torch.Generator().manual_seed(0)).double()
+    label = int(model(pixels).argmax())
+    for arithmetic in ("float64", "float32"):
+        options = Local(effort=effort, arithmetic=arithmetic)  # type: ignore[arg-type]
+        claims = LocalCertifier(model, IMAGE, options).batch([0], pixels, [label])
+        assert claims[0].radius > 0
+        _hold(model, pixels, claims, arithmetic)
+
+
 @pytest.mark.parametrize("radius", [1e-9, 1e-4])
 @pytest.mark.parametrize("norms", [False, True], ids=[ZONOTOPE, NORMS])
-@pytest.mark.parametrize("kind", ["plain", "mean", "relu", "tanh"] if EVERY else ["plain"])
+@pytest.mark.parametrize(
+    "kind", ["plain", "mean", "relu", "tanh", "steep"] if EVERY else ["plain", "steep"]
+)
 def test_every_executed_tensor_is_enclosed(kind: str, norms: bool, radius: float) -> None:
     """And the enclosure of the real tensors excludes some of float32: the law can fail."""
-    model = vision_transformer(kind)
+    model = steep_network() if kind == "steep" else vision_transformer(kind)
     arithmetic = "float32"
     image = representable(
         torch.rand(1, *model.input_size, generator=torch.Generator().manual_seed(8)), arithmetic

@@ -22,8 +22,7 @@ from certcli.cli.shared.output import Sink
 from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of_onnx
-from certcli.models.onnx.runtime import ROUNDING, Runtime
+from certcli.models.onnx.open import ROUNDING, Runtime, network_of_onnx
 from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"

@@ -355,6 +355,8 @@ def _near_problems(row: schema.NearImageFields, proven: around.NearImage) -> Ite
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
             yield f"{threat.rounded_down(claimed, 9)} is stated, {threat.rounded_up(bound, 9)} is proven"
-    if row.certified > proven.radius * (1 + SLACK):
-        shown = threat.rounded_up(row.certified, 9), threat.rounded_down(proven.radius, 9)
-        yield f"radius {shown[0]} is stated, {shown[1]} is proven"
+    radii = (row.certified, proven.radius), (row.certified_by_integral, proven.by_integral)
+    for claimed, radius in radii:
+        if claimed > radius * (1 + SLACK):
+            shown = threat.rounded_up(claimed, 9), threat.rounded_down(radius, 9)
+            yield f"radius {shown[0]} is stated, {shown[1]} is proven"

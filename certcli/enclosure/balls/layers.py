@@ -47,8 +47,8 @@ from certcli.engine.table import NoRule
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.outward import frobenius_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
+from certcli.nn.blocks import Spread
 from certcli.nn.layers import MaxMin, Rounded
-from certcli.nn.norms import Spread
 
 VALUES = (Near, Normalised)
 

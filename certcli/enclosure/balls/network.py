@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes.space import ExecutedWalk, Execution
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Call, walk
 from certcli.evaluation.perturbation import Norm
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 
 _COPIES = 24
 """Arrays of the largest kind an image, with those kept for the next radius."""

@@ -1,5 +1,6 @@
 """How long a gradient can be: from a form of it, upper bounds rounded up. docs/local.md, 13."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from certcli.enclosure.zonotopes.form import Form
 
 _TRIED = 200
 """Multipliers of the dual that are tried."""
+_SHELLS = 8
+"""Of a ball, over which its integral is taken."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,29 @@ class Parts:
     @property
     def length(self) -> float:
         """Return a bound of |c + A e + Q vec(e e^T) + r|_2 over |e|_2 <= 1."""
-        terms = (reach(self.centre, self.linear), norm(self.square), self.rest)
-        return sum(terms) * (1 + gamma(4))
+        return self.within(1.0)
+
+    def within(self, share: float) -> float:
+        """Return the same over |e|_2 <= share, no more than 1."""
+        linear = reach(self.centre, share * self.linear)
+        terms = (linear, share * share * norm(self.square), self.rest)
+        # the product is off by a unit of |share A|_F, at most sqrt(m) times |share A|_2 <= linear
+        total = sum(terms) * (1 + gamma(self.linear.shape[1] + 8))
+        return total if total < math.inf else math.inf  # also for NaN
+
+    def covered(self, area: float) -> float:
+        """Return a t <= 1, nearly the largest, over which the integral of `within` is at most `area`.
+
+        What is bounded is a largest of convex functions of t, and computed bounds are no smaller:
+        so chords are above it.
+        """
+        lengths = [self.within(k / _SHELLS) for k in range(_SHELLS + 1)]
+        for k, (near, far) in enumerate(itertools.pairwise(lengths)):
+            shell = (near + far) / (2 * _SHELLS) * (1 + gamma(8))
+            if not shell <= area:
+                return (k / _SHELLS + max(0.0, area) / max(near, far)) * (1 - gamma(8))
+            area = (area - shell) * (1 - gamma(2))
+        return 1.0
 
 
 def logits_length(parts: Sequence[Parts], label: int) -> float:

@@ -36,7 +36,7 @@ from certcli.enclosure.zonotopes.space import (
 )
 from certcli.engine.trace import Trace
 from certcli.engine.walk import walk
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 from certcli.system.memory import free_bytes
 
 

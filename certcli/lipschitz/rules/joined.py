@@ -17,7 +17,7 @@ from certcli.lipschitz.rules.linear import feature_axis, shift_features
 from certcli.lipschitz.rules.pointwise import by_number, multiply_bound, scaled_bound
 from certcli.lipschitz.rules.reductions import extreme_bound
 from certcli.lipschitz.value import Probabilities, Scores, Size, Value
-from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.blocks import ConvexResidual, WeightedResidual
 
 
 def add_values(

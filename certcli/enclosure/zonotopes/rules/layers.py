@@ -61,8 +61,8 @@ from certcli.engine.curves import (
 )
 from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
+from certcli.nn.blocks import CenterNorm, FloorNorm, Spread
 from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread
 
 
 def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
