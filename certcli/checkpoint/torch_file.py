@@ -80,8 +80,7 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
 
 def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
     """Return where the directory begins, and its entries."""
-    size = file.seek(0, 2)
-    count, length, start = _directory_end(file, size)
+    count, length, start = _directory_end(file, file.seek(0, 2))
     raise_if(length > LARGEST_DIRECTORY, Refused, f"its directory has {length:,} bytes")
     text = _read_exactly(file, start, length)
     entries = []
