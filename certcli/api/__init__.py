@@ -47,9 +47,9 @@ from certcli.api.results import (
     ProvenBound,
 )
 from certcli.attack.findings import collect
-from certcli.attack.run import attack_images, robust_curve
+from certcli.attack.run import robust_curve
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of
+from certcli.attack.stages import Campaign, stages_of, tasks_of
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
@@ -59,7 +59,6 @@ from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, l
 from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
-from certcli.evaluation import perturbation
 from certcli.evaluation.threat import Defence, Norm, Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
@@ -252,25 +251,14 @@ def attack(
     chosen = AttackSettings(
         **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
     )
-    (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
-    stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
-    stage = stage.with_square(model, checkpoint.record.input.size)
-    where = torch.device(device)
-    batches = (
-        (i, pixels.to(where), y)
-        for i, pixels, y in judged_images(checkpoint, images, labels).batches(batch_size)
-    )
-    records = list(
-        attack_images(
-            model,
-            batches,
-            stage.plan,
-            perturbation.growing(stage.norm, stage.radii),
-            chosen,
-            keep_images=return_examples,
-        )
-    )
+    stages = [
+        stage.ready(model, checkpoint.record, chosen)
+        for stage in stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
+    ]
+    tasks = tasks_of(stages, judged_images(checkpoint, images, labels))
+    campaign = Campaign(model, tasks, chosen, batch_size, keep_images=return_examples)
+    records = [row for _, rows in campaign.run() for row in rows]
     size = checkpoint.record.input.size
 
     def examples(radius: float) -> dict[str, Tensor] | None:

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from certcli.attack.families.ascent import log_odds
 from certcli.attack.judge import judge_points, nearest_within, rounded_to_8bit
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, Planned
 from certcli.attack.watched_model import undisturbed
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.perturbation import Region, per_image
 from certcli.evaluation.threat import attacked_radius, proven_radius
 

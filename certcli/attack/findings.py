@@ -4,18 +4,20 @@ What an evaluation found: shares of every task, flags, and one document for prog
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from certcli.attack import checks
-from certcli.attack.judge import CertifiedImage
-from certcli.attack.run import AttackRecord, RobustAccuracy, robust_accuracy, robust_curve
+from certcli.attack.patch import PatchCampaign
+from certcli.attack.run import RobustAccuracy, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
+from certcli.evaluation.image_records import AttackRecord, Certificate
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 from certcli.evaluation.threat import radius_key
@@ -175,7 +177,7 @@ def summary_of(task: StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
     if task.own is None:
         return TaskSummary(task.stage, robust_curve(records))
     radii = sorted(task.own.values())
-    summary = robust_accuracy([replace(record, epsilon=radii[0]) for record in records])
+    summary = robust_accuracy([structs.replace(record, epsilon=radii[0]) for record in records])
     return TaskSummary(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
 
 
@@ -232,7 +234,7 @@ def findings_of(
     tasks: Sequence[StageTask],
     records: Mapping[int, Sequence[AttackRecord]],
     flags: Sequence[checks.Flag],
-    certificates: Mapping[int, CertifiedImage] | None = None,
+    certificates: Mapping[int, Certificate] | None = None,
 ) -> AttackFindings:
     """Records by task -> the outcome; with certificates, records may hold no success at all."""
     if certificates is not None:
@@ -245,10 +247,10 @@ def findings_of(
 
 
 def attack_again(
-    campaign: Campaign,
-    records: Mapping[int, Sequence[AttackRecord]],
+    campaign: Campaign | PatchCampaign,
+    records: Iterable[Any],
     taken: int,
-    minimum: float | None,
+    gate: bool,
     every: bool,
     where: str,
 ) -> Resumed:
@@ -258,38 +260,29 @@ def attack_again(
     can be repeated.
 
     Args:
-        records: all records, by number of the task.
-        minimum: share of the first task's images that must withstand its smallest radius.
+        records: all records, in order.
+        gate: whether a share of the images must withstand what `campaign.hits` counts.
     """
-    portions: list[list[AttackRecord]] = []
-    remaining = iter(row for number in sorted(records) for row in records[number])
+    portions: list[list[Any]] = []
+    remaining = iter(records)
     for portion in campaign.portions:
         if taken <= 0:
             break
         portions.append([next(remaining) for _ in campaign.keys(portion)])
         taken -= len(portions[-1])
-    smallest = min(campaign.tasks[0].stage.radii, default=None)
-
-    def hits(number: int, rows: Sequence[AttackRecord]) -> int:
-        has_own_radii = campaign.tasks[0].own is not None
-        return sum(
-            row.withstood
-            for row in rows
-            if number == 0 and (has_own_radii or row.epsilon == smallest)
-        )
 
     def disagreements(places: Sequence[int]) -> Iterator[str]:
         for place in places:
             repeated = campaign.attack(campaign.portions[place])
             for record, now in zip(portions[place], repeated, strict=True):
                 if not record.agrees(now):
-                    which = f"image {record.index} at {record.epsilon:g} in {where}"
+                    which = f"image {record.index} at {record.at} in {where}"
                     outcomes = f"it says {record.outcome}, attacked again {now.outcome}"
                     yield f"the record of {which} does not agree: {outcomes}"
 
     pieces = [
-        RecordBatch(len(rows), hits(number, rows))
-        for (number, _), rows in zip(campaign.portions, portions, strict=False)
+        RecordBatch(len(rows), campaign.hits(portion, rows))
+        for portion, rows in zip(campaign.portions, portions, strict=False)
     ]
-    usual = -(-len(pieces) // USUAL)
-    return compute_again(pieces, disagreements, gate=bool(minimum), every=every, usual=usual)
+    usual = -(-len(pieces) // USUAL) if isinstance(campaign, Campaign) else None
+    return compute_again(pieces, disagreements, gate=gate, every=every, usual=usual)

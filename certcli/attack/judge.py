@@ -10,13 +10,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms
-from certcli.evaluation.records import (
-    PIXELS,
-    read_records,
-    require_same_images,
-    require_same_network,
-)
+from certcli.evaluation.records import read_records, require_same_images, require_same_network
 from certcli.evaluation.threat import confidence
 from certcli.images.labelled import Images
 from certcli.system.errors import ArchitectureError, DataError, UsageError, one_line
@@ -184,17 +180,7 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     return point(low)
 
 
-@dataclass(frozen=True)
-class CertifiedImage:
-    """An image proven correct within `radius` (may be inf); pixels: its digest."""
-
-    index: int
-    label: int
-    radius: float
-    pixels: str
-
-
-def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
+def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certificate]]:
     """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest).
@@ -209,35 +195,25 @@ def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, Certifi
             f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
             "certify in l2 or linf; --norm patch attacks within patches",
         )
-    certified: dict[int, CertifiedImage] = {}
+    certified: dict[int, Certificate] = {}
     for number, row in enumerate(rows, start=2):
-        index = row["index"]
-        failure_share = row["failure"]
-        radius = float(row["radius"])
-        if failure_share > 0:
+        if row.failure > 0:
             raise UsageError(
-                f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
+                f"line {number} of {path} holds with probability {confidence(row.failure)}, of the smoothed classifier",
                 "attack with records of certify --method lipschitz or local",
             )
-        if index in certified:
-            raise DataError(f"{path} has two records of image {index}")
-        if row["prediction"] == row["label"]:
-            certified[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
+        if row.index in certified:
+            raise DataError(f"{path} has two records of image {row.index}")
+        if row.correct:
+            certified[row.index] = row
     return norm, certified
 
 
 def select_certified(
-    images: Images, certificates: Mapping[int, CertifiedImage], radius: float
+    images: Images, certificates: Mapping[int, Certificate], radius: float
 ) -> Images:
     """Return the images certified beyond `radius`; DataError when pixels or label disagree."""
-    require_same_images(
-        (
-            {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
-            for entry in certificates.values()
-        ),
-        images,
-        "the certified records",
-    )
+    require_same_images(certificates.values(), images, "the certified records")
     beyond = {index for index, certificate in certificates.items() if certificate.radius > radius}
     return images.select(
         [place for place, index in enumerate(images.indices.tolist()) if index in beyond]

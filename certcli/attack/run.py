@@ -1,9 +1,8 @@
 """From batches to records: attacks in order, each on the images that are still standing; and from
 records to shares with intervals."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -18,88 +17,11 @@ from certcli.attack.judge import (
 )
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
 from certcli.attack.watched_model import seeded
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.intervals import Interval, share_interval
-from certcli.evaluation.perturbation import Norm, Region, image_norms
-from certcli.evaluation.threat import attacked_radius
+from certcli.evaluation.perturbation import Region, image_norms
 from certcli.images.labelled import Batch
 from certcli.system.errors import DataError, UsageError
-
-
-@dataclass(frozen=True)
-class AttackRecord:
-    """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
-
-    Attributes:
-        robust: per attack, did the image withstand it? False for a misclassified image; None where
-            the attack was not run, because an earlier one had broken the image.
-        norm: smallest |x' - x| found in the region's norm, None if none; 0 for a misclassified
-            image.
-        l2: the same perturbation in l2.
-        as_8bit: whether the adversarial image still has another class than the label once it is
-            rounded to 8 bits a value, as a file holds it; None where there is none.
-        image, adversarial: (c, h, w) on the CPU, when kept.
-    """
-
-    index: int
-    label: int
-    prediction: int
-    adversarial_prediction: int
-    robust: dict[str, bool | None]
-    norm: float | None
-    l2: float | None
-    epsilon: float
-    kind: Norm
-    broken_by: str | None
-    as_8bit: bool | None = None
-    image: Tensor | None = field(default=None, repr=False, compare=False)
-    adversarial: Tensor | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def correct(self) -> bool:
-        return self.prediction == self.label
-
-    @property
-    def fell(self) -> bool:
-        return self.correct and self.norm is not None
-
-    @property
-    def withstood(self) -> bool:
-        return all(outcome is True for outcome in self.robust.values())
-
-    @property
-    def outcome(self) -> str:
-        """What became of the image, in words."""
-        if not self.correct:
-            return f"class {self.prediction}"
-        if self.norm is None:
-            return "withstood"
-        return f"broken by {self.broken_by} at distance {attacked_radius(self.norm, 4)}"
-
-    def agrees(self, other: "AttackRecord") -> bool:
-        """Tell whether both are records of the same attack. Distances may differ by `SAME`."""
-        for mine, its in ((self.norm, other.norm), (self.l2, other.l2)):
-            if (mine is None) != (its is None):
-                return False
-            if abs((mine or 0.0) - (its or 0.0)) > SAME * (its or 0.0):
-                return False
-        return all(getattr(self, name) == getattr(other, name) for name in _REPEATED)
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields but the images, as plain values."""
-        return {name: getattr(self, name) for name in _STORED}
-
-    @staticmethod
-    def from_json(row: Mapping[str, Any]) -> "AttackRecord":
-        """Inverse of `to_json`, of a row that `record_lines` let in."""
-        return AttackRecord(**{name: row[name] for name in _STORED})
-
-
-_STORED = tuple(
-    item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial")
-)
-_REPEATED = tuple(name for name in _STORED if name not in ("norm", "l2", "as_8bit"))
-SAME = 1e-3
-"""Relative: how far two distances may differ. Gradient steps in float32 may end in other digits."""
 
 
 def attack_images(

@@ -4,18 +4,20 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor, nn
 
-from certcli.attack.judge import CertifiedImage, select_certified
-from certcli.attack.run import AttackRecord, attack_images, require_correct
+from certcli.attack.judge import select_certified
+from certcli.attack.run import attack_images, require_correct
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
+from certcli.checkpoint.record import Record
+from certcli.evaluation.image_records import AttackRecord, Certificate
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.evaluation.record_lines import Run
-from certcli.evaluation.records import RecordFile, packed, unpacked
-from certcli.evaluation.threat import Precision, proven_radius, require_norm
+from certcli.evaluation.records import RecordFile, deal_records
+from certcli.evaluation.threat import proven_radius, require_norm
 from certcli.images.labelled import Images, sent
 from certcli.models.onnx.open import has_steps
 from certcli.system.errors import DataError, UsageError
@@ -39,8 +41,11 @@ class Stage:
     plan: tuple[Planned, ...]
     independent: bool
 
-    def with_draws(self, seed: int, classes: int, precision: Precision = "float32") -> "Stage":
-        """The stage with its draws' seed, the crafting precision, and k (else the model's)."""
+    def ready(self, net: nn.Module, record: Record, settings: AttackSettings) -> "Stage":
+        """The stage for a network: its draws' seed, the crafting precision, its number of classes;
+        and Square, too, where it rounds to steps, whose gradients are guesses.
+        """
+        seed, precision, classes = settings.seed, settings.precision, record.classes
         plans = [
             replace(
                 entry,
@@ -50,15 +55,11 @@ class Stage:
             )
             for entry in self.plan
         ]
+        height, width = record.input.size[1:]
+        fits = self.norm == "linf" or height == width >= 5
+        if fits and has_steps(net) and "square" not in [entry.attack for entry in plans]:
+            plans.append(replace(plans[0], label="square", attack="square"))
         return replace(self, plan=tuple(plans))
-
-    def with_square(self, net: nn.Module, size: Sequence[int]) -> "Stage":
-        """Square, too, where a network rounds to steps, whose gradients are guesses. size: (c, h, w)."""
-        fits = self.norm == "linf" or size[1] == size[2] >= 5
-        if not (fits and has_steps(net)) or "square" in [entry.attack for entry in self.plan]:
-            return self
-        square = replace(self.plan[0], label="square", attack="square")
-        return replace(self, plan=(*self.plan, square))
 
 
 def stages_of(
@@ -165,7 +166,7 @@ class StageTask:
 def tasks_of(
     stages: Sequence[Stage],
     images: Images,
-    certificates: Mapping[int, CertifiedImage] | None = None,
+    certificates: Mapping[int, Certificate] | None = None,
 ) -> tuple[StageTask, ...]:
     """Stages on images; with certificates, only images certified beyond a radius, or at their own.
 
@@ -317,7 +318,8 @@ class Campaign:
             keep_images=self.keep_images,
         ):
             shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
-            rows.append(row if shown else replace(row, image=None, adversarial=None))
+            pictures = {} if shown else {"image": None, "adversarial": None}
+            rows.append(structs.replace(row, task=number, **pictures))
         if task.certified:
             require_correct(rows)
         return rows
@@ -332,37 +334,36 @@ class Campaign:
         Only the leader of several processes is handed records, without images.
         """
 
-        def cached(portion: Portion) -> list[AttackRecord] | None:
-            earlier = file.take(self.keys(portion)) if file is not None else None
-            return (
-                None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
-            )
-
         def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        dealt = team.deal(self.portions, find, cached, packed, partial(unpacked, AttackRecord))
-        for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
-            if new and file is not None:
-                file.write({**row, "task": number} for row in packed(rows))
+        def require(portion: Portion, rows: list[AttackRecord]) -> None:
+            require_stage(rows, self.tasks[portion[0]].stage, file)
+
+        dealt = deal_records(self.portions, self.keys, find, AttackRecord, file, team, require)
+        for (number, _), rows in zip(self.portions, dealt, strict=False):
             yield number, rows
 
+    def hits(self, portion: Portion, rows: Sequence[AttackRecord]) -> int:
+        """Count the records that a gate speaks of, and that meet it: the first task's at its
+        smallest radius.
+        """
+        task = self.tasks[0]
+        smallest = min(task.stage.radii, default=None)
+        at_first = [row for row in rows if task.own is not None or row.epsilon == smallest]
+        return sum(row.withstood for row in at_first if portion[0] == 0)
 
-def read_again(
-    rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
-) -> list[AttackRecord]:
-    """Records of a file as they were; DataError: another norm or attacks than the stage's."""
+
+def require_stage(rows: Sequence[AttackRecord], stage: Stage, file: RecordFile | None) -> None:
+    """DataError for records of a file in another norm or by other attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
-        if row["kind"] != stage.norm or list(row["robust"]) != labels:
-            statement = (
-                f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
-            )
+        if row.kind != stage.norm or list(row.robust) != labels:
+            statement = f"image {row.index} was attacked in {row.kind} by {', '.join(row.robust)}"
             raise DataError(
                 f"{file.path if file else 'the file'} contradicts itself: {statement}",
                 "attack again, without --resume",
             )
-    return unpacked(AttackRecord, rows)
 
 
 def pixels_of(

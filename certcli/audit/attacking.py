@@ -1,17 +1,20 @@
 """Attacks of an audit, within l2 balls and patches, on the first images that its time allows."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from certcli.attack import run, stages
-from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
+from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
+from certcli.checkpoint.record import Record
 from certcli.evaluation import intervals, perturbation
+from certcli.evaluation.image_records import AttackRecord, PatchRecord
 from certcli.evaluation.records import packed, unpacked
 from certcli.evaluation.threat import Patch, radius_key
 from certcli.images.labelled import Images, sent
@@ -64,14 +67,13 @@ class Attacking(schedule.Stage):
         names: Sequence[str],
         radii: Sequence[float],
         settings: AttackSettings,
-        classes: int,
+        record: Record,
         limit: int,
         forward: float = 0.0,
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages.stages_of(names, None, "l2", radii, settings)
-        drawn = stage.with_draws(settings.seed, classes, settings.precision)
-        self.stage = drawn.with_square(model, model.input_size)
+        self.stage = stage.ready(model, record, settings)
         self.model = model
         self.radii = radii
         self.settings = settings
@@ -82,8 +84,8 @@ class Attacking(schedule.Stage):
         together_at_most = int(AT_ONCE / (max(1, parameters) * steps * settings.restarts))
         largest = max(1, min(limit, together_at_most))
         super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
-        self._shown: list[tuple[int, run.AttackRecord]] = []  # with the process that has its pixels
-        self._mine: list[run.AttackRecord] = []
+        self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
+        self._mine: list[AttackRecord] = []
         self.singles: dict[str, float] = {}
 
     @property
@@ -92,7 +94,7 @@ class Attacking(schedule.Stage):
         return super().gain if self.tries else FOOLED
 
     @property
-    def records(self) -> list[run.AttackRecord]:
+    def records(self) -> list[AttackRecord]:
         return [record for records in self.rows for record in records]
 
     @property
@@ -104,7 +106,7 @@ class Attacking(schedule.Stage):
             for place, radius in enumerate(self.radii)
         }
 
-    def judge(self, positions: list[int]) -> list[list[run.AttackRecord]]:
+    def judge(self, positions: list[int]) -> list[list[AttackRecord]]:
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
         self._mine = []
@@ -119,19 +121,19 @@ class Attacking(schedule.Stage):
             self._mine.append(record)
         return self._by_image(len(positions))
 
-    def _by_image(self, images: int) -> list[list[run.AttackRecord]]:
+    def _by_image(self, images: int) -> list[list[AttackRecord]]:
         """Return the records of each image, at the radii that all of them were attacked at."""
         done = len(self._mine) // images * images
         return [self._mine[place:done:images] for place in range(images)]
 
     @staticmethod
-    def pack(piece: list[list[run.AttackRecord]]) -> list[Any]:
+    def pack(piece: list[list[AttackRecord]]) -> list[Any]:
         return [packed(records) for records in piece]
 
-    def unpack(self, plain: Any) -> list[list[run.AttackRecord]]:
-        return [unpacked(run.AttackRecord, records) for records in plain]
+    def unpack(self, plain: Any) -> list[list[AttackRecord]]:
+        return [unpacked(AttackRecord, records) for records in plain]
 
-    def take(self, pieces: Sequence[list[list[run.AttackRecord]]]) -> None:
+    def take(self, pieces: Sequence[list[list[AttackRecord]]]) -> None:
         if self.broken and not self.rows and not self.team.several:
             whole = self._by_image(min(self.size, len(self.images)))
             if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
@@ -150,12 +152,15 @@ class Attacking(schedule.Stage):
                     row = records[smallest]
                     self._show(rank, self._mine[number + smallest * len(rows)] if mine else row)
         bare = [
-            [[replace(row, image=None, adversarial=None) for row in records] for records in rows]
+            [
+                [structs.replace(row, image=None, adversarial=None) for row in records]
+                for records in rows
+            ]
             for rows in pieces
         ]
         super().take(bare)
 
-    def _show(self, rank: int, row: run.AttackRecord) -> None:
+    def _show(self, rank: int, row: AttackRecord) -> None:
         """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
         if len(self._shown) < EXHIBITS:
             self._shown.append((rank, row))
@@ -164,7 +169,7 @@ class Attacking(schedule.Stage):
             if places:
                 self._shown[places[0]] = (rank, row)
 
-    def exhibits(self) -> list[run.AttackRecord]:
+    def exhibits(self) -> list[AttackRecord]:
         """Fooled images with pixels, from the process that attacked them. All call it.
 
         Also of all processes the largest change of a pixel value by a success at each radius.
@@ -182,7 +187,7 @@ class Attacking(schedule.Stage):
             for picture in pictures:
                 assert picture is not None
                 self.team.spread(picture, rank)
-            exhibits.append(replace(row, image=pictures[0], adversarial=pictures[1]))
+            exhibits.append(structs.replace(row, image=pictures[0], adversarial=pictures[1]))
         return exhibits
 
     @property

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from certcli.audit import gates, schedule
-from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
-from certcli.certify.patch.certifier import PatchCertificate
+from certcli.certify.certificate import Certifier, certified_accuracy
 from certcli.evaluation import intervals, record_lines, records
+from certcli.evaluation.image_records import Certificate, PatchCertificate
 from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
 from certcli.lipschitz.bound import bound_document
@@ -360,7 +360,7 @@ class Certifying(schedule.Stage):
         }
         return {
             "arithmetic": certifier.arithmetic,
-            "title": certifier.title_of(self.rows),
+            "title": certifier.title,
             "statement": certifier.statement,
             "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),

@@ -126,7 +126,7 @@ class Trainer:
         self.optimisers = make_optimisers(model.parameters(), self.orthogonal, settings)
         chain: ChainBound | None = None
         if settings.loss in NEEDS_CHAIN:
-            drop = settings.loss == "local-lip"
+            drop = settings.loss != "bcp"
             chain = ChainBound(model, lambda: self.arithmetic, drop=drop)
         enclosure = enclosure_of(model, settings)
         # the run's own generator draws the order of the images, the same in all processes

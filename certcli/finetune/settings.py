@@ -120,7 +120,7 @@ class FinetuneSettings:
     loss: str = option(
         "margin",
         "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, "
-        "local-lip; local certificates: local.",
+        "local-lip, local-lip-gloro; local certificates: local.",
     )
     epsilon: float = option(
         0.5,

@@ -10,8 +10,9 @@ from torch import nn
 from certcli.attack import checks, findings
 from certcli.attack.catalogue import ATTACKS
 from certcli.attack.families.ascent import lost_margin
-from certcli.attack.run import AttackRecord, attack_images, robust_accuracy, robust_curve
+from certcli.attack.run import attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.attack_nets import (

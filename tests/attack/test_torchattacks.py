@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from certcli.attack.catalogue import ATTACKS, signature, torchattacks_library, torchattacks_names
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.system.errors import UsageError
 from tests.helpers.attack_nets import labelled

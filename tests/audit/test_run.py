@@ -27,6 +27,7 @@ from certcli.certify import certificate, methods
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
+from certcli.evaluation.records import packed
 from certcli.images import datasets
 from certcli.models import build, pixels
 from certcli.system.errors import UsageError
@@ -203,7 +204,7 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
     )
     clock = Clock(1e6)
     stages = [
-        Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 128),
+        Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), checkpoint.record, 128),
         judging.Classifying(model, images, 128),
         judging.Certifying(
             "lipschitz",
@@ -237,13 +238,19 @@ def test_an_attack_that_is_broken_off_keeps_the_radii_that_ended(workshop: Path)
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     images = datasets.load_dataset("digits", checkpoint.record.input, "test").in_turn(0)
     stage = Attacking(
-        build.load(checkpoint), images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4
+        build.load(checkpoint),
+        images,
+        ["fgsm"],
+        (0.05, 0.3),
+        AttackSettings(),
+        checkpoint.record,
+        4,
     )
     whole = stage.judge([0])
     del stage._mine[1:]  # in the second radius
     stage.broken = True
     stage.take([])
-    assert stage.rows == [records[:1] for records in whole]
+    assert [*map(packed, stage.rows)] == [packed(records[:1]) for records in whole]
     assert list(stage.shares.robust) == ["0.05"]
 
 

@@ -1,9 +1,8 @@
 """Walks over what walks leave: no image at which a margin is not positive is lost on the way."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from certcli.certify.certificate import RecheckSettings

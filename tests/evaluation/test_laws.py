@@ -18,7 +18,7 @@ from torch import Tensor
 
 from certcli.checkpoint import record, schema
 from certcli.cli.shared.command import typed_share
-from certcli.evaluation import record_lines
+from certcli.evaluation import image_records
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
@@ -34,8 +34,8 @@ from certcli.evaluation.evidence_schema import (
     KeptResult,
     SmoothingOptions,
 )
+from certcli.evaluation.image_records import AttackRecord, PatchRecord, parse_records
 from certcli.evaluation.perturbation import Region, image_norms
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
 from certcli.evaluation.records import read_records
 from certcli.evaluation.threat import (
     Norm,
@@ -230,9 +230,9 @@ def test_a_line_may_be_long_and_a_file_longer(
         "pixels": "0" * 16,
     }
     data = line + (json.dumps(row) + "\n").encode() * 9
-    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 1)
+    monkeypatch.setattr(image_records, "LONGEST_LINE", len(line) - 1)
     assert len(parse_records(data, tmp_path)[1]) == 9
-    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 2)
+    monkeypatch.setattr(image_records, "LONGEST_LINE", len(line) - 2)
     with pytest.raises(DataError, match="a line of"):
         parse_records(data, tmp_path)
 
@@ -260,7 +260,7 @@ def test_a_record_of_an_attack_says_one_thing() -> None:
             or (told[0] == 2 and told[2:4] == (False, 0.0) and told[5] is None)
         )
         fields = dict(zip(names, (*told[:2], {"pgd": told[2]}, *told[3:]), strict=True))
-        assert is_let_in({**row, **fields}, AttackedFields) is true, told
+        assert is_let_in({**row, **fields}, AttackRecord) is true, told
 
 
 @pytest.mark.parametrize(
@@ -365,7 +365,7 @@ def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:
     for told in itertools.product((1, 2, None), (1, 2, None), (True, False), (None, (0, 0))):
         names = ("prediction", "adversarial_prediction", "robust", "corner")
         fields = dict(zip(names, (told[0], told[1], {"2x2": told[2]}, told[3]), strict=True))
-        assert is_let_in({**row, **fields}, PatchAttackedFields) is (told in said)
+        assert is_let_in({**row, **fields}, PatchRecord) is (told in said)
 
 
 PATCHES = {

@@ -14,11 +14,12 @@ import msgspec
 import pytest
 
 from certcli.certify import methods
-from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.certify.certificate import certified_accuracy
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import record_lines
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
-from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
+from certcli.evaluation.records import FEW, RecordFile, read_records
 from certcli.evaluation.threat import Threat, attacked_percent
 from certcli.images import datasets
 from certcli.images.labelled import Images
@@ -200,7 +201,7 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
             RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
 
 
-OneImage = tuple[record_lines.Run, Images, dict[str, Any]]
+OneImage = tuple[record_lines.Run, Images, Certificate]
 
 
 @pytest.fixture
@@ -209,7 +210,7 @@ def one_image(plain: Checkpoint) -> OneImage:
     images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
     certificate = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0)
-    return run, images, certificate.to_json()
+    return run, images, certificate
 
 
 def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
@@ -225,7 +226,7 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     def fill() -> None:
         with RecordFile(path, run, images) as file:
             with pytest.raises(ValueError, match="not JSON compliant"):
-                file.write([{**row, "radius": math.nan}])
+                file.write([msgspec.structs.replace(row, radius=math.nan)])
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
             for _ in range(1000):
                 file.write([row])
@@ -265,7 +266,7 @@ def test_two_runs_do_not_write_one_file(one_image: OneImage, tmp_path: Path) -> 
         path.write_bytes(whole[:kept])
         with RecordFile(path, run, images, resume=True):
             assert path.read_bytes() == whole
-    other = Certificate(999, 1, 1, 0.5, "local", 0.0).to_json() | {PIXELS: "0" * 16}
+    other = Certificate(999, 1, 1, 0.5, "local", 0.0, pixels="0" * 16).to_json()
     path.write_bytes(whole + json.dumps(other).encode() + b"\n")
     with pytest.raises(DataError, match="has a record of image 999"):
         RecordFile(path, run, images, resume=True)
@@ -288,7 +289,7 @@ def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_pat
     assert len(path.read_text().splitlines()) == 5
     run, read = read_records(path, "certify")
     assert run.checkpoint == stated["checkpoint"]
-    assert [row["index"] for row in read] == [json.loads(row)["index"] for row in rows]
+    assert [row.index for row in read] == [json.loads(row)["index"] for row in rows]
 
 
 BROKEN = {
@@ -427,14 +428,13 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
     assert found["dataset"] == msgspec.to_builtins(run.dataset)
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
-    certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
+    expected = certified_accuracy(rows, [Threat("l2", 0.1), Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
         share_interval(round(50 * expected.certified["0.3"]), 50)
     )
     assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
-    assert all(len(row[PIXELS]) == 16 for row in rows)
+    assert all(len(row.pixels) == 16 for row in rows)
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
@@ -444,7 +444,7 @@ def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
         Certificate(5, 1, 2, 0.25, "local", 0.0, rung="zonotope"),
     ):
         row = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
-        assert Certificate.from_json(row) == certificate
+        assert msgspec.convert(row, Certificate) == certificate
     rows = [
         Certificate(1, 1, None, 0.0, "smoothing", 0.001),
         Certificate(2, 1, 1, 0.5, "smoothing", 0.001),

@@ -11,7 +11,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.certify.certificate import certified_accuracy
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import (
     CHANCE,
     FAILED,

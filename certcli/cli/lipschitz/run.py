@@ -214,7 +214,17 @@ def _show_near_table(
     sink: Sink,
 ) -> None:
     norm = options.near.norm
-    columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
+    columns = [
+        "image",
+        "R",
+        "margin",
+        "upper",
+        "lower",
+        "upper / lower",
+        "logits",
+        "min(R, m / L)",
+        "by integral",
+    ]
     cells = []
     for index, near in rows:
         rival = near.rival
@@ -232,6 +242,7 @@ def _show_near_table(
                 ratio,
                 threat.rounded_up(near.logits, 5),
                 threat.proven_radius(near.radius),
+                threat.proven_radius(near.by_integral),
             ]
         )
     title = (
@@ -265,6 +276,7 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
         "lower": near.slopes.tolist(),
         "logits_upper": near.logits if near.logits < math.inf else "inf",
         "certified": near.radius,
+        "certified_by_integral": near.by_integral,
         "why": near.why,
         "seconds": round(near.seconds, 3),
     }

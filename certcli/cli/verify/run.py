@@ -1,6 +1,7 @@
 """The work of `certvit verify`: what kind of file it is, its claims, and the document about
 them."""
 
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from msgspec import UNSET
 
 from certcli.audit.document_builder import with_evidence
 from certcli.certify import around, methods
-from certcli.certify.around import Around, AroundImages, NearImage
+from certcli.certify.around import Around, NearImage
 from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
@@ -310,20 +311,25 @@ def _near_claims(
     if options.scope.sample is not None and options.scope.sample < len(rows):
         chooser = random.Random(os.urandom(8))  # the file's author cannot have predicted it
         rows = chooser.sample(rows, options.scope.sample)
+
+    @functools.cache
+    def proven(index: int) -> dict[float, NearImage]:
+        """Return what is proven near an image in all its balls: radii build on those before."""
+        places = (images.indices == index).nonzero().flatten().tolist()
+        balls = {row.radius: near[row.radius] for row in claimed.images if row.index == index}
+        nearby = network.each(images.fetch(places[:1]), list(balls.values())) if places else ()
+        return {one.around.radius: one for one in nearby}
+
     with sink.progress("prove slopes again", total=len(rows)) as bar:
         for row in rows:
-            yield _near_claim(row, near[row.radius], network, images)
+            yield _near_claim(row, proven(row.index).get(row.radius))
             bar.advance()
 
 
-def _near_claim(
-    row: schema.NearImageFields, around: Around, network: AroundImages, images: Images
-) -> Claim:
+def _near_claim(row: schema.NearImageFields, proven: NearImage | None) -> Claim:
     statement = f"slopes near image {row.index}, within {row.radius:g}"
-    places = (images.indices == row.index).nonzero().flatten().tolist()
-    if not places:
+    if proven is None:
         return Claim(statement, "refuted", "no such image is among them")
-    (proven,) = network.each(images.fetch(places[:1]), [around])
     problem = next(_near_problems(row, proven), None)
     if problem is not None:
         return Claim(statement, "refuted", problem)
@@ -359,6 +365,8 @@ def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[s
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
             yield f"{threat.rounded_down(claimed, 9)} is stated, {threat.rounded_up(bound, 9)} is proven"
-    if row.certified > proven.radius * (1 + SLACK):
-        shown = threat.rounded_up(row.certified, 9), threat.rounded_down(proven.radius, 9)
-        yield f"radius {shown[0]} is stated, {shown[1]} is proven"
+    radii = (row.certified, proven.radius), (row.certified_by_integral, proven.by_integral)
+    for claimed, radius in radii:
+        if claimed > radius * (1 + SLACK):
+            shown = threat.rounded_up(claimed, 9), threat.rounded_down(radius, 9)
+            yield f"radius {shown[0]} is stated, {shown[1]} is proven"

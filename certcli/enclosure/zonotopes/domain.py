@@ -111,8 +111,8 @@ class Enclosure(Domain):
         if self.executed_as is None:
             return value
         several = isinstance(value, (list, tuple))
-        losses = self.executed_as.lost(node.name)
-        pairs = zip(value if several else [value], losses, strict=True)
+        results = value if several else [value]
+        pairs = zip(results, self.executed_as.lost(node.name, results), strict=True)
         parts = [
             part.doubted(rounding.to(part.centre)) if bool(rounding.any()) else part
             for part, rounding in pairs
