@@ -270,7 +270,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "scores of unknown size as logits": (
         lambda: Net(
-            lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))
+            lambda m, x: (lambda y: y @ y.transpose(-1, -2))(
+                torch.where(torch.eye(4) > 0, x, -torch.inf).clamp_min(-50.0)
+            )
         ),
         "no bound on its size",
     ),
