@@ -360,7 +360,7 @@ class Certifying(schedule.Stage):
         }
         return {
             "arithmetic": certifier.arithmetic,
-            "title": certifier.title_of(self.rows),
+            "title": certifier.title,
             "statement": certifier.statement,
             "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),

@@ -95,10 +95,6 @@ class Certifier(ABC):
     ) -> list[Certificate]:
         """A certificate an image: pixels (b, c, h, w) in [0, 1]. DataError: NaN there."""
 
-    def title_of(self, rows: Sequence[Certificate]) -> str:
-        """Return the title above these certificates."""
-        return self.title
-
     @property
     def networks(self) -> Sequence[nn.Module]:
         """What runs; its state is the same after each batch."""

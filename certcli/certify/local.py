@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from certcli.certify import certificate, forecast
 from certcli.certify.branched import Branched, replay
 from certcli.certify.lipschitz import ProvingCertifier
-from certcli.certify.options import AUTO, BACKWARD, BRANCH, NORMS, SECONDS, TOKENS, ZONOTOPE, Local
+from certcli.certify.options import AUTO, BACKWARD, BRANCH, SECONDS, TOKENS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.balls.ball import rules as ball_rules
-from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
@@ -49,12 +47,14 @@ NOTHING_OPEN = (
 )
 _FEWEST = 64
 _FIRST = 1e-2
-"""A radius that norms prove of networks made for it; where they do not, `auto` takes walks."""
+"""The radius of the first walk of a search."""
 _HINT = "--method smoothing takes any network"
+_TOO_LARGE = "no local certificate: enclosures of this network do not fit into memory"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""
-BY_NORMS = "balls of norms around one forward pass"
+NORMS = "norms"
+"""The rung of records that an earlier version proved by balls of norms."""
 
 
 class LocalCertifier(ProvingCertifier):
@@ -68,6 +68,7 @@ class LocalCertifier(ProvingCertifier):
     """
 
     method = METHOD
+    at_once = 1
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class LocalCertifier(ProvingCertifier):
         symbols: int | None = None,
         steps: int = 4,
     ) -> None:
-        super().__init__(model, size, options.arithmetic, (zonotope_rules, ball_rules))
+        super().__init__(model, size, options.arithmetic, (zonotope_rules,))
         self.steps = steps
         self.effort = options.effort
         self.at = options.at
@@ -92,40 +93,20 @@ class LocalCertifier(ProvingCertifier):
         self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
-        self._norms: NormsNetwork | None = None
         self._guess = _FIRST
-        self._known = self._refused = False
+        self._known = False
         self._symbols_asked = symbols
         self.most_symbols = 0
-        self.zonotope = self._enclosed() if self.effort != NORMS else None
-        if self.zonotope is None:
-            self._balls()
-            self.title = BY_NORMS
-            if self.effort == AUTO:
-                self.title += f" ({self._why})"
-            return
-        self.at_once = 1
+        self.network = self._enclosed()
         self.title = f"an enclosure of each image's neighbourhood, {forecast.symbols_text(self)}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
 
-    def title_of(self, rows: Sequence[Certificate]) -> str:
-        """Return the title, which names norms for those images whose records do."""
-        by_norms = sum(row.rung == NORMS for row in rows)
-        if self.zonotope is None or not by_norms:
-            return self.title
-        if by_norms == len(rows):
-            return f"{BY_NORMS}, which proved enough of every image"
-        return f"{self.title}; {BY_NORMS} for {by_norms} of {len(rows)} images"
-
-    def _enclosed(self) -> LocalNetwork | None:
-        """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
+    def _enclosed(self) -> LocalNetwork:
+        """Return the network for zonotopes. NoBoundError: a part has no theorem, or memory is short."""
         try:
             network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
-            self._why = str(reason)
-            if self.effort == AUTO:
-                return None
             raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         keep_pages()
         self.cuts = self.effort == BRANCH and self.norm == "l2" and not network.opens
@@ -136,16 +117,11 @@ class LocalCertifier(ProvingCertifier):
             few |= network.numbers <= SQUARES and not network.opens
             self.walked = ZONOTOPE if self.norm == "l2" and few else BACKWARD
         symbols = self._fitting(network)
-        if chooses and not symbols:  # without symbols it takes minutes for little
+        if chooses and not symbols and self._fits_tokens(network):  # else minutes for little
             self.walked = TOKENS
-            symbols = self._fitting(network) if network.attends else None
+            symbols = self._fitting(network)
         if symbols is None:
-            self._why = "enclosures of this network do not fit into memory"
-            if self.effort == AUTO:
-                return None
-            raise NoBoundError(
-                f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}"
-            )
+            raise NoBoundError(_TOO_LARGE, self._what_fits(network))
         self.symbols = symbols
         return network
 
@@ -159,19 +135,14 @@ class LocalCertifier(ProvingCertifier):
         self.most_symbols = self._symbols_asked or SYMBOLS[self.walked]
         return affordable(network, self.squares, self.most_symbols, memory)
 
-    def _balls(self) -> NormsNetwork:
-        if self._norms is None:
-            try:
-                self._norms = NormsNetwork(self.model, self._size, self._neighbours)
-            except (NoRule, Untraceable) as reason:
-                raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
-        return self._norms
+    def _fits_tokens(self, network: LocalNetwork) -> bool:
+        """Tell whether attention needs, and memory lasts for, no more than an ellipsoid a token."""
+        return network.attends and fits_by_fibres(network, available(self._device))
 
-    @property
-    def network(self) -> LocalNetwork:
-        """Return the network for zonotopes, where there is one."""
-        assert self.zonotope is not None
-        return self.zonotope
+    def _what_fits(self, network: LocalNetwork) -> str:
+        """Return a hint that names an effort for which memory lasts, where there is one."""
+        fewer = self.walked != TOKENS and self._fits_tokens(network)
+        return f"--effort {TOKENS} fits; {_HINT}" if fewer else _HINT
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -194,8 +165,6 @@ class LocalCertifier(ProvingCertifier):
     @torch.no_grad()
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Return what these images (c, h, w) will take, by one walk of a grey image."""
-        if self.zonotope is None:
-            return ""
         if self.effort == BRANCH:
             return forecast.limited(self.seconds, images)
         grey = torch.full((1, *size), 0.5, dtype=torch.float64, device=self._device)
@@ -215,16 +184,10 @@ class LocalCertifier(ProvingCertifier):
             logits = self.model(images)
         certificate.require_logits(logits, images)
         predictions = logits.argmax(1)
-        rung = NORMS if self.zonotope is None else self.rung
-        results: list[Found] = [(0.0, rung, {})] * len(images)
-        right = [i for i, label in enumerate(labels) if int(predictions[i]) == label]
-        if self.zonotope is None:
-            radii = self.by_norms(images[right], predictions[right]).tolist() if right else []
-            for i, radius in zip(right, radii, strict=True):
-                results[i] = (radius, NORMS, {})
-        else:
-            for i in right:
-                results[i] = self._best(images[i : i + 1], predictions[i : i + 1])
+        results: list[Found] = [(0.0, self.rung, {})] * len(images)
+        for i, (top, label) in enumerate(zip(predictions.tolist(), labels, strict=True)):
+            if top == label:
+                results[i] = self._best(images[i : i + 1], label)
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         rows = zip(indices, labels, predictions.tolist(), results, strict=True)
         certificates = [
@@ -234,31 +197,12 @@ class LocalCertifier(ProvingCertifier):
         self.require_classes_as_run(certificates, images)
         return certificates
 
-    def _best(self, image: Tensor, label: Tensor) -> "Found":
+    def _best(self, image: Tensor, label: int) -> Found:
         """Return one image's radius, its rung, and the splits that its proof took."""
         if self.effort == BRANCH:
-            branched = self.branched(image, int(label))
+            branched = self.branched(image, label)
             return branched.radius, self.rung, branched.splits.to_json()
-        below = self._below(image, label, self.at[0] * (1 + BEYOND) if self.at else _FIRST)
-        radius = self.radius(image, int(label), below)
-        if radius == 0 and not self.at:
-            below = self._below(image, label, 0.0)
-        if radius > below or below == 0:
-            return radius, self.rung, {}
-        return radius if self.at else below, NORMS, {}
-
-    def _below(self, image: Tensor, label: Tensor, least: float) -> float:
-        """Return `auto`'s radius by norms, which take a fraction of a walk; 0: not even `least`."""
-        if self.effort != AUTO or self._refused:
-            return 0.0
-        at = image.new_full((1,), least)
-        try:
-            if least and not (self._balls().margins(image, at, label, norm=self.norm) > 0).all():
-                return 0.0
-            return float(self.by_norms(image, label))
-        except (NoBoundError, NoRule):
-            self._refused = True
-            return 0.0
+        return self.radius(image, label), self.rung, {}
 
     def branched(self, image: Tensor, label: int) -> Branched:
         """Return the search of one image by branching, ended."""
@@ -280,19 +224,6 @@ class LocalCertifier(ProvingCertifier):
         self.remark = "" if split else reason if self._unbounded else NOTHING_OPEN
         return outcome
 
-    def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return radii (b,) by balls of norms, a few images at a time."""
-        network = self._balls()
-        step = network.at_once(available(self._device))
-        try:
-            parts = [
-                network.radii(*part, self.steps, self.norm)
-                for part in zip(images.split(step), labels.split(step), strict=True)
-            ]
-        except NoRule as reason:
-            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
-        return torch.cat(parts)
-
     @torch.no_grad()
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: certificate.RecheckSettings
@@ -307,9 +238,14 @@ class LocalCertifier(ProvingCertifier):
             )
             others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
             # for a record of its rung, or `auto` takes another enclosure
-            less = self.zonotope is None or self.symbols < self.most_symbols
+            less = self.symbols < self.most_symbols
             less |= self.effort == AUTO and claim.rung.partition(",")[0] in others
-            if int(top) == claim.prediction and not proven and less and claim.rung != NORMS:
+            if int(top) == claim.prediction and not proven and claim.rung == NORMS:
+                why = (
+                    "this version has no balls of norms, and no enclosure proves it: certify again"
+                )
+                confirmations.append(claim.checked("unverified", why))
+            elif int(top) == claim.prediction and not proven and less:
                 why = "memory does not last here for the enclosure that it states"
                 confirmations.append(claim.checked("unverified", why))
             else:
@@ -317,29 +253,22 @@ class LocalCertifier(ProvingCertifier):
         return confirmations
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
-        """Tell whether one of the ways that `effort` allows proves this radius."""
+        """Tell whether the radius is proven again."""
         radius = claim.radius * (1 - certificate.AGAIN)
         further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
-        walks = self.zonotope is not None
-        if walks and claim.rung != NORMS and self.proven(image, int(label), radius, further):
-            return True
-        if self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius:
-            return True
-        return walks and claim.rung == NORMS and self.proven(image, int(label), radius, further)
+        return self.proven(image, int(label), radius, further)
 
-    def radius(self, image: Tensor, label: int, below: float = 0.0) -> float:
-        """Return a pixel radius that proves every margin of `label`; `below` is proven without a walk."""
+    def radius(self, image: Tensor, label: int) -> float:
+        """Return a pixel radius that proves every margin of `label`."""
         if self.effort == BRANCH:
             return self.branched(image, label).radius
-        holds = lambda r: r <= below or self.proven(image, label, r)  # noqa: E731
+        holds = lambda r: self.proven(image, label, r)  # noqa: E731
         if self.at:
             # a certificate holds at what its radius exceeds
             proven_radii = itertools.takewhile(holds, (r * (1 + BEYOND) for r in self.at))
             return max(proven_radii, default=0.0)
-        guess = max(self._guess, below * 2 ** (2.0**-self.steps))  # where a walk says something
-        close = self._known or guess > self._guess
-        radius = certified_radius(holds, guess, steps=self.steps, close=close)
-        if radius > below:
+        radius = certified_radius(holds, self._guess, steps=self.steps, close=self._known)
+        if radius > 0:
             self._guess = radius
             self._known = True
         return radius
@@ -385,9 +314,7 @@ class LocalCertifier(ProvingCertifier):
             if not out_of_memory(failure):
                 raise
             if not self.symbols:
-                raise NoBoundError(
-                    "no local certificate: enclosures of this network do not fit into memory", _HINT
-                ) from None
+                raise NoBoundError(_TOO_LARGE, self._what_fits(self.network)) from None
             # the order is reduced, the rung says so, and this radius counts as not proven
             self.symbols = self.symbols // 2 if self.symbols >= 2 * _FEWEST else 0
             return False

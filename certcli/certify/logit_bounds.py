@@ -174,8 +174,6 @@ def _by_zonotopes(
         local = LocalCertifier(model, size, Local(norm=near.norm, arithmetic=REAL))  # type: ignore[arg-type]
     except NoBoundError as failure:
         return _unbounded(logits, classes, f"{LOCAL}: {failure.message}")
-    if local.zonotope is None:
-        return _unbounded(logits, classes, f"{LOCAL}: {local.title}")
     rows = [
         _bounds_around(local, image[None], label, logits[number : number + 1], near.radius)
         for number, (image, label) in enumerate(zip(images, classes, strict=True))

@@ -362,7 +362,7 @@ def test_records_of_another_arithmetic_are_refuted(
         "float32",
         "--records",
         records,
-        *(["--effort", "norms"] if method == "local" else []),
+        *(["--effort", "tokens"] if method == "local" else []),
     )
     found = commands.document("certify", checkpoint, "--method", method, *given)
     assert found["arithmetic"] == "float32"

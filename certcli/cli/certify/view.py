@@ -157,7 +157,7 @@ def _show_methods(
     )
     for result in results:
         sink.text(
-            f"{result.certifier.method}: {result.certifier.title_of(result.rows)}. {result.certifier.statement}"
+            f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}"
         )
 
 
@@ -187,7 +187,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         "certified accuracy",
         "95 % interval",
     ]
-    sink.table(f"{where}; {result.certifier.title_of(result.rows)}", columns, rows)
+    sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if accuracy.abstained:
         sink.text(f"abstained: {percent(accuracy.abstained)}")
     taken = (
