@@ -15,7 +15,7 @@ from msgspec import UNSET
 
 from certcli.audit.document_builder import with_evidence
 from certcli.certify import around, methods
-from certcli.certify.around import Around, NearImage
+from certcli.certify.around import NearImage
 from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
@@ -29,7 +29,6 @@ from certcli.report.document import from_json
 from certcli.system import errors, reading
 from certcli.verification import documents, evidence
 from certcli.verification import report as reports
-from certcli.verification.documents import kind_of, unread_fields
 from certcli.verification.report import SLACK
 
 
@@ -64,7 +63,7 @@ def check_report(
     file = options.file
     try:
         text = reading.read_bounded(file, reading.LARGEST_REPORT)
-        kind = kind_of(schema.decode_json(text, schema.Json))
+        kind = documents.kind_of(schema.decode_json(text, schema.Json))
         if kind == "lipschitz":
             return kind, check_proof_report(options, text, sink)
         return kind, check_results(options, text, kind, sink)
@@ -90,7 +89,9 @@ def check_proof_report(
         return records.CheckedFile(documents.verify_laws(report), words, whole=False, about=facts)
 
     checked = {*schema.ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*schema.decode_json(text, schema.Json), reports.SHAPES} - checked)
+    unread = documents.unread_fields(
+        {*schema.decode_json(text, schema.Json), reports.SHAPES} - checked
+    )
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify_report(report, checkpoint, unread, options.machine.pick())
@@ -176,7 +177,13 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     gate = output.Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
-        claims = check_evidence(checkpoint, options, sink)
+        opened = with_network(checkpoint)
+        claims = evidence.check_record_evidence(
+            opened,
+            certify_again(opened, options.scope, options.data, options.machine, sink),
+            options.machine.pick(),
+            measured=not options.scope.proven_only,
+        )
         claims += [claim for name, claim in linked if name == str(path)]
         reason = records.failure(path, claims)
         gate.demand(not reason, errors.GateError(reason))
@@ -193,18 +200,6 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     sink.text(
         f"verified{by}: all proven statements about this network; measured figures, lineage and "
         "results about other networks cannot be verified"
-    )
-
-
-def check_evidence(
-    checkpoint: Checkpoint, options: command.VerifyOptions, sink: output.Sink
-) -> list[Claim]:
-    """Return the claims of one checkpoint's record."""
-
-    checkpoint = with_network(checkpoint)
-    certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    return evidence.check_record_evidence(
-        checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
 
 
@@ -305,7 +300,9 @@ def _near_claims(
             "these are other images than those of the report: name its --dataset",
         )
         return
-    near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
+    near = {
+        row.radius: around.Around(row.radius, claimed.norm, slopes=False) for row in claimed.images
+    }
     network = around.prepare(checkpoint, list(near.values()), options.machine.pick())
     rows = list(claimed.images)
     if options.scope.sample is not None and options.scope.sample < len(rows):
@@ -347,7 +344,7 @@ def _same_margins(claims: list[float], margins: list[float]) -> bool:
     return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
 
 
-def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[str]:
+def _near_problems(row: schema.NearImageFields, proven: around.NearImage) -> Iterator[str]:
     """Yield what does not follow: bounds below those proven again, radii above them."""
     if row.prediction != proven.prediction:
         yield f"class {row.prediction} is stated, the network says {proven.prediction}"
