@@ -55,6 +55,10 @@ class ImageRecord(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
         index: int
         label: int
 
+    def __eq__(self, other: object) -> bool:
+        """Tell whether both are the same line, whatever pictures they keep."""
+        return type(self) is type(other) and self.to_json() == other.to_json()
+
     def to_json(self) -> Json:
         """Return the line as plain values; infinity is "inf"."""
         names = [name for name in self.order or self.__struct_fields__ if name not in PICTURES]
@@ -91,7 +95,9 @@ class Certificate(ImageRecord, frozen=True):
         if self.radius == "inf":
             force_setattr(self, "radius", math.inf)
         if self.prediction is None and self.held:
-            raise ValueError("it states what cannot change its class, and no class")
+            patches = isinstance(self.held, tuple)
+            what = "what cannot change its class," if patches else "a radius"
+            raise ValueError(f"it states {what} and no class")
 
     @property
     def correct(self) -> bool:

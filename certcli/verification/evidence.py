@@ -15,7 +15,8 @@ import torch
 from certcli.checkpoint import file, record
 from certcli.evaluation import evidence, evidence_schema, intervals
 from certcli.evaluation.threat import Threat, proven_radius, rounded_down, rounded_up
-from certcli.lipschitz import bound, network
+from certcli.lipschitz.bound import FEATURES
+from certcli.lipschitz.network import prove_checkpoint
 from certcli.lipschitz.numerics.real import Real
 from certcli.system.errors import CertvitError, Refused
 from certcli.verification.report import SLACK, below_log10, below_text, check_lineage, states_less
@@ -103,7 +104,7 @@ def check_entries(
             else:
                 decoded = evidence.decode_evidence(entry)
                 if decoded.command in ("lipschitz", "finetune") and proven is None:
-                    proven = network.prove_checkpoint(checkpoint, device).upper
+                    proven = prove_checkpoint(checkpoint, device).upper
                 also = further.get(number, {})
                 about = list(_entry_claims(checkpoint, decoded, proven, certify, measured, also))
         except Refused as refusal:
@@ -138,7 +139,7 @@ def _entry_claims(
     also: Mapping[str, Any],
 ) -> Iterator[evidence.Claim]:
     if entry.command == "lipschitz" and proven is not None:
-        if (entry.result.bound_of == bound.FEATURES) is not (checkpoint.record.classes == 0):
+        if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
             statement = f"a bound of the {entry.result.bound_of}"
             yield evidence.Claim(statement, "refuted", "this network ends in other outputs")
         yield from _bound_claims(entry.result, proven)

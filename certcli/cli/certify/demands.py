@@ -47,7 +47,7 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
     methods = target.methods
     norm = options.local.norm
     patch = "patch" in methods
-    beside = [name for name in ("epsilon", "plot", "attack_records") if getattr(target, name)]
+    conflicting = [name for name in ("epsilon", "plot", "attack_records") if getattr(target, name)]
     _require_none(
         (
             not patch and options.patches.patches,
@@ -60,8 +60,8 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
             "certvit certify ... for the other methods",
         ),
         (
-            patch and beside,
-            f"--{''.join(beside[:1]).replace('_', '-')} does not go with --method patch",
+            patch and conflicting,
+            f"--{''.join(conflicting[:1]).replace('_', '-')} does not go with --method patch",
             "leave it out",
         ),
     )
