@@ -16,6 +16,8 @@ _NAMES = {
     "certvit": "CertViT",
 }
 _ADAMW = "--optimiser adamw --lr 1e-3 --weight-decay 0 --batch-size"
+_FLOORS = "--goal keep --limit 400"
+"""Of the ViTs, whose blocks `adapt` knows no replacement for: floors under LayerNorm, 10^18 where it was 10^47."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ RECIPES = (
             "standard": f"--loss ce {_ADAMW} 64 --steps 750",
             "bcp": f"--loss bcp -e 36/255 {_ADAMW} 32 --ramp 0.5 --validation-limit 300 --steps 360",
             "gloro": f"--loss gloro -e 36/255 {_ADAMW} 64 --ramp 0.5 --steps 700",
-            "local-lip": f"--loss local-lip -e 36/255 {_ADAMW} 32 --ramp 0.5 --validation-limit 300 --steps 310",
+            "local-lip": f"--loss local-lip -e 36/255 {_ADAMW} 32 --ramp 0.5 --validation-limit 300 --steps 280",
             "certvit": f"--loss margin -e 36/255 {_ADAMW} 64 --steps 380",
         },
         f"{_ADAMW} 64 --steps 150",
@@ -65,23 +67,21 @@ RECIPES = (
         "mnist",
         "vit",
         {
-            "standard": f"--loss ce {_ADAMW} 64 --steps 750",
-            "gloro": "--loss gloro -e 1.58 --optimiser stiefel --batch-size 128 --steps 250",
-            "certvit": "--loss margin -e 1.58 --optimiser stiefel --batch-size 128 --augment warp --steps 180",
+            "standard": f"--loss ce {_ADAMW} 64 --validation-limit 300 --steps 750",
+            "certvit": f"--loss margin -e 1.58 {_ADAMW} 64 --validation-limit 300 --steps 250",
         },
-        f"{_ADAMW} 64 --steps 150",
-        "--norm fold --residual weighted --activation maxmin --head 512,512,256",
+        f"{_ADAMW} 64 --validation-limit 300 --steps 150",
+        _FLOORS,
     ),
     Recipe(
         "cifar10",
         "vit",
         {
             "standard": f"--loss ce {_ADAMW} 32 --validation-limit 200 --steps 230",
-            "gloro": "--loss gloro -e 36/255 --optimiser stiefel --batch-size 32 --validation-limit 200 --steps 130",
-            "certvit": "--loss margin -e 36/255 --optimiser stiefel --batch-size 32 --validation-limit 200 --steps 90",
+            "certvit": f"--loss margin -e 36/255 {_ADAMW} 32 --validation-limit 200 --steps 90",
         },
         f"{_ADAMW} 32 --validation-limit 200 --steps 50",
-        "--norm fold --residual weighted --activation maxmin --head 512,512,256",
+        _FLOORS,
         (200, 0, 100),
     ),
 )
@@ -128,7 +128,7 @@ def _before(recipe: Recipe, data: Data, method: str) -> Iterator[tuple[str, str]
     if method == "certvit":
         yield "pretrain", _finetune(data, f"--loss ce {recipe.pretraining}")
     if recipe.parts and method != "standard":
-        yield "adapt", f"adapt {data.images} --goal certify --limit 1000 {recipe.parts}"
+        yield "adapt", f"adapt {data.images} {recipe.parts}"
     if method == "certvit":
         # a ViT's layers by the default map, a CNN's by the paper's, as in the rows above
         paper = "" if recipe.parts else " --prox l1 --eta 0.1 --relaxation 1.2"

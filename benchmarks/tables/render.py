@@ -131,7 +131,7 @@ def lacking(row: Row) -> str:
     ]
     if not row.steps:
         return "the paper's own training, on GPUs"
-    hours = " and a GPU's hours" if row.table == "certvit-1" else ""
+    hours = " and a GPU's hours" if row.table == "certvit-1" and not row.paper else ""
     return f"needs {', '.join(data) or 'a run'}{hours}"
 
 

@@ -154,7 +154,7 @@ def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[st
     }
     documents = {name: record["document"] for name, record in steps.items()}
     seconds = {name: record["cpu_seconds"] for name, record in steps.items()}
-    training = sum(spent for name, spent in seconds.items() if name not in JUDGING)
+    training = round(sum(spent for name, spent in seconds.items() if name not in JUDGING), 1)
     whole = documents | {"cpu_seconds": {"training": training}}
     return {
         "figures": {column: figure(whole, where) for column, where in row.figures.items()},

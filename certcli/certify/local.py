@@ -15,7 +15,7 @@ from certcli.certify.branched import Branched, replay
 from certcli.certify.lipschitz import ProvingCertifier
 from certcli.certify.options import AUTO, BACKWARD, BRANCH, SECONDS, TOKENS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
+from certcli.enclosure.zonotopes.cuts import WALKS, Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
@@ -32,6 +32,7 @@ from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.evidence import Claim
 from certcli.evaluation.image_records import Certificate
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
@@ -45,6 +46,10 @@ SQUARES = 128
 NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
+FURTHER = 4
+"""Walks over what is left of a margin by which `auto` decides a radius that is asked for."""
+_ASCENT = 20
+"""Steps that search for another class before them, each a quarter of the radius."""
 _FEWEST = 64
 _FIRST = 1e-2
 """The radius of the first walk of a search."""
@@ -84,7 +89,7 @@ class LocalCertifier(ProvingCertifier):
         self.effort = options.effort
         self.at = options.at
         self.seconds = options.seconds or SECONDS
-        self._interrupted = self._opened = self.cuts = False
+        self._interrupted = self._opened = self._by_cuts = False
         self._unbounded = ""
         self.norm: Norm = options.norm
         self.walked = self.effort
@@ -109,8 +114,8 @@ class LocalCertifier(ProvingCertifier):
         except (NoRule, Untraceable) as reason:
             raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         keep_pages()
-        self.cuts = self.effort == BRANCH and self.norm == "l2" and not network.opens
-        chooses = self.cuts or self.effort == AUTO
+        branches = self.effort == BRANCH and self.norm == "l2" and not network.opens
+        chooses = branches or self.effort == AUTO
         if chooses:
             # e e^T has columns that pay, but for ReLU, which does better by the way back
             few = math.prod(self._size) <= SQUARES
@@ -123,6 +128,8 @@ class LocalCertifier(ProvingCertifier):
         if symbols is None:
             raise NoBoundError(_TOO_LARGE, self._what_fits(network))
         self.symbols = symbols
+        decides = bool(self.effort == AUTO and self.at) and self.walked == ZONOTOPE
+        self.cuts = WALKS if branches else FURTHER if decides else 0
         return network
 
     def _fitting(self, network: LocalNetwork) -> int | None:
@@ -159,7 +166,8 @@ class LocalCertifier(ProvingCertifier):
     @property
     def rung(self) -> str:
         """Return the way that zonotopes were used."""
-        name = BRANCH if self.cuts else self.walked
+        further = self._by_cuts or (self.effort == BRANCH and self.cuts)
+        name = BRANCH if further else self.walked
         return name if self.symbols == self.most_symbols else f"{name}, {self.symbols} symbols"
 
     @torch.no_grad()
@@ -169,7 +177,9 @@ class LocalCertifier(ProvingCertifier):
             return forecast.limited(self.seconds, images)
         grey = torch.full((1, *size), 0.5, dtype=torch.float64, device=self._device)
         radius = self.at[0] if self.at else forecast.RADIUS
-        return forecast.walks(lambda: self.proven(grey, 0, radius), len(self.at), images)
+        return forecast.walks(
+            lambda: self.proven(grey, 0, radius), len(self.at), images, further=self.cuts > 0
+        )
 
     @torch.no_grad()
     def batch(
@@ -202,7 +212,9 @@ class LocalCertifier(ProvingCertifier):
         if self.effort == BRANCH:
             branched = self.branched(image, label)
             return branched.radius, self.rung, branched.splits.to_json()
-        return self.radius(image, label), self.rung, {}
+        radius, rung = self.radius(image, label), self.rung
+        self._by_cuts = False
+        return radius, rung, {}
 
     def branched(self, image: Tensor, label: int) -> Branched:
         """Return the search of one image by branching, ended."""
@@ -230,6 +242,7 @@ class LocalCertifier(ProvingCertifier):
     ) -> list[Claim]:
         """Prove the stated radius at once: another search may end at another radius."""
         self._weights.require_unchanged()
+        self.cuts = WALKS if self.cuts else 0
         confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
@@ -299,14 +312,20 @@ class LocalCertifier(ProvingCertifier):
             if not self.cuts:
                 # False with NaN
                 return bool((self.network.margins(start, label, None, further) > 0).all())
+            radii: list[float] = []
+
+            def walk(centre: Tensor, radius: float) -> Form:
+                radii.append(radius)
+                part = self.start(centre, radius, in_box=in_box)
+                return self.network.margin_form(part, label)
+
             margins = self.network.margin_form(start, label)
             self._opened = True
-            return everywhere_positive(
-                Remainder.near(image, radius, in_box=in_box),
-                margins,
-                lambda x, r: self.network.margin_form(self.start(x, r, in_box=in_box), label),
-                until,
-            )
+            near = Remainder.near(image, radius, in_box=in_box)
+            fooled = partial(self.fooled, image, label, radius)
+            positive = everywhere_positive(near, margins, walk, until, self.cuts, fooled)
+            self._by_cuts |= positive and bool(radii)
+            return positive
         except Unbounded as reason:
             self._unbounded = str(reason)
             return False
@@ -320,6 +339,22 @@ class LocalCertifier(ProvingCertifier):
             return False
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+
+    def fooled(self, image: Tensor, label: int, radius: float) -> bool:
+        """Tell whether a few steps within the radius find an image (1, c, h, w) of another class."""
+        region = Region(self.norm, radius)
+        x = image
+        for _ in range(_ASCENT):
+            x = x.detach().requires_grad_(True)
+            with torch.enable_grad():
+                (logits,) = self.model(x)
+                lead = logits - logits[label]
+                lead[label] = -math.inf
+                (rising,) = torch.autograd.grad(lead.max() + 0 * x.sum(), x)
+            if bool((lead >= 0).any()):
+                return True
+            x = region.project(x + radius / 4 * region.steepest(rising), image)
+        return False
 
 
 def prepare_local(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:

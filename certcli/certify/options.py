@@ -89,7 +89,8 @@ class Local(CertifierOptions):
             ellipsoid a token: transformers, in a tenth of the time), "backward" (zonotopes, and back
             through what they found), "branch" (the same, and split at the signs of ReLU units; without
             ReLU, for l2, zonotopes over what earlier ones leave), "auto" (zonotopes where they fit into
-            memory, with the way back where e e^T has no columns; else tokens).
+            memory, without columns for e e^T with the way back, with them, for `at`, over what one leaves;
+            else tokens).
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
             place of a search.

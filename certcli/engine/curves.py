@@ -126,8 +126,8 @@ def gated(name: str, value: Scalar, rate: float, cubic: float = 0.0, **facts: An
             of_gate.append(of_third + 6 * cubic * (3 * second * steep * x + first))
         return order * of_gate[order - 1] + x * of_gate[order]
 
-    ways = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
-    return Curve(name, value, *ways, **facts)
+    first, second, later = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
+    return Curve(name, value, first, second, later, **facts)
 
 
 def _density(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from certcli.rounding.enclosed import ErrorStep, carried
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
 
 
-def _unbounded(ctx: Context, x: Any) -> Value:
+def _slope_near_images(ctx: Context, x: Any) -> Value:
     """What has a rounding, and a slope near an image only."""
     return Value(INF, Size(ctx.arith, x.shape), None, None, x.shape)
 
@@ -43,7 +43,7 @@ class _Rules:
         self, of_slopes: dict[Any, Rule], roundings: dict[Any, Rule]
     ) -> dict[Any, Rule]:
         return {
-            name: self.domain.followed(of_slopes.get(name, _unbounded), roundings.get(name))
+            name: self.domain.followed(of_slopes.get(name, _slope_near_images), roundings.get(name))
             for name in of_slopes | roundings
         }
 

@@ -277,7 +277,8 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
     certifier = LocalCertifier(
         model, TWO_PIXELS, Local(effort, at=[smallest / 2, 1e3], arithmetic="real")
     )
-    assert "at most 2 for an image" in certifier.expected(4, TWO_PIXELS)
+    limit = "at most" if effort == "zonotope" else "about"  # which may take a few more
+    assert f"{limit} 2 for an image" in certifier.expected(4, TWO_PIXELS)
     asked = list[float]()
     walk = certifier.proven
 

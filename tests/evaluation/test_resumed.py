@@ -11,8 +11,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import evidence_schema, records
-from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation import evidence, evidence_schema, records
 from tests.helpers.commands import attempt, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -160,4 +159,4 @@ def test_what_a_command_writes_is_understood(words: str, workshop: Path, tmp_pat
     entries = Checkpoint.read(file).record.evidence
     assert entries[-1].command == ("attack" if command == "audit" else command)
     for entry in entries:
-        decode_evidence(entry)
+        evidence.decode_evidence(entry)

@@ -181,7 +181,8 @@ def _require_no_company(after: Tensor, before: Tensor, rows: Tensor) -> None:
     finite = len(rows) > 1 and bool(torch.isfinite(rows).all())
     if finite and not logits_agree(after, before, rows):
         raise UsageError(
-            "no certificate against patches: the network's logits of an image depend on the images beside it"
+            "no certificate against patches: the network's logits of an image depend on the images beside it",
+            "a network that judges each image alone: no layer may mix the images of a batch",
         )
 
 

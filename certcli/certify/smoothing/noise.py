@@ -222,6 +222,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = (
     "no certificate by smoothing: the network's logits of an image depend on the images beside it"
 )
+READ = "another --method, such as lipschitz or local, which reads the layers"
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -264,7 +265,7 @@ class Classifier(nn.Module):
         if size not in self._apart:
             self._apart[size] = rows_are_apart(self.logits, prepared)
             if difference_in_company(self.logits, prepared, sorted({0, size // 2, size - 1})):
-                raise UsageError(BESIDE)  # draws would not be independent
+                raise UsageError(BESIDE, READ)  # draws would not be independent
         if self._apart[size]:
             return self.logits(prepared)
         return torch.cat([self.logits(row[None]) for row in prepared])
@@ -317,7 +318,7 @@ def require_rows_alone(model: PixelModel) -> None:
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))
     if difference_in_company(model, images):
-        raise UsageError(BESIDE)
+        raise UsageError(BESIDE, READ)
 
 
 class Smoothed(nn.Module):

@@ -9,7 +9,6 @@ from certcli.certify.certificate import CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import intervals, record_lines, records
 from certcli.evaluation.image_records import Certificate
-from certcli.evaluation.records import Resumed
 from certcli.evaluation.threat import (
     Norm,
     Threat,
@@ -38,7 +37,7 @@ class Result:
     rows: Sequence[Certificate]
     accuracy: CertifiedAccuracy
     seconds: float | None
-    resumed: Resumed | None = None
+    resumed: records.Resumed | None = None
 
     def share(self, threat: Threat) -> str:
         return (

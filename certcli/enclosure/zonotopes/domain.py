@@ -36,6 +36,7 @@ from certcli.enclosure.zonotopes.space import (
 from certcli.engine.replay import close, noise_like, replayed
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, example_of, executed, last_of, result_of, shifts_logits
+from certcli.engine.tracer import target_name
 from certcli.engine.walk import Call, Constant, Domain
 
 Watch = Callable[[fx.Node, Any, int | None], None]
@@ -201,8 +202,8 @@ def require_rules(traced: Trace) -> None:
     for node in traced.graph.nodes:
         supported = rules.methods if node.op == "call_method" else rules.functions
         if node.op in ("call_method", "call_function") and node.target not in supported:
-            name = getattr(node.target, "__name__", node.target)
             where = node.meta.get("path") or "the network"
+            name = target_name(node.target)
             raise NoRule(f"{where}: no relaxation for the operation '{name}'")
 
 
