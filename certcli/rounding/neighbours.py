@@ -24,7 +24,7 @@ ones; what was float64 has the precision of the arithmetic.
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
@@ -40,7 +40,13 @@ from certcli.lipschitz.context import rules as slopes
 from certcli.lipschitz.network import deep_recursion
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
 from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
-from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
+from certcli.rounding.enclosed import (
+    EnclosedErrors,
+    EnclosedWalk,
+    carried,
+    errors_of_pairs,
+    head_of,
+)
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
 from certcli.rounding.stepwise import Stepwise, plain_kernels
 from certcli.system.memory import out_of_memory
@@ -235,11 +241,12 @@ class NeighbourErrors:
         """Return bounds on the rounding of all z_i - z_j at every image of the box: (k, k)."""
         return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
-    def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
-        """Return what rounding adds to these nodes' results and the margins behind them."""
-        return EnclosedErrors(
+    def beside(self, enclosed: Collection[str]) -> Callable[[], EnclosedWalk]:
+        """Return what makes a walk's rounding of these nodes' results and the margins behind them."""
+        errors = EnclosedErrors(
             self._steps, frozenset(enclosed), self._last.place, self._head, self.precision
         )
+        return errors.walk
 
     def __call__(self, pixels: Tensor, radii: Tensor, predictions: Tensor) -> Tensor:
         """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) ->

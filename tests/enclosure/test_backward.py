@@ -26,7 +26,8 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.rules.layers import affine, arranged
+from certcli.enclosure.zonotopes.rules.arithmetic import arranged
+from certcli.enclosure.zonotopes.rules.layers import affine
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
 from tests.helpers.enclosure_cases import CASES, Case, draw
 

@@ -362,7 +362,7 @@ def test_a_linear_map_back_has_the_error_of_its_sums() -> None:
 
 def holds(bounds: Bounds, tensor: Tensor) -> bool:
     noise = 1 + 1e-13  # of evaluating them in float64
-    total, fibre, peak, deviation = (float(part) * noise for part in bounds)
+    total, fibre, peak, deviation = (part * noise for part in bounds)
     least = float(tensor.std(-1, unbiased=False).min())
     return (
         float(tensor.norm()) <= total

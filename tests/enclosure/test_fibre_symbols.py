@@ -27,7 +27,7 @@ from certcli.enclosure.zonotopes.fibre_attention import (
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
-from certcli.enclosure.zonotopes.rules.layers import negative
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.space import Space
 from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
 from tests.helpers.enclosure_cases import (

@@ -38,8 +38,8 @@ from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
+from certcli.enclosure.zonotopes.rules.arithmetic import joined
 from certcli.enclosure.zonotopes.rules.attention import average, softmax
-from certcli.enclosure.zonotopes.rules.layers import joined
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
 from certcli.enclosure.zonotopes.space import Coordinates, ZonotopeContext
 from certcli.engine import activations
@@ -83,7 +83,7 @@ def of_form(x: Form) -> Numbers:
         else [-lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
     )
     *sizes, deviation = x.bounds()
-    return [*(float(part.sum()) for part in (*found, *back, *sizes)), -float(deviation.sum())]
+    return [*(float(part.sum()) for part in (*found, *back)), *sizes, -deviation]
 
 
 def relaxed(place: int, squares: bool, size: float) -> Numbers:

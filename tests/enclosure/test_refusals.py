@@ -25,7 +25,7 @@ from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.network import LocalNetwork
-from certcli.enclosure.zonotopes.rules.layers import arranged
+from certcli.enclosure.zonotopes.rules.arithmetic import arranged
 from certcli.enclosure.zonotopes.space import ZonotopeContext
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.walk import Constant

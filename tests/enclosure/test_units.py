@@ -31,8 +31,9 @@ from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, squares
 from certcli.enclosure.zonotopes.products import product as form_product
+from certcli.enclosure.zonotopes.rules.arithmetic import joined
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
-from certcli.enclosure.zonotopes.rules.layers import affine, joined
+from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import EXP, GELU, GELU_TANH, LOG, RECIPROCAL, RSQRT, SQRT, Curve
 from certcli.nn.blocks import Spread
@@ -67,7 +68,7 @@ def parts(x: Form) -> Found:
         x.box_radius,
         x.size,
         lower_bounds(replace(x, node=None)),
-        *x.bounds(),
+        torch.tensor(x.bounds(), dtype=torch.float64),
         *back,
     ]
 

@@ -14,8 +14,9 @@ from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
-from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
+from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import (
     EXP,

@@ -31,6 +31,7 @@ from certcli.engine.trace import Trace, executed
 from certcli.evaluation.image_records import Certificate
 from certcli.images import datasets
 from certcli.lipschitz.network import prove_network
+from certcli.lipschitz.numerics.real import ONE, as_real
 from certcli.models import build
 from certcli.models.pixels import PixelModel, PixelNormalize
 from certcli.nn.attention import AttentionShape
@@ -39,6 +40,8 @@ from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedRes
 from certcli.nn.layers import MaxMin
 from certcli.nn.lipschitz_networks import PlaceMixer
 from certcli.rounding import PRECISIONS, NeighbourErrors
+from certcli.rounding.enclosed import EnclosedErrors, ErrorStep
+from certcli.rounding.operation_errors import Executed
 from certcli.system.errors import DataError, NoBoundError
 from tests.certify.test_certificate_law import KINDS, climbed
 from tests.certify.test_local_lip import SIZE
@@ -536,3 +539,13 @@ def test_no_execution_changes_a_class_that_token_mixing_certifies(
     claims = _claims(model, pixels, arithmetic)
     assert claims or arithmetic not in ("float64", "float32")
     _hold(model, pixels, claims, arithmetic)
+
+
+@pytest.mark.parametrize("number", [1 + 2.0**-40, 2.0**-200])
+def test_what_a_walk_loses_is_not_rounded_down(number: float) -> None:
+    """Neither to float32 nor to 0 there."""
+    box = Executed((1, 1), ONE, ONE, ONE)
+    step = ErrorStep("node", (), (), lambda sizes: as_real(number), box, 1)
+    walk = EnclosedErrors([step], frozenset({"node"}), 0, None, PRECISIONS["float32"]).walk()
+    (lost,) = walk.lost("node", [l2_ball(torch.ones(1, 1, 1, 1).double(), 0.1, limit=1)])
+    assert lost >= number

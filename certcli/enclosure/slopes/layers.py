@@ -13,19 +13,16 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import (
+from certcli.enclosure.operations import (
     CONVOLUTIONS,
+    constant_operand,
+    of_statistics,
     register_convolutions,
     register_fixed_choices,
     register_largest,
-    register_maxima,
-)
-from certcli.enclosure.operations import (
-    constant_operand,
-    of_statistics,
     register_linear,
+    register_maxima,
     register_norms,
-    repeated,
     spelled,
     unit_length,
 )
@@ -36,8 +33,8 @@ from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
 from certcli.enclosure.zonotopes.pointwise import activation, apply
+from certcli.enclosure.zonotopes.rules.arithmetic import negative, repeated
 from certcli.enclosure.zonotopes.rules.attention import multiplied
-from certcli.enclosure.zonotopes.rules.layers import arranged, negative
 from certcli.engine.attention import attention_module, fused_attention
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
@@ -51,7 +48,7 @@ def through(weight: Tensor, gradient: Form) -> Form:
     return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
 
 
-register_linear(pulls, Form, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
+register_linear(pulls, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
 
 
 def convolution_transposed(
@@ -66,7 +63,7 @@ def convolution_transposed(
     return [(x, gradient.linear(back(weight), back(weight.abs()), weight.numel()))]
 
 
-register_convolutions(pulls, Form, convolution_transposed)
+register_convolutions(pulls, convolution_transposed)
 AFFINE_PULLS = (
     pulls.functions[F.linear],
     pulls.functions[F.conv2d],
@@ -238,9 +235,9 @@ def mixed_back(ctx: PullContext, *parts: Any) -> Pulled:
     return [(part, ctx.gradient.scale(share)) for part, share in pairs if isinstance(part, Form)]
 
 
-register_maxima(pulls, (Form,), larger_back)
-register_largest(pulls, lambda x: x, largest_back)
-register_fixed_choices(pulls, Form, mixed_back)
+register_maxima(pulls, larger_back)
+register_largest(pulls, largest_back)
+register_fixed_choices(pulls, mixed_back)
 
 
 @spelled(pulls, "sum")
@@ -263,7 +260,7 @@ def opposite(ctx: PullContext, x: Form) -> Pulled:
 def multiplied_entries(ctx: PullContext, x: Any, y: Any) -> Pulled:
     gradient = ctx.gradient.worked()
     if isinstance(x, Form) and isinstance(y, Form):
-        of_x, of_y = (times(gradient, repeated(part, gradient.shape, arranged)) for part in (y, x))
+        of_x, of_y = (times(gradient, repeated(part, gradient.shape)) for part in (y, x))
         return [(x, of_x), (y, of_y)]
     x, y = (x, y) if isinstance(x, Form) else (y, x)
     return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]

@@ -70,7 +70,7 @@ class Tape(Enclosure):
         computed = isinstance(value, (Form, list, tuple)) and node.op != "placeholder"
         if self.executed_as is not None and computed:
             parts = [value] if isinstance(value, Form) else value
-            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name, parts)]
+            self.rounding[node] = self.executed_as.lost(node.name, parts)
 
     def gradient(self, seed: Form) -> tuple[Form, float]:
         """Return the form of the gradient at the image for that at the walk's result.
@@ -206,7 +206,7 @@ class SlopeNetwork(LocalNetwork):
     def near(self, start: Form) -> "Neighbourhood":
         """Return the walk over a neighbourhood. Unbounded where it is too large."""
         witnesses = self.witnesses(start)
-        executed_as = None if self.execution is None else self.execution.walk(1)
+        executed_as = None if self.execution is None else self.execution()
         tape = Tape(
             self.ending,
             self.needed,
@@ -258,7 +258,7 @@ class Neighbourhood:
         executed_as = self.tape.executed_as
         if executed_as is None:
             return torch.full((1,), torch.inf, dtype=torch.float64)
-        return executed_as.pairs()[0, label].to(self.row.centre)
+        return executed_as.pairs()[label].to(self.row.centre)
 
     def require_holds(self, weights: Tensor, gradient: Form) -> None:
         """Raise NoRule where a form excludes the network's gradient at a witness."""

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import register_choices
-from certcli.enclosure.operations import NOTHING
+from certcli.enclosure.operations import NOTHING, register_choices
 from certcli.enclosure.zonotopes.form import Form
 from certcli.engine import moves
 from certcli.engine.table import RuleTable
