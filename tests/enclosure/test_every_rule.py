@@ -45,7 +45,7 @@ ROWS = [
     *("negative-scale", "mixed-tokens", "attention", "attention-qk-norm", "parts", "convex", "weighted"),
     *("floor-norm-linear", "batch-norm", "batch-norm-folded-twice", "center-norm-folded", "attention-masked"),
     *("attention-talking", "rolled"),
-    *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly"),
+    *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly", "unfold"),
 ]  # fmt: skip
 WITHOUT = {
     "of several axes, or a deviation: rows along the last axis alone are normalised": (
@@ -72,7 +72,6 @@ WITHOUT = {
     "options that no model here calls with: alpha, axis, lerp, rsub, maxima that repeat a tensor": (
         "spellings", "constant-branches", "lerp", "larger", "spelled-sums",
     ),
-    "no row is left of an image": ("unfold",),
     "no classifier of one image": ("mean-of-fewer", "matrix-transpose"),
 }  # fmt: skip
 """Rows of the global bound's laws that zonotopes refuse, with the reason."""
