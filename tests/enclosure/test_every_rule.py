@@ -44,8 +44,8 @@ ROWS = [
     *("layer-scale-of-one", "layer-scale-2d", "residual", "gain-after-linear", "gain-before-linear"),
     *("negative-scale", "mixed-tokens", "attention", "attention-qk-norm", "parts", "convex", "weighted"),
     *("floor-norm-linear", "batch-norm", "batch-norm-folded-twice", "center-norm-folded", "attention-masked"),
-    *("attention-talking", "rolled", "unfold"),
-    *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly"),
+    *("attention-talking", "rolled"),
+    *("rolled-between-linear", "sort", "sort-in-windows", "sort-between-linear", "sort-partly", "unfold"),
 ]  # fmt: skip
 WITHOUT = {
     "of several axes, or a deviation: rows along the last axis alone are normalised": (
