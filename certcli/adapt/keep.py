@@ -196,9 +196,8 @@ class Keeper(Adaptation):
             order = torch.cat(parts).sort().values if parts else torch.zeros(1)
             for share in QUANTILES:
                 floor = float(order[int(share * (len(order) - 1))])
-                if floor > self.first_floors[path]:
-                    digits = math.log10(floor / self.first_floors[path])
-                    yield RaisedFloor(path, floor, digits)
+                if floor > (first := self.first_floors[path]):
+                    yield RaisedFloor(path, floor, math.log10(floor / first))
 
     def _place(self, raised: Sequence[RaisedFloor]) -> None:
         """Raise exactly these floors; all others are the first ones."""

@@ -12,15 +12,11 @@ import torch
 from msgspec import structs
 from torch import Tensor, nn
 
-from certcli.attack import checks
-from certcli.attack.patch import PatchCampaign
-from certcli.attack.run import RobustAccuracy, robust_accuracy, robust_curve
+from certcli.attack import checks, run, stages
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
+from certcli.evaluation import perturbation, threat
 from certcli.evaluation.image_records import AttackRecord, Certificate
-from certcli.evaluation.perturbation import Region
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
-from certcli.evaluation.threat import radius_key
 
 
 def collect(
@@ -101,7 +97,7 @@ them.
 def inspect(
     model: nn.Module,
     source: nn.Module | None,
-    task: StageTask,
+    task: stages.StageTask,
     records: Sequence[AttackRecord],
     settings: AttackSettings,
     passes: int,
@@ -124,12 +120,12 @@ def inspect(
     limit = int(SHARE * passes)
     count = min(largest, max(smallest, limit // (2 * PASSES)))
     rows = rows[:: max(1, len(rows) // count)][:count]
-    images, labels = pixels_of(task, rows, next(model.parameters()))
+    images, labels = stages.pixels_of(task, rows, next(model.parameters()))
     first = checks.first_pass(source or model, images, labels, seed=settings.seed)
     flags = checks.inspect_model(source or model, images, labels, first, seed=settings.seed)
     if alone or radius is None:
         return flags
-    region = Region(task.stage.norm, radius)
+    region = perturbation.Region(task.stage.norm, radius)
     attacked = checks.Attacked(images, labels, rows, task.stage.plan, region)
     rest = limit - PASSES * len(rows)
     return flags + checks.inspect_attacks(model, attacked, first, settings, rest)
@@ -142,8 +138,8 @@ class TaskSummary:
     which all of them were attacked at or beyond.
     """
 
-    stage: Stage
-    summaries: tuple[RobustAccuracy, ...]
+    stage: stages.Stage
+    summaries: tuple[run.RobustAccuracy, ...]
     own_radii: tuple[float, float, float] | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -172,12 +168,12 @@ class TaskSummary:
         ]
 
 
-def summary_of(task: StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
+def summary_of(task: stages.StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
-        return TaskSummary(task.stage, robust_curve(records))
+        return TaskSummary(task.stage, run.robust_curve(records))
     radii = sorted(task.own.values())
-    summary = robust_accuracy([structs.replace(record, epsilon=radii[0]) for record in records])
+    summary = run.robust_accuracy([structs.replace(record, epsilon=radii[0]) for record in records])
     return TaskSummary(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
 
 
@@ -190,7 +186,7 @@ class AttackFindings:
     resumed: Resumed | None = None
 
     @property
-    def first(self) -> RobustAccuracy:
+    def first(self) -> run.RobustAccuracy:
         """The first part at its smallest radius."""
         return self.parts[0].summaries[0]
 
@@ -209,7 +205,7 @@ class AttackFindings:
         first = rows[0]
         return {
             **first,
-            "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
+            "curve": {threat.radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
             "flags": [
                 {**asdict(flag.check), "measured": flag.measured}
@@ -231,7 +227,7 @@ class AttackFindings:
 
 
 def findings_of(
-    tasks: Sequence[StageTask],
+    tasks: Sequence[stages.StageTask],
     records: Mapping[int, Sequence[AttackRecord]],
     flags: Sequence[checks.Flag],
     certificates: Mapping[int, Certificate] | None = None,
@@ -247,7 +243,7 @@ def findings_of(
 
 
 def attack_again(
-    campaign: Campaign | PatchCampaign,
+    campaign: Any,
     records: Iterable[Any],
     taken: int,
     gate: bool,
@@ -260,6 +256,7 @@ def attack_again(
     can be repeated.
 
     Args:
+        campaign: a `Campaign`, or a `PatchCampaign`.
         records: all records, in order.
         gate: whether a share of the images must withstand what `campaign.hits` counts.
     """
@@ -284,5 +281,5 @@ def attack_again(
         RecordBatch(len(rows), campaign.hits(portion, rows))
         for portion, rows in zip(campaign.portions, portions, strict=False)
     ]
-    usual = -(-len(pieces) // USUAL) if isinstance(campaign, Campaign) else None
+    usual = -(-len(pieces) // USUAL) if isinstance(campaign, stages.Campaign) else None
     return compute_again(pieces, disagreements, gate=gate, every=every, usual=usual)

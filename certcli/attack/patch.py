@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from certcli.attack.catalogue import PATCH_ATTACK
 from certcli.attack.families.ascent import lost_margin, margin_pgd
 from certcli.attack.settings import AttackSettings
+from certcli.evaluation import perturbation, threat
 from certcli.evaluation.image_records import PatchRecord
-from certcli.evaluation.perturbation import Region
 from certcli.evaluation.records import RecordFile, deal_records
-from certcli.evaluation.threat import Patch
 from certcli.images.labelled import Images
 
 Corner = tuple[int, int]
@@ -40,7 +39,7 @@ class PatchTarget:
     classify: Callable[[Tensor], list[int | None]]
 
 
-def corners(patch: Patch, image: tuple[int, int]) -> list[Corner]:
+def corners(patch: threat.Patch, image: tuple[int, int]) -> list[Corner]:
     """At most PLACES x PLACES places, borders included."""
 
     def along(length: int, size: int) -> list[int]:
@@ -54,7 +53,7 @@ def attack_patches(
     indices: Sequence[int],
     images: Tensor,
     labels: Sequence[int],
-    patch: Patch,
+    patch: threat.Patch,
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
 ) -> list[PatchRecord]:
@@ -79,7 +78,7 @@ def attack_patches(
         part = images[standing]
         corner = chosen[place]
         truth = torch.tensor([records[row].label for row in standing], device=images.device)
-        region = Region.within(patch, [corner] * len(part), part)
+        region = perturbation.Region.within(patch, [corner] * len(part), part)
         net = target.climbed(corner)
         point = region.project(margin_pgd(net, part, truth, region, turn), part)
         with torch.no_grad():
@@ -113,7 +112,7 @@ def attack_patches(
 
 AT_ONCE = 16
 """Images at most that are attacked together, from one seed."""
-Portion = tuple[Patch, list[int]]
+Portion = tuple[threat.Patch, list[int]]
 """What is attacked together: a size, positions among its images."""
 
 
@@ -121,8 +120,8 @@ Portion = tuple[Patch, list[int]]
 class PatchCampaign:
     """Images attacked by patches of each size, ascending; targets: whom each size attacks."""
 
-    targets: Mapping[Patch, PatchTarget]
-    images: Mapping[Patch, Images]
+    targets: Mapping[threat.Patch, PatchTarget]
+    images: Mapping[threat.Patch, Images]
     settings: AttackSettings
     batch_size: int
     device: torch.device

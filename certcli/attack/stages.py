@@ -13,15 +13,12 @@ from certcli.attack.judge import select_certified
 from certcli.attack.run import attack_images, require_correct
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
 from certcli.checkpoint.record import Record
+from certcli.evaluation import perturbation, record_lines, threat
 from certcli.evaluation.image_records import AttackRecord, Certificate
-from certcli.evaluation.perturbation import Norm, Region
-from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile, deal_records
-from certcli.evaluation.threat import proven_radius, require_norm
 from certcli.images.labelled import Images, sent
 from certcli.models.onnx.open import has_steps
-from certcli.system.errors import DataError, UsageError
-from certcli.system.processes import ALONE, Team
+from certcli.system import errors, processes
 
 RECORD_KEYS = ("task", "epsilon", "index")
 """What tells one record of a run from another."""
@@ -36,7 +33,7 @@ DEFAULT_RADIUS = 0.5
 class Stage:
     """Attacks that share a norm, at ascending radii. No radius: each image at its certified one."""
 
-    norm: Norm
+    norm: perturbation.Norm
     radii: tuple[float, ...]
     plan: tuple[Planned, ...]
     independent: bool
@@ -80,10 +77,10 @@ def stages_of(
     """
     chosen = tuple(sorted(set(radii)))
     for radius in chosen:
-        Region("l2", radius)  # refuses what is no radius
+        perturbation.Region("l2", radius)  # refuses what is no radius
     if preset_name is not None:
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
-    require_norm(norm or "l2")
+    threat.require_norm(norm or "l2")
     planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)
@@ -100,19 +97,19 @@ def _preset_stages(
 ) -> tuple[Stage, ...]:
     paper = preset(name)
     if names or norm is not None or certified:
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} fixes attacks, norm and images",
             "leave out the preset or the other option",
         )
     if settings != AttackSettings(
         seed=settings.seed, precision=settings.precision, pixels=settings.pixels
     ):
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} fixes the steps of its attacks",
             "or name the attacks with --attack",
         )
     if radii and len(paper.parts) > 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} has {len(paper.parts)} parts with radii of their own",
             "leave out --epsilon",
         )
@@ -122,10 +119,12 @@ def _preset_stages(
     )
 
 
-def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Stage, ...]:
+def in_norm(
+    stages: Sequence[Stage], norm: perturbation.Norm, named: str | None
+) -> tuple[Stage, ...]:
     """The stages in the norm that certificates speak of; UsageError where another was named."""
     if named not in (None, norm):
-        raise UsageError(
+        raise errors.UsageError(
             f"the certified radii are {norm} radii, they bound no attack in {named}",
             "leave out --norm",
         )
@@ -154,13 +153,16 @@ class StageTask:
         for start in range(0, len(self.images), batch_size):
             yield list(range(start, min(start + batch_size, len(self.images))))
 
-    def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
+    def rounds(self, indices: Sequence[int]) -> list[tuple[perturbation.Region, list[float]]]:
         """The regions to the images of a batch, in order, and each image's radius under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
-            return [(Region.each(norm, radii), radii)]
-        return [(Region(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
+            return [(perturbation.Region.each(norm, radii), radii)]
+        return [
+            (perturbation.Region(norm, radius), [radius] * len(indices))
+            for radius in self.stage.radii
+        ]
 
 
 def tasks_of(
@@ -198,8 +200,8 @@ def tasks_of(
             )
     empty = next((task for task in tasks if not len(task.images)), None)
     if empty is not None:
-        at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
-        raise DataError(
+        at = f" beyond {threat.proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
+        raise errors.DataError(
             f"none of the {len(images)} images is certified{at}",
             "certify more of them, or another radius",
         )
@@ -231,7 +233,7 @@ def attack_run(
     checkpoint: str,
     images: Images,
     **more: Any,
-) -> Run:
+) -> record_lines.Run:
     """What decides the records. The batch size does: what is attacked together draws from one
     seed."""
     spent = {
@@ -251,7 +253,7 @@ def attack_run(
     method = stages.pop("attacks")
     independent = stages.pop("independent")
     decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
-    return Run.of(
+    return record_lines.Run.of(
         "attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided}
     )
 
@@ -327,7 +329,7 @@ class Campaign:
     def run(
         self,
         file: RecordFile | None = None,
-        team: Team = ALONE,
+        team: processes.Team = processes.ALONE,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(task's number, records of a portion), in order; what `file` holds is read.
 
@@ -360,7 +362,7 @@ def require_stage(rows: Sequence[AttackRecord], stage: Stage, file: RecordFile |
     for row in rows:
         if row.kind != stage.norm or list(row.robust) != labels:
             statement = f"image {row.index} was attacked in {row.kind} by {', '.join(row.robust)}"
-            raise DataError(
+            raise errors.DataError(
                 f"{file.path if file else 'the file'} contradicts itself: {statement}",
                 "attack again, without --resume",
             )

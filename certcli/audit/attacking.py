@@ -13,10 +13,9 @@ from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
 from certcli.checkpoint.record import Record
-from certcli.evaluation import intervals, perturbation
+from certcli.evaluation import intervals, perturbation, threat
 from certcli.evaluation.image_records import AttackRecord, PatchRecord
 from certcli.evaluation.records import packed, unpacked
-from certcli.evaluation.threat import Patch, radius_key
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -100,7 +99,7 @@ class Attacking(schedule.Stage):
     @property
     def samples(self) -> dict[gates.Key, intervals.Sample]:
         return {
-            (gates.ROBUST, radius_key(radius)): intervals.Sample(
+            (gates.ROBUST, threat.radius_key(radius)): intervals.Sample(
                 [records[place].withstood for records in self.rows], len(self.images)
             )
             for place, radius in enumerate(self.radii)
@@ -142,7 +141,7 @@ class Attacking(schedule.Stage):
         for row in self._mine if pieces else []:
             if row.fell and row.image is not None and row.adversarial is not None:
                 change = float((row.adversarial - row.image).abs().max())
-                radius = radius_key(row.epsilon)
+                radius = threat.radius_key(row.epsilon)
                 self.singles[radius] = max(change, self.singles.get(radius, 0.0))
         for rank, rows in enumerate(pieces):
             mine = rank == self.team.rank
@@ -174,7 +173,7 @@ class Attacking(schedule.Stage):
 
         Also of all processes the largest change of a pixel value by a success at each radius.
         """
-        for radius in map(radius_key, self.radii):
+        for radius in map(threat.radius_key, self.radii):
             largest = max(self.team.everyone(self.singles.get(radius, 0.0)))
             self.singles |= {radius: largest} if largest > 0 else {}
         if not self.team.several:
@@ -196,7 +195,9 @@ class Attacking(schedule.Stage):
         summaries = run.robust_curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
-            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
+            threat.radius_key(s.epsilon): sum(
+                r.withstood for r in self.records if r.epsilon == s.epsilon
+            )
             for s in summaries
         }
         return AttackShares(
@@ -206,7 +207,7 @@ class Attacking(schedule.Stage):
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in withstood.items()},
             fooled={name: clean - hits for name, hits in withstood.items()},
-            fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
+            fooled_8bit={threat.radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
             largest={at: self.singles[at] for at in withstood if at in self.singles},
             settings={**asdict(self.settings), "batch_size": self.largest},
@@ -217,7 +218,7 @@ class Attacking(schedule.Stage):
         findings.attack = self.shares
         for row in self.records:
             entry = findings.row(row.index, row.label)
-            entry.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
+            entry.setdefault("withstood", {})[threat.radius_key(row.epsilon)] = row.withstood
             if row.fell and "norm" not in entry:
                 entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
@@ -232,7 +233,7 @@ class PatchAttacking(schedule.Stage):
     doing = "attacks by patches"
 
     def __init__(
-        self, model: PixelModel, images: Images, patch: Patch, seed: int, forward: float
+        self, model: PixelModel, images: Images, patch: threat.Patch, seed: int, forward: float
     ) -> None:
         few = images.select(range(min(PATCHED, len(images))))
         super().__init__(few, 1, forward * GRADIENT * PATCH_STEPS)

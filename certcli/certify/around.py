@@ -5,7 +5,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -162,6 +162,7 @@ class NearImage:
         logits: Of |z(y) - z(z)|_2, rounded up.
         radius: Within which the prediction is proven by min(R, m_j / upper_j): as executed in float64, or 0.
         by_integral: The same by the integral of such constants of all smaller balls; no less.
+        areas: That integral of each margin, over [0, R], (k,).
         why: Why there is no bound.
     """
 
@@ -173,6 +174,7 @@ class NearImage:
     logits: float
     radius: float
     by_integral: float
+    areas: Tensor
     why: str = ""
     seconds: float = 0.0
 
@@ -217,11 +219,13 @@ class AroundImages:
             )
 
     def each(self, pixels: Tensor, near: Sequence[Around]) -> Iterator[NearImage]:
-        """Yield what is proven near each image (n, c, h, w) in each ball, images first."""
+        """Yield what is proven near each image (n, c, h, w) in each ball, images first, radii ascending."""
         device = next(self.model.parameters(), torch.empty(0)).device
         for image in pixels.double().to(device).split(1):
-            for around in near:
-                yield self.near(image, around)
+            inner = None
+            for around in sorted(near, key=lambda ball: ball.radius):
+                inner = self.near(image, around, inner)
+                yield inner
 
     def start(self, image: Tensor, around: Around) -> Form:
         if around.norm == "linf":
@@ -229,8 +233,8 @@ class AroundImages:
         squares = SQUARES if self.network.numbers <= SQUARES else 0
         return l2_ball(image, around.radius, squares_up_to=squares, limit=SYMBOLS, in_box=True)
 
-    def near(self, image: Tensor, around: Around) -> NearImage:
-        """Return what is proven near an image (1, c, h, w)."""
+    def near(self, image: Tensor, around: Around, inner: NearImage | None = None) -> NearImage:
+        """Return what is proven near an image (1, c, h, w); inner: in a smaller ball of this norm."""
         started = time.process_time()
         with torch.no_grad():
             (logits,) = self.model(image)
@@ -242,11 +246,12 @@ class AroundImages:
         margins = (logits[label] - logits).cpu()
         left = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
         radius = _radius_by_slopes(label, left, upper, around.radius)
-        further = _radius_by_integral(label, left, parts, around.radius) if parts else radius
+        further, areas = _radius_by_integral(label, left, parts, image, around.radius, inner)
         further = max(radius, further)
         seconds = time.process_time() - started
+        slopes = slopes.cpu()
         return NearImage(
-            around, label, margins, upper, slopes.cpu(), whole, radius, further, why, seconds
+            around, label, margins, upper, slopes, whole, radius, further, areas, why, seconds
         )
 
     def _bounds(
@@ -300,15 +305,35 @@ def _radius_by_slopes(label: int, left: Tensor, upper: Tensor, radius: float) ->
     return min(radius, smallest) if smallest > 0 else 0.0
 
 
-def _radius_by_integral(label: int, left: Tensor, parts: Sequence[Parts], radius: float) -> float:
+def _radius_by_integral(
+    label: int,
+    left: Tensor,
+    parts: Sequence[Parts],
+    image: Tensor,
+    radius: float,
+    inner: NearImage | None,
+) -> tuple[float, Tensor]:
     """Return an r <= R with left_j at least the integral of L_j over all t <= r, the slopes in the ball
-    of radius t.
+    of radius t along which a margin falls: of a pixel at 0 as it rises, of one at 1 as it sinks.
+
+    And those integrals, to R. Up to the radius of `inner` they are its own.
     """
-    best = radius
-    for part, room in zip(parts, left.tolist(), strict=True):
-        if part is not parts[label] and not part.length * best < room * _DOWN:
-            best = min(best, radius * part.covered(room / radius * _DOWN) * _DOWN)
-    return best
+    areas = torch.zeros_like(left) if inner is None else inner.areas.clone()
+    start = 0.0 if inner is None else inner.around.radius / radius * _DOWN * _DOWN
+    best = 0.0 if inner is None else inner.by_integral
+    if not parts or not best >= start * radius:
+        return best, torch.full_like(left, math.inf)
+    flat = image.flatten()
+    reached = [radius]
+    for j, part in enumerate(parts):
+        centre = torch.where(flat == 0, part.centre.clamp_max(0), part.centre)
+        falling = replace(part, centre=torch.where(flat == 1, centre.clamp_min(0), centre))
+        room = float(left[j] - areas[j]) / radius * _DOWN
+        share, area = falling.covered(room, start)
+        if j != label:
+            reached.append(radius * share * _DOWN)
+        areas[j] = (areas[j] + area * radius) / _DOWN
+    return max(best, min(reached)), areas
 
 
 def prepare(checkpoint: Checkpoint, near: Sequence[Around], device: torch.device) -> AroundImages:

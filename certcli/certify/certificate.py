@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.watched_run import differs, state_of
+from certcli.engine.replay import differs, state_of
 from certcli.evaluation.evidence import Claim
 from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import Interval, share_interval
@@ -94,10 +94,6 @@ class Certifier(ABC):
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
         """A certificate an image: pixels (b, c, h, w) in [0, 1]. DataError: NaN there."""
-
-    def title_of(self, rows: Sequence[Certificate]) -> str:
-        """Return the title above these certificates."""
-        return self.title
 
     @property
     def networks(self) -> Sequence[nn.Module]:

@@ -55,6 +55,8 @@ class Curve:
         rounded: (a, b) where f is computed within a |x| + b units of elementary functions; None: only
             comparisons and products with numbers of `line`, or nothing is known.
         cubes: x^3 is computed on the way.
+        units: where f is computed within so many units of elementary functions, relative to itself; 0:
+            see `rounded`.
     """
 
     name: str
@@ -75,6 +77,7 @@ class Curve:
     line: Line | None = None
     rounded: tuple[float, float] | None = None
     cubes: bool = False
+    units: float = 0.0
 
 
 def _autograd_derivative(f: Scalar) -> Scalar:
@@ -123,8 +126,8 @@ def gated(name: str, value: Scalar, rate: float, cubic: float = 0.0, **facts: An
             of_gate.append(of_third + 6 * cubic * (3 * second * steep * x + first))
         return order * of_gate[order - 1] + x * of_gate[order]
 
-    ways = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
-    return Curve(name, value, *ways, **facts)
+    first, second, later = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
+    return Curve(name, value, first, second, later, **facts)
 
 
 def _density(x: Tensor) -> Tensor:
@@ -236,8 +239,8 @@ SQUARE = Curve(
     growth=math.inf,
 )
 
-# all derivatives are monotone where x > 0
-_steep = functools.partial(Curve, third=0.0, growth=math.inf)
+# all derivatives are monotone where x > 0; 1 / sqrt(x) may be a root and a quotient
+_steep = functools.partial(Curve, third=0.0, growth=math.inf, units=2.0)
 EXP = _steep("exp", torch.exp, torch.exp, torch.exp)
 LOG = _steep("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), relative=True)
 RECIPROCAL = _steep(

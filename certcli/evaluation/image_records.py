@@ -13,8 +13,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import force_setattr
 
 from certcli.checkpoint.schema import MOST_CLASSES, Count, Json, Name, Text, decode_json
-from certcli.evaluation.evidence import Claim, Status
-from certcli.evaluation.record_lines import Length, PatchKey, Run
+from certcli.evaluation import evidence, record_lines
 from certcli.evaluation.threat import Norm, Threat, attacked_radius, proven_radius
 from certcli.system.errors import DataError, Refused
 
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     Radius = float
     Picture = Tensor | None
 else:
-    Radius = Length | Literal["inf"]
+    Radius = record_lines.Length | Literal["inf"]
     Picture = None  # of no file
 
 Class = Annotated[int, Meta(ge=0, lt=MOST_CLASSES)]
@@ -85,7 +84,7 @@ class Certificate(ImageRecord, frozen=True):
     method: Name
     failure: Annotated[float, Meta(ge=0, lt=1)]
     rung: Text = ""
-    seconds: Length = 0.0
+    seconds: record_lines.Length = 0.0
     splits: Annotated[dict[ClassName, Splits], Meta(max_length=MOST_CLASSES)] = {}
 
     def __post_init__(self) -> None:
@@ -111,11 +110,13 @@ class Certificate(ImageRecord, frozen=True):
             and (threat.size == 0 or self.radius > threat.size)
         )
 
-    def checked(self, status: Status, why: str) -> Claim:
+    def checked(self, status: evidence.Status, why: str) -> evidence.Claim:
         """Return what this certificate states, with the result of checking it."""
-        return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
+        return evidence.Claim(
+            f"image {self.index}: class {self.prediction}, {self.held}", status, why
+        )
 
-    def proven_again(self, prediction: int | None, proven: bool) -> Claim:
+    def proven_again(self, prediction: int | None, proven: bool) -> evidence.Claim:
         """Judge the claim by the class that the network gives now, and whether its radius is
         proven.
         """
@@ -143,7 +144,7 @@ class PatchCertificate(Certificate, frozen=True, kw_only=True):
     radius: Literal[0] = 0
     method: Literal["patch"] = "patch"
     failure: Annotated[float, Meta(ge=0, le=0)] = 0.0
-    proven: Annotated[tuple[PatchKey, ...], Meta(max_length=32)]
+    proven: Annotated[tuple[record_lines.PatchKey, ...], Meta(max_length=32)]
     votes: Annotated[
         tuple[Annotated[int, Meta(ge=-1, lt=MOST_CLASSES)], ...], Meta(max_length=65_536)
     ] = ()
@@ -188,9 +189,9 @@ class AttackRecord(ImageRecord, frozen=True):
     prediction: Class
     adversarial_prediction: Class
     robust: Annotated[dict[Text, bool | None], Meta(min_length=1, max_length=1000)]
-    norm: Length | None
-    l2: Length | None
-    epsilon: Length
+    norm: record_lines.Length | None
+    l2: record_lines.Length | None
+    epsilon: record_lines.Length
     kind: Norm
     broken_by: Text | None
     as_8bit: bool | None = None
@@ -265,7 +266,7 @@ class PatchRecord(ImageRecord, frozen=True):
     index: Count
     label: Class
     kind: Literal["patch"]
-    patch: PatchKey
+    patch: record_lines.PatchKey
     prediction: Class | None
     adversarial_prediction: Class | None
     robust: Annotated[dict[Text, bool], Meta(min_length=1, max_length=1)]
@@ -314,9 +315,9 @@ OF_FILES = ("pixels", "task")
 """Fields that records of a file have."""
 
 
-def parse_records(data: bytes, path: Path) -> tuple[Run, list[Any], list[int]]:
+def parse_records(data: bytes, path: Path) -> tuple[record_lines.Run, list[Any], list[int]]:
     """Header, records, and the end of each complete line; DataError names a bad line."""
-    header: Run | None = None
+    header: record_lines.Run | None = None
     rows: list[Any] = []
     ends: list[int] = []
     start = 0
@@ -327,7 +328,7 @@ def parse_records(data: bytes, path: Path) -> tuple[Run, list[Any], list[int]]:
                 raise Refused(f"a line of {end - start:,} bytes")
             line = data[start:end].decode()
             if header is None:
-                header = decode_json(line, Run)
+                header = decode_json(line, record_lines.Run)
             else:
                 row = decode_json(line, RECORDS[header.command, header.norm == "patch"])
                 if missing := [name for name in OF_FILES if getattr(row, name, "") is UNSET]:

@@ -16,11 +16,10 @@ from certcli.checkpoint.schema import (
     Text,
     require_bounded_json,
 )
-from certcli.evaluation import intervals
-from certcli.evaluation.threat import LARGEST, MOST_IMAGES, Kind, Norm
+from certcli.evaluation import intervals, threat
 from certcli.images.labelled import Images
 
-Length = Annotated[float, Meta(ge=0, le=LARGEST)]
+Length = Annotated[float, Meta(ge=0, le=threat.LARGEST)]
 """A radius, a distance between images, or seconds."""
 Draws = Annotated[int, Meta(ge=1, le=intervals.MOST_DRAWS)]
 PatchKey = Annotated[str, Meta(pattern=r"\A([1-9][0-9]{0,2}:)?[1-9][0-9]{0,5}x[1-9][0-9]{0,5}\Z")]
@@ -33,7 +32,7 @@ class JudgedImages(Struct, frozen=True, forbid_unknown_fields=True):
 
     name: Dataset
     split: Text
-    images: Annotated[int, Meta(ge=1, le=MOST_IMAGES)]
+    images: Annotated[int, Meta(ge=1, le=threat.MOST_IMAGES)]
     digest: Digest
 
 
@@ -54,7 +53,7 @@ class Run(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     checkpoint: Digest
     dataset: JudgedImages
     method: Name | list[list[Text]]
-    norm: Kind | list[Norm]
+    norm: threat.Kind | list[threat.Norm]
     radii: list[list[Length]] = []
     parameters: Json = {}
     network: Json = {}

@@ -26,11 +26,10 @@ from msgspec import UNSET, UnsetType
 from msgspec.structs import replace
 
 from certcli.checkpoint.schema import Json, convert_json
+from certcli.evaluation import record_lines
 from certcli.evaluation.image_records import ImageRecord, parse_records
-from certcli.evaluation.record_lines import Run
 from certcli.images.labelled import DIGESTED, SPLITS, Images
-from certcli.system import processes, reading
-from certcli.system.errors import DataError, OutputError, Refused, UsageError
+from certcli.system import errors, processes, reading
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 
 Piece = TypeVar("Piece")
@@ -109,7 +108,7 @@ class RecordFile:
     def __init__(
         self,
         path: Path | None,
-        run: Run,
+        run: record_lines.Run,
         images: Images,
         keys: Sequence[str] = ("index",),
         *,
@@ -127,14 +126,14 @@ class RecordFile:
         self._streamed = False
         if path is None:
             if resume:
-                raise UsageError(
+                raise errors.UsageError(
                     "--resume continues a file of records, and none is named",
                     "--records FILE.jsonl",
                 )
             return
         self._streamed = is_stream(path)
         if self._streamed and resume:
-            raise UsageError(
+            raise errors.UsageError(
                 f"--resume reads {path} again, and it is no file", "--records FILE.jsonl"
             )
         require_absent(path, force or resume, "--records")
@@ -143,7 +142,7 @@ class RecordFile:
                 path.unlink()  # the records replace a link, never what it points to
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
-            raise OutputError(
+            raise errors.OutputError(
                 f"cannot write {path}: {failure.strerror}", "choose another --records"
             ) from failure
         try:
@@ -167,7 +166,7 @@ class RecordFile:
         differences = list(self._run.differences(header))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise UsageError(
+            raise errors.UsageError(
                 f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
@@ -216,7 +215,7 @@ class RecordFile:
             handle, self._handle = self._handle, None
             with contextlib.suppress(OSError):  # it would try to write what is buffered once more
                 handle.close()
-            raise OutputError(
+            raise errors.OutputError(
                 f"cannot write {self.path}: {failure.strerror}",
                 "free some space, then repeat the command with --resume",
             ) from failure
@@ -234,20 +233,22 @@ class RecordFile:
             self._handle.close()
 
 
-def read_records(path: Path, command: str) -> tuple[Run, list[Any]]:
+def read_records(path: Path, command: str) -> tuple[record_lines.Run, list[Any]]:
     """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
         data = reading.read_bounded(path, LARGEST_RECORDS)
-    except Refused as refusal:
-        raise DataError(f"cannot read {path}: {refusal}", "is it a file of records?") from refusal
+    except errors.Refused as refusal:
+        raise errors.DataError(
+            f"cannot read {path}: {refusal}", "is it a file of records?"
+        ) from refusal
     except OSError as failure:
-        raise DataError(
+        raise errors.DataError(
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
     run, rows, _ = parse_records(data, path)
     if run.command != command:
-        raise DataError(f"{path} holds records of {run.command}, not of {command}")
+        raise errors.DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
 
 
@@ -268,16 +269,16 @@ def require_same_images(
         index = row.index
         if index not in labels:
             if all_of_them:
-                raise DataError(
+                raise errors.DataError(
                     f"{where} has a record of image {index}, which is not among these images"
                 )
         elif row.pixels != images.digests[index] or row.label != labels[index]:
-            raise DataError(
+            raise errors.DataError(
                 f"{images.named(index)} is another one in {where}: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
         elif not _same_file_name(row.file, images.file_of.get(index)):
-            raise DataError(
+            raise errors.DataError(
                 f"{where} says that image {index} is {row.file}; its pixels are those of {images.file_of[index]}",
                 "the records were edited, or the files were renamed: certify or attack again",
             )
@@ -292,10 +293,10 @@ def _same_file_name(stated_name: str | UnsetType, current: str | None) -> bool:
     return short == long or long in (f"{split}/{short}" for split in SPLITS)
 
 
-def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
+def require_same_network(run: record_lines.Run, checkpoint: str, where: Path | str) -> None:
     """DataError when records speak of another function than the checkpoint with this digest."""
     if run.checkpoint != checkpoint:
-        raise DataError(
+        raise errors.DataError(
             f"{where} holds records of another network: digest {run.checkpoint[:16]}, this one has {checkpoint[:16]}",
             f"certvit {run.command} this checkpoint with --records",
         )
@@ -353,7 +354,7 @@ def compute_again(
     """
     chosen = places_to_repeat([piece.hits for piece in pieces], gate, every, usual)
     for problem in disagreements(chosen):
-        raise DataError(problem, HINT)
+        raise errors.DataError(problem, HINT)
     counts = [piece.records for piece in pieces]
     return Resumed(sum(counts), sum(counts[place] for place in chosen))
 

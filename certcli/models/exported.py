@@ -124,8 +124,8 @@ class _Reader:
         if reader is None or not inputs:
             builtins = [getattr(place, name, None) for place in (torch, functional) if inputs]
             own = (each for each in builtins if isinstance(each, BuiltinFunctionType))
-            function = next(own, target)  # torch's function that is aten's operation
-            return self.program.apply(function, *args, **kwargs)
+            # torch's function that is aten's operation
+            return self.program.apply(next(own, target), *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
@@ -186,8 +186,7 @@ def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
             Refused,
             "a factor, or a quotient that is rounded",
         )
-        numbers = [_as_number(*each) for each in ((a, b), (b, a))]
-        return program.apply(function, *numbers)
+        return program.apply(function, _as_number(a, b), _as_number(b, a))
 
     return reader
 

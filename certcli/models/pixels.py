@@ -168,9 +168,9 @@ def _ring(cells: int, width: int) -> Tensor:
     return torch.zeros(cells, cells, dtype=torch.bool).scatter_(1, places, True)
 
 
-def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
-    """Views (m, rows, columns), each without a square of `side` pixels, at places x places places
-    from border to border.
+def square_views(grid: Grid, side: int) -> Tensor:
+    """Views (m, rows, columns), each without a square of `side` pixels, at 3 x 3 places from
+    border to border.
 
     On a grid of tokens the square covers whole tokens. UsageError where it does not fit.
     """
@@ -182,7 +182,7 @@ def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
         "smaller",
     )
     corners = [
-        sorted({round(step * (cells - size) / (places - 1)) for step in range(places)})
+        sorted({round(step * (cells - size) / 2) for step in range(3)})
         for size, cells in zip(shape, grid.shape, strict=True)
     ]
     views = torch.ones(len(corners[0]) * len(corners[1]), *grid.shape, dtype=torch.bool)

@@ -324,6 +324,7 @@ class Spool:
 
 
 def _copied_in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the tensor in this dtype, in memory, its entries in rows."""
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.enclosure.zonotopes.space import Bounds
+from certcli.enclosure.zonotopes.space import Bounds, Enclosed
 from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.trace import Trace, last_of
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.rounding.arithmetics import LinearMap, Precision, compounded
-from certcli.rounding.operation_errors import Executed, Sizes
+from certcli.rounding.operation_errors import Executed, OfResult, Sizes
 
 
 @dataclass(frozen=True)
@@ -184,17 +184,24 @@ class EnclosedWalk:
                 self.sizes[image][place] = size
                 self.holds[image] &= size.peak < self.errors.precision.largest
 
-    def lost(self, node: str) -> list[Tensor]:
+    def lost(self, node: str, results: Sequence[Enclosed]) -> list[Tensor]:
         """Return the l2 norm of rounding in each result of a node, by image: (b,) each."""
-        return [
-            torch.tensor(
-                [self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]
-            ).double()
-            for place in self.errors.places[node]
-        ]
+        losses = []
+        for place, result in zip(self.errors.places[node], results, strict=True):
+            step = self.errors.steps[place]
+            bounds = result.bounds() if isinstance(step.rounding, OfResult) else None
+            images = range(len(self.sizes))
+            losses.append(torch.tensor([self._lost(image, step, bounds) for image in images]))
+        return [loss.double() for loss in losses]
 
-    def _lost(self, image: int, step: ErrorStep) -> float:
-        added = step.rounding(lambda x: self.sizes[image][x.place])
+    def _lost(self, image: int, step: ErrorStep, result: Bounds | None) -> float:
+        if result is None:
+            added = step.rounding(lambda x: self.sizes[image][x.place])
+        else:
+            assert isinstance(step.rounding, OfResult)
+            total, peak = (float(part[image]) for part in (result.total, result.peak))
+            finite = total < math.inf  # not where it is NaN
+            added = step.rounding.near(as_real(total), as_real(peak)) if finite else INF
         self.holds[image] &= added.finite
         return float(added) if added.finite else 0.0
 

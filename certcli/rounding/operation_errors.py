@@ -116,6 +116,22 @@ class Steep:
         return self.rounding(sizes)
 
 
+@dataclass(frozen=True)
+class OfResult:
+    """A rounding by the size of the exact function of executed operands, which is finite only near an
+    image: share |f| + rest, where no |f| is above `largest`."""
+
+    share: float
+    rest: Real
+    largest: float
+
+    def __call__(self, sizes: Sizes) -> Real:
+        return INF
+
+    def near(self, total: Real, peak: Real) -> Real:
+        return total * self.share + self.rest if peak < self.largest else INF
+
+
 @dataclass(frozen=True, kw_only=True)
 class Operation(Call):
     """The first argument of every rule.

@@ -72,7 +72,7 @@ def proven(row: dict[str, Any]) -> NearImage:
     )
     around, label, logits = Around(0.02), row["prediction"], row["logits_upper"]
     radii = row["certified"], row["certified_by_integral"]
-    return NearImage(around, label, margins, upper, lower, logits, *radii)
+    return NearImage(around, label, margins, upper, lower, logits, *radii, areas=upper)
 
 
 def verified(report: dict[str, Any], workshop: Workshop, folder: Path, code: int) -> str:
@@ -135,18 +135,23 @@ def test_python_returns_tensors() -> None:
 
 @pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU()])
 def test_no_attack_succeeds_within_the_radius_by_the_integral(activation: nn.Module) -> None:
-    """Of a linear network it is the distance of the nearest other class."""
+    """Of a linear network it is the distance of the nearest other class, as far as pixels can go."""
     torch.manual_seed(0)
     layers = nn.Flatten(), nn.Linear(16, 6), activation, nn.Linear(6, 3)
     model = nn.Sequential(*layers).double().eval()
-    pixels = torch.rand(1, 1, 4, 4, dtype=torch.float64)
-    near = AroundImages(model, (1, 4, 4)).near(pixels, Around(2.0, slopes=False))
+    pixels = (1.5 * torch.rand(1, 1, 4, 4, dtype=torch.float64) - 0.25).clamp(0, 1)
+    balls = [Around(radius, slopes=False) for radius in (2.0, 0.4, 0.2)]
+    small, middle, near = AroundImages(model, (1, 4, 4)).each(pixels, balls)
+    assert (small.by_integral, middle.around.radius) == (0.2, 0.4)
     label = near.prediction
     require_withstood(model, pixels, label, near.by_integral, "l2", in_box=True)
     if isinstance(activation, nn.Identity):
         rows = (layers[3].weight @ layers[1].weight).detach()
         others = [j for j in range(3) if j != label]
-        distance = float((near.margins / (rows[label] - rows).norm(dim=1))[others].min())
+        slopes = rows[label] - rows
+        falling = torch.where(pixels.flatten() == 0, slopes.clamp_max(0), slopes)
+        falling = torch.where(pixels.flatten() == 1, falling.clamp_min(0), falling)
+        distance = float((near.margins / falling.norm(dim=1))[others].min())
         assert distance * (1 - 1e-9) <= near.by_integral < distance
     else:
         assert near.radius * 1.01 < near.by_integral < 2.0

@@ -189,12 +189,16 @@ def test_an_integral_is_covered_no_farther_than_it_reaches(share: float) -> None
         lengths = [longest(centre, t * linear) + 2 * t * t + 0.1 for t in middles]
         return sum(lengths) * end / cells
 
-    area = share * integral(1.0)
-    covered = parts.covered(area)
-    assert 0.9 * area <= integral(covered) <= area  # a part of a shell counts as its end
-    assert parts.covered(2 * parts.length) == 1
-    assert parts.covered(-1e-9) == 0
-    assert replace(parts, rest=math.nan).covered(1.0) == 0
+    whole = integral(1.0)
+    covered, above = parts.covered(share * whole)
+    assert 0.97 * share * whole <= integral(covered) <= share * whole
+    assert whole <= above <= 1.01 * whole
+    assert parts.covered(share * whole, covered)[0] > covered
+    rest = parts.covered(math.inf, 0.5)
+    assert rest[0] == 1
+    assert integral(0.5) + rest[1] == pytest.approx(whole, rel=0.01)
+    assert parts.covered(-1e-9)[0] == 0
+    assert replace(parts, rest=math.nan).covered(1.0)[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.certify.chains.sequential import SequentialNetwork
-from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.bounds import (
     EMMA_FLOOR,
@@ -22,13 +21,12 @@ from certcli.finetune.losses.bounds import (
     ChainBound,
     worst_logits,
 )
-from certcli.finetune.settings import FinetuneSettings
-from certcli.images import datasets
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError, UsageError
 from tests.certify.test_local_lip import NETWORKS, SIZE, images, neighbours, network
+from tests.helpers.training import digit_sets, trainer_of
 
 CERTIFIED = sorted(NEEDS_PAIRS | NEEDS_CHAIN)
 K = 7
@@ -268,13 +266,8 @@ def test_chain_gradients_are_those_of_finite_differences(name: str, loss: str) -
 @pytest.mark.parametrize("loss", CHAINED)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
-    sets = [
-        datasets.load_dataset("digits", checkpoint.record.input, split).limit(32)
-        for split in ("train", "val")
-    ]
-    settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
-    run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
-    (record,) = run.run(*sets)
+    run = trainer_of(checkpoint, loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
+    (record,) = run.run(*digit_sets(checkpoint, 32, 32))
     assert run.pairs() is None
     assert record.certified_estimate is not None
     assert record.certified_estimate <= record.clean
@@ -284,4 +277,4 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
 def test_a_network_that_is_no_chain_is_refused() -> None:
     checkpoint = build.initialise("certvit_vit_digits", {})
     with pytest.raises(NoBoundError, match="no chain"):
-        Trainer(build.load(checkpoint, writable=True), FinetuneSettings(loss="bcp"), 10, "test")
+        trainer_of(checkpoint, loss="bcp")

@@ -57,8 +57,12 @@ class Case:
         return middle - truth if self.below else (truth - middle).abs()
 
 
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
 def seeded_weight(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).double()
+    return draw(*shape, seed=3)
 
 
 _W, _B, _G = seeded_weight(5, 4), seeded_weight(5), seeded_weight(4)

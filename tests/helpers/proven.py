@@ -8,7 +8,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.verification import evidence
+from certcli.lipschitz import network
 from certcli.verification import report as reports
 
 
@@ -19,7 +19,7 @@ def proofs_made_once(certificates: bool = True) -> Iterator[None]:
     """
     prepared = methods.prepare_method
     certified = methods.certify_images
-    proven = evidence.prove_checkpoint
+    proven = network.prove_checkpoint
     known: dict[Any, Any] = {}
 
     def prove(checkpoint: Checkpoint, device: Any) -> Any:
@@ -40,7 +40,7 @@ def proofs_made_once(certificates: bool = True) -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evidence, "prove_checkpoint", prove)
+        patch.setattr(network, "prove_checkpoint", prove)
         patch.setattr(reports, "prove_checkpoint", prove)
         patch.setattr(methods, "prepare_method", prepare)
         if certificates:

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
+from certcli.attack import findings, judge
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
-from certcli.attack.findings import attack_again
-from certcli.attack.judge import predict_classes
 from certcli.attack.patch import PatchCampaign, PatchTarget
 from certcli.attack.settings import AttackSettings
 from certcli.certify import options
@@ -118,7 +117,9 @@ def attack_by_patches(
     if file.taken:
         rows = [row for part in rows_of.values() for row in part]
         gate_rests, every = bool(results.minimum), output.output is not None
-        resumed = attack_again(campaign, rows, file.taken, gate_rests, every, str(results.records))
+        resumed = findings.attack_again(
+            campaign, rows, file.taken, gate_rests, every, str(results.records)
+        )
     parts = [_patch_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
@@ -228,7 +229,7 @@ def _targets(
     if defence == "none":
         model = build.load(checkpoint, device)
         plain = PatchTarget(
-            lambda corner: model, lambda pixels: list(predict_classes(model, pixels).tolist())
+            lambda corner: model, lambda pixels: list(judge.predict_classes(model, pixels).tolist())
         )
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare_patch(checkpoint, device, defended)

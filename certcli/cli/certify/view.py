@@ -9,7 +9,6 @@ from certcli.certify.certificate import CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import intervals, record_lines, records
 from certcli.evaluation.image_records import Certificate
-from certcli.evaluation.records import Resumed
 from certcli.evaluation.threat import (
     Norm,
     Threat,
@@ -38,7 +37,7 @@ class Result:
     rows: Sequence[Certificate]
     accuracy: CertifiedAccuracy
     seconds: float | None
-    resumed: Resumed | None = None
+    resumed: records.Resumed | None = None
 
     def share(self, threat: Threat) -> str:
         return (
@@ -157,7 +156,7 @@ def _show_methods(
     )
     for result in results:
         sink.text(
-            f"{result.certifier.method}: {result.certifier.title_of(result.rows)}. {result.certifier.statement}"
+            f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}"
         )
 
 
@@ -187,7 +186,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         "certified accuracy",
         "95 % interval",
     ]
-    sink.table(f"{where}; {result.certifier.title_of(result.rows)}", columns, rows)
+    sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if accuracy.abstained:
         sink.text(f"abstained: {percent(accuracy.abstained)}")
     taken = (

@@ -164,7 +164,9 @@ def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions
         NoBoundError: an operation has no derivative; the walk does not fit into memory.
     """
     if audited.of_features:
-        raise errors.UsageError("--around is about logits, and this network ends in features")
+        raise errors.UsageError(
+            "--around is about logits, and this network ends in features", "leave out --around"
+        )
     return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
 
 

@@ -137,7 +137,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
             certifier, chosen, images, seed, attack, options.machine.batch_size
         ):
             number = row.certificate.index
-            abstains = row.claim.status == "unverified"
+            abstains = row.certificate.prediction is None
             name = images.named(number)
             claims.append(replace(row.claim, entry=name, number=number, asked=not abstains))
             attacked += row.attacked
@@ -192,7 +192,8 @@ def _ready(
         )
     except UsageError as failure:
         raise DataError(
-            f"{options.file} states parameters that mean nothing: {failure.message}"
+            f"{options.file} states parameters that mean nothing here: {failure.message}",
+            "certify again",
         ) from failure
     methods.require_same_way(
         run, methods.certify_run(certifier, checkpoint, images), str(options.file)

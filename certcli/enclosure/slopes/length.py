@@ -1,5 +1,6 @@
 """How long a gradient can be: from a form of it, upper bounds rounded up. docs/local.md, 13."""
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ _TRIED = 200
 """Multipliers of the dual that are tried."""
 _SHELLS = 8
 """Of a ball, over which its integral is taken."""
+_UP = 1 + 2.0**-40
+"""Above the roundings of the few float64 operations before it."""
 
 
 @dataclass(frozen=True)
@@ -42,27 +45,36 @@ class Parts:
         """Return a bound of |c + A e + Q vec(e e^T) + r|_2 over |e|_2 <= 1."""
         return self.within(1.0)
 
+    @functools.cached_property
+    def curvature(self) -> float:
+        """Return a bound of |Q|_2."""
+        return norm(self.square)
+
     def within(self, share: float) -> float:
         """Return the same over |e|_2 <= share, no more than 1."""
-        linear = reach(self.centre, share * self.linear)
-        terms = (linear, share * share * norm(self.square), self.rest)
-        # the product is off by a unit of |share A|_F, at most sqrt(m) times |share A|_2 <= linear
+        terms = (reach(self.centre, share * self.linear), share * share * self.curvature, self.rest)
+        # the product is off by a unit of |share A|_F, at most sqrt(m) times |share A|_2
         total = sum(terms) * (1 + gamma(self.linear.shape[1] + 8))
         return total if total < math.inf else math.inf  # also for NaN
 
-    def covered(self, area: float) -> float:
-        """Return a t <= 1, nearly the largest, over which the integral of `within` is at most `area`.
+    def covered(self, room: float, start: float = 0.0) -> tuple[float, float]:
+        """Return a t in [start, 1], nearly the largest, with the integral of `within` from start to t
+        at most `room`; and that integral to 1.
 
-        What is bounded is a largest of convex functions of t, and computed bounds are no smaller:
-        so chords are above it.
+        What `within` bounds is a largest of convex functions, and grows: so chords are above it, and
+        above its integral.
         """
-        lengths = [self.within(k / _SHELLS) for k in range(_SHELLS + 1)]
-        for k, (near, far) in enumerate(itertools.pairwise(lengths)):
-            shell = (near + far) / (2 * _SHELLS) * (1 + gamma(8))
-            if not shell <= area:
-                return (k / _SHELLS + max(0.0, area) / max(near, far)) * (1 - gamma(8))
-            area = (area - shell) * (1 - gamma(2))
-        return 1.0
+        step = (1 - start) / _SHELLS
+        lengths = [self.within(start + k * step) for k in range(_SHELLS + 1)]
+        reached, total = start, 0.0
+        for k, ends in enumerate(itertools.pairwise(lengths)):
+            shell = sum(ends) / 2 * step * _UP
+            if total + shell <= room:
+                reached = start + (k + 1) * step
+            elif total < room:
+                reached = start + (k + (room - total) / shell) * step
+            total = (total + shell) * _UP
+        return reached, total
 
 
 def logits_length(parts: Sequence[Parts], label: int) -> float:

@@ -69,7 +69,8 @@ class Tape(Enclosure):
         self.values[node] = value
         computed = isinstance(value, (Form, list, tuple)) and node.op != "placeholder"
         if self.executed_as is not None and computed:
-            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name)]
+            parts = [value] if isinstance(value, Form) else value
+            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name, parts)]
 
     def gradient(self, seed: Form) -> tuple[Form, float]:
         """Return the form of the gradient at the image for that at the walk's result.

@@ -37,6 +37,7 @@ from certcli.enclosure.zonotopes.space import (
 from certcli.engine.replay import close, noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, executed, last_of, result_of, shifts_logits
+from certcli.engine.tracer import target_name
 from certcli.engine.walk import Call, Constant, Domain
 
 Watch = Callable[[fx.Node, Any, int | None], None]
@@ -111,8 +112,8 @@ class Enclosure(Domain):
         if self.executed_as is None:
             return value
         several = isinstance(value, (list, tuple))
-        losses = self.executed_as.lost(node.name)
-        pairs = zip(value if several else [value], losses, strict=True)
+        results = value if several else [value]
+        pairs = zip(results, self.executed_as.lost(node.name, results), strict=True)
         parts = [
             part.doubted(rounding.to(part.centre)) if bool(rounding.any()) else part
             for part, rounding in pairs
@@ -205,8 +206,8 @@ def require_rules(traced: Trace, table: RuleTable) -> None:
     for node in traced.graph.nodes:
         supported = table.methods if node.op == "call_method" else table.functions
         if node.op in ("call_method", "call_function") and node.target not in supported:
-            name = getattr(node.target, "__name__", node.target)
             where = node.meta.get("path") or "the network"
+            name = target_name(node.target)
             raise NoRule(f"{where}: no relaxation for the operation '{name}'")
 
 

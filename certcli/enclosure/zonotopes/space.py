@@ -161,14 +161,20 @@ class Bounds(NamedTuple):
     deviation: Tensor
 
 
+class Enclosed(Protocol):
+    """A tensor near some images."""
+
+    def bounds(self) -> Bounds: ...
+
+
 class ExecutedWalk(Protocol):
     """The rounding of one walk around some images."""
 
     def observe(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the bounds of a node's values; "" is the image."""
 
-    def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to a node's results, operands known: (b,)."""
+    def lost(self, node: str, results: Sequence[Enclosed]) -> list[Tensor]:
+        """Return the l2 norm of what rounding adds to these results of a node, operands known: (b,)."""
         ...
 
     def pairs(self) -> Tensor:

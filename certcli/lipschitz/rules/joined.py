@@ -199,16 +199,7 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
         )
         return replace(x, waiting=masked)
     ctx.require(filling > -math.inf, "filling with -inf")
-    x = ctx.settle(x)
-    old = x.size
-    if filling != 0:
-        return replace(x, size=Size(ctx.arith, x.shape))
-    return replace(
-        x,
-        size=Size(
-            ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak
-        ),
-    )
+    return where_bound(ctx, mask, filling, x)
 
 
 def _convex_shares(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:
