@@ -35,7 +35,8 @@ TABLE = Table(
     "Parameters: of the networks decoded from the paper's counts. "
     + DECODED
     + "All other rows were trained on the older networks of these names (`certvit_4c3f`, `certvit_vit_mnist` and so on). "
-    "Where Table 4 of the paper gives another network than its Table 1 counts, the row says that the paper contradicts itself.",
+    "Where Table 4 of the paper gives another network than its Table 1 counts, the row says that the paper contradicts "
+    "itself.",
 )
 
 PICTURE = Table(
