@@ -17,7 +17,7 @@ _NAMES = {
 }
 _ADAMW = "--optimiser adamw --lr 1e-3 --weight-decay 0 --batch-size"
 _FLOORS = "--goal keep --limit 400"
-"""Of the ViTs, whose blocks `adapt` knows no replacement for: floors under LayerNorm, 10^18 where it was 10^47."""
+"""Of the ViTs, whose blocks `adapt` cannot replace: floors under LayerNorm, 10^18 where it was 10^47."""
 
 
 @dataclass(frozen=True)
