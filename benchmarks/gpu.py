@@ -69,7 +69,6 @@ def rows(count: int, batch: int) -> list[Row]:
     data = ("--dataset", "images", "--batch-size", str(batch))
     judged = (*data, "--limit", str(count), "--json", "-e", str(RADIUS))
     certify = ("certify", "plain.safetensors", *judged)
-    norms = min(count, 8)
     return [
         Row("lipschitz", ("lipschitz", "plain.safetensors", "--json"), 0, True),
         Row(
@@ -98,13 +97,6 @@ def rows(count: int, batch: int) -> list[Row]:
             "certify smoothing",
             (*certify, "--method", "smoothing", "--sigma", "0.25", "--samples", "1000"),
             count,
-        ),
-        Row(
-            "certify local norms",
-            (*certify, "--method", "local", "--effort", "norms", "--limit", str(norms)),
-            norms,
-            True,
-            "norms.jsonl",
         ),
         Row("attack pgd-20", ("attack", "plain.safetensors", *judged, "-a", "pgd-20"), count),
         Row(

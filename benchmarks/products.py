@@ -4,7 +4,7 @@ r"""What oneDNN's matrix products gain over PyTorch's own on this processor, as 
 
 Each row is run with PyTorch's products and with oneDNN's, one after the other, --rounds times; the table shows the
 median of the CPU seconds of both, and of their ratios. On processors where certvit keeps PyTorch's own
-(`certcli.system.products.is_faster`) the ratios say what the other choice would cost. Weights and images are random.
+(`certcli.system.torch_modes.is_faster`) the ratios say what the other choice would cost. Weights and images are random.
 """
 
 import argparse
@@ -22,8 +22,8 @@ from certcli.finetune.loop import Trainer
 from certcli.finetune.settings import FinetuneSettings
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.system import products
-from certcli.system.products import OneDnnProducts, is_faster
+from certcli.system import torch_modes
+from certcli.system.torch_modes import OneDnnProducts, is_faster
 
 TIMM_TINY = ("vit_tiny_patch16_224", {}, 16)
 CIFAR_VIT = (
@@ -107,7 +107,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     chosen = "oneDNN" if is_faster() else "PyTorch's own"
-    products.is_faster = lambda: False  # type: ignore[assignment]  # the rows choose for themselves
+    torch_modes.is_faster = lambda: False  # type: ignore[assignment]  # the rows choose for themselves
     print(f"certvit multiplies by {chosen} here; {options.threads} thread(s), CPU seconds")
     print(f"{'work':<50} {'PyTorch':>8} {'oneDNN':>8} {'ratio':>6}")
     for name, make in ROWS.items():

@@ -233,8 +233,8 @@ CALLS: dict[str, tuple[Callable[[Any], object], str]] = {
         "lipschitz has no option 'samples'",
     ),
     "choice": (
-        lambda net: certvit.certify(net, "digits", method="local", effort="nroms"),
-        "unknown effort 'nroms'\ndid you mean 'norms'",
+        lambda net: certvit.certify(net, "digits", method="local", effort="tokns"),
+        "unknown effort 'tokns'\ndid you mean 'tokens'",
     ),
     "method": (
         lambda net: certvit.certify(net, "digits", method="lcal"),

@@ -34,7 +34,7 @@ class Sentence:
 
 _EXISTING = ("gloro", "local-lip", "bcp")
 _PARTS = {"local-lip": "not decided: parts of Local-Lip are not built"}
-"""Its authors' clipped ReLU and schedule: our training certifies half of what its estimate says."""
+"""Masks in convolutions, and a singular vector of every training image: docs/chains.md."""
 _MSVP = ("msvp", "msvp-1e-3")
 _BASELINES = ("lipsformer", "l2former", "lnformer")
 _STANDARD = ("clean", "fgsm", "pgd2")

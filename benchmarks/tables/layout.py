@@ -40,7 +40,8 @@ class Row:
     shows, with the columns of its own table. quick: part of `--quick`, which takes the first three
     seeds; only rows whose
     time is known. full: trained until validation stopped rising or an hour of CPU time was over, so
-    that its figures stand beside the paper's.
+    that its figures stand beside the paper's. paper: the row under
+    whose name the paper's figures are stored, where it is another one.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Row:
     full: bool = False
     note: str = ""
     same: str = ""
+    paper: str = ""
 
     @property
     def table(self) -> str:

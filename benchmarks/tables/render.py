@@ -99,9 +99,9 @@ def row_cells(
     mine = own_runs(row, runs)
     cells = list(row.cells)
     for column in table.columns:
-        cells += [ours(column, mine), theirs(column, published.get(row.name, {}))]
+        cells += [ours(column, mine), theirs(column, printed(row, published))]
     seconds = [sum(run["cpu_seconds"].values()) for run in mine]
-    status_text = status(table, row, runs, published.get(row.name, {}))
+    status_text = status(table, row, runs, printed(row, published))
     cells += [
         status_text,
         f"{statistics.fmean(seconds):.0f}" if any(seconds) else "",
@@ -119,6 +119,11 @@ def own_runs(row: Row, runs: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [run for run in runs_of if run is not None]
 
 
+def printed(row: Row, published: Mapping[str, Any]) -> Mapping[str, float]:
+    """The paper's figures of the row."""
+    return published.get(row.paper or row.name, {})
+
+
 def lacking(row: Row) -> str:
     """What a row that was not run would need."""
     data = [
@@ -126,7 +131,7 @@ def lacking(row: Row) -> str:
     ]
     if not row.steps:
         return "the paper's own training, on GPUs"
-    hours = " and a GPU's hours" if row.table == "certvit-1" else ""
+    hours = " and a GPU's hours" if row.table == "certvit-1" and not row.paper else ""
     return f"needs {', '.join(data) or 'a run'}{hours}"
 
 
@@ -269,7 +274,7 @@ def verdict_rows(runs: Mapping[str, Any], published: Mapping[str, Any]) -> list[
         counts = dict.fromkeys(VERDICTS, 0)
         for row in ROWS:
             if row.table == table.name:
-                said = f"; {status(table, row, runs, figures.get(row.name, {}))}"
+                said = f"; {status(table, row, runs, printed(row, figures))}"
                 counts[next(verdict for verdict in VERDICTS if f"; {verdict}" in said)] += 1
         lines.append([table.title, *map(str, counts.values())])
     return lines

@@ -22,6 +22,10 @@ from benchmarks.tables.rows import BY_NAME
 torch.set_num_threads(1)  # and none are started before a fork
 
 
+JUDGING = ("certify", "attack")
+"""Steps that judge a network which others made."""
+
+
 class RowFailed(Exception):
     """A step of a row did not end well; the message has its command and the end of what it said."""
 
@@ -149,12 +153,15 @@ def run_row(row: Row, seed: int, data: Mapping[str, str], work: Path) -> dict[st
         for place, name in enumerate(row.steps, start=1)
     }
     documents = {name: record["document"] for name, record in steps.items()}
+    seconds = {name: record["cpu_seconds"] for name, record in steps.items()}
+    training = round(sum(spent for name, spent in seconds.items() if name not in JUDGING), 1)
+    whole = documents | {"cpu_seconds": {"training": training}}
     return {
-        "figures": {column: figure(documents, where) for column, where in row.figures.items()},
+        "figures": {column: figure(whole, where) for column, where in row.figures.items()},
         "images": {
             name: document["images"] for name, document in documents.items() if "images" in document
         },
         "commands": dict(row.steps),
-        "cpu_seconds": {name: record["cpu_seconds"] for name, record in steps.items()},
+        "cpu_seconds": seconds,
         "machine": results.machine(),
     }

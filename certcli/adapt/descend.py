@@ -24,7 +24,7 @@ from certcli.images.labelled import transform_each
 from certcli.models.build import multiplies_bf16
 from certcli.system.errors import UsageError, raise_if
 from certcli.system.processes import ALONE, Team
-from certcli.system.products import fast_products
+from certcli.system.torch_modes import fast_products
 
 _PHOTOGRAPH = 64  # least shorter side, in pixels, at which crops and mirror images look natural
 

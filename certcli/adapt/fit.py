@@ -56,10 +56,10 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.outputs import read_state, write_state
 from certcli.checkpoint.schema import AdaptFields
 from certcli.models import build
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.nn.layers import FlatHead
-from certcli.nn.norms import CenterNorm, FloorNorm
 from certcli.system.errors import CheckpointError, one_line
-from certcli.system.products import fast_products
+from certcli.system.torch_modes import fast_products
 
 KEY = "certvit-adapt-state"
 NETWORK = "(network)"

@@ -31,8 +31,8 @@ from certcli.images.labelled import at_once
 from certcli.lipschitz.network import trial_upper
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm
-from certcli.system.products import fast_products
+from certcli.nn.blocks import FloorNorm
+from certcli.system.torch_modes import fast_products
 
 BLANK = (0.0, 0.5, 1.0)
 
@@ -196,9 +196,8 @@ class Keeper(Adaptation):
             order = torch.cat(parts).sort().values if parts else torch.zeros(1)
             for share in QUANTILES:
                 floor = float(order[int(share * (len(order) - 1))])
-                if floor > self.first_floors[path]:
-                    digits = math.log10(floor / self.first_floors[path])
-                    yield RaisedFloor(path, floor, digits)
+                if floor > (first := self.first_floors[path]):
+                    yield RaisedFloor(path, floor, math.log10(floor / first))
 
     def _place(self, raised: Sequence[RaisedFloor]) -> None:
         """Raise exactly these floors; all others are the first ones."""

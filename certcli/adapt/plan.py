@@ -31,7 +31,7 @@ from certcli.checkpoint.file import Checkpoint, tensors_digest
 from certcli.checkpoint.record import Replacement
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import floor_fits
+from certcli.nn.blocks import floor_fits
 from certcli.system.errors import ArchitectureError, raise_if
 from certcli.system.processes import ALONE, Team
 
@@ -67,8 +67,7 @@ def _block_sections(net: Any) -> list[Section]:
 
 def run_end(net: Any, x: Tensor) -> Tensor:
     """Return the logits of the stream that leaves the last section, in every family."""
-    logits: Tensor = net.forward_head(net.norm(x))
-    return logits
+    return net.forward_head(net.norm(x))
 
 
 def _swin_body(net: Any) -> list[Section]:

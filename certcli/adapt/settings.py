@@ -1,6 +1,6 @@
 """The settings of adapt, which are also its options. Importing this file imports no torch."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -29,6 +29,13 @@ GOALS = {"keep": ("keep", "floor", "keep"), "certify": ("l2", "center", "convex"
 keep: the network keeps its answers. A floor bounds the rows that dot-product attention reads, which makes it Lipschitz.
 certify: parts of small constants, for networks that are then trained against their bound.
 """
+CHOICES: Mapping[str, Collection[str]] = {
+    "goal": GOALS,
+    "attention": ATTENTIONS,
+    "norm": NORMS,
+    "residual": RESIDUALS,
+    "activation": ACTIVATIONS,
+}
 KEEP_HEAD = "keep"
 HEAD = (128, 128)
 """Widths of the head that --goal certify takes where no option names one. From the old head
@@ -49,12 +56,6 @@ def _widths(text: str) -> tuple[int, ...] | str:
     message = f"--head '{text}' is neither keep nor even widths"
     raise_if(wrong, UsageError, message, "--head 128,128")
     return widths
-
-
-def _require_one(option: str, value: str, choices: Iterable[str]) -> None:
-    raise_if(
-        value not in choices, UsageError, f"unknown {option} '{value}'", one_of(value, choices)
-    )
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,10 @@ class AdaptSettings:
     refit: bool = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        _require_one("--goal", self.goal, GOALS)
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value is not None and value not in choices:
+                raise UsageError(f"unknown --{name} '{value}'", one_of(value, choices))
         attention, norm, residual = GOALS[self.goal]
         self._default(attention=attention, norm=norm, residual=residual)
         others = self.residual == self.activation == "keep" and self.widths is None
@@ -129,10 +133,6 @@ class AdaptSettings:
         self._default(refit=not (self.goal == "keep" and floors_alone and self.epochs is None))
         self._default(epochs=EPOCHS if self.refit else 0)
         self._default(distill=DISTILL if self.epochs > 0 else 0)
-        _require_one("--attention", self.attention, ATTENTIONS)
-        _require_one("--norm", self.norm, NORMS)
-        _require_one("--residual", self.residual, RESIDUALS)
-        _require_one("--activation", self.activation, ACTIVATIONS)
         raise_if(
             self.epochs < -1 or self.distill < 0 or self.lr <= 0 or self.batch_size < 1,
             UsageError,

@@ -34,8 +34,7 @@ from certcli.nn.attention_variants import (
     L2UntiedValueAttention,
     LipschitzNormAttention,
 )
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm
 from certcli.system.torch_modes import seed_all
 
 
@@ -274,8 +273,7 @@ def _carry_block(
 
 def output_map(block: Any, half: Half) -> nn.Linear:
     """Return the last linear map of a residual branch."""
-    layer: nn.Linear = block.attn.proj if half == 1 else block.mlp.fc2
-    return layer
+    return block.attn.proj if half == 1 else block.mlp.fc2
 
 
 def branch_inputs(block: Any, half: Half) -> list[nn.Linear]:
@@ -290,8 +288,12 @@ def branch_inputs(block: Any, half: Half) -> list[nn.Linear]:
     ]
 
 
-def reads_linearly(block: Any, half: Half) -> bool:
-    """Return whether only the input maps read the normed stream; token mixing reads it too."""
+def only_inputs_read_norm(block: Any, half: Half) -> bool:
+    """Tell whether nothing but `branch_inputs` reads the normed stream in this half of the block.
+
+    Only then may the norm be folded into these maps: attention of another kind, or zeros that pad a
+    window, would read the stream without the norm.
+    """
     if half == 2:
         return True
     padded = False
@@ -313,7 +315,11 @@ def fold_norms(net: Any) -> list[str]:
             readers = branch_inputs(step.module, half)
             # an offset moves into biases, and only linear maps may read the normed stream
             foldable = readers and all(layer.bias is not None for layer in readers)
-            if isinstance(norm, CenterNorm) and foldable and reads_linearly(step.module, half):
+            if (
+                isinstance(norm, CenterNorm)
+                and foldable
+                and only_inputs_read_norm(step.module, half)
+            ):
                 for layer in readers:
                     fold_center_norm(norm, layer)
                 setattr(step.module, f"norm{half}", nn.Identity())

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Unpack, overload
 import torch
 from torch import Tensor
 
-from certcli.api import arguments
-from certcli.api.door import run_command, speaks_python
+from certcli.api import arguments, door, results
 from certcli.api.networks import (
     Data,
     Labels,
@@ -38,28 +37,18 @@ from certcli.api.options import (
     Radius,
     Words,
 )
-from certcli.api.results import (
-    AsTyped,
-    AttackCurve,
-    AttackedAccuracy,
-    AuditReport,
-    Certificates,
-    ProvenBound,
-)
 from certcli.attack.findings import collect
-from certcli.attack.run import attack_images, robust_curve
+from certcli.attack.run import robust_curve
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of
+from certcli.attack.stages import Campaign, stages_of, tasks_of
 from certcli.audit import document_builder, gates
 from certcli.audit import run as audit_run
 from certcli.audit.plan import AuditPlan, Clock, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.around import Around, LocalBounds, local_bounds
 from certcli.certify.logit_bounds import Bounding, LogitBounds, Neighbourhood, logit_bounds
-from certcli.certify.methods import Method, options_of_method, prepare_method
 from certcli.certify.options import Patches, Smoothing
 from certcli.certify.patch.certifier import MOST_LIKELY, Prediction, Predictor
-from certcli.evaluation import perturbation
 from certcli.evaluation.threat import Defence, Norm, Patch, Threat
 from certcli.images.calibration import calibration_images
 from certcli.images.labelled import Images
@@ -77,13 +66,13 @@ FUNCTIONS = __all__
 """The public functions, all of them documented."""
 
 
-@speaks_python
-def bound(source: Network, *, device: str = "cpu") -> ProvenBound:
+@door.speaks_python
+def bound(source: Network, *, device: str = "cpu") -> results.ProvenBound:
     """Prove |f(x) - f(y)| <= upper |x - y| for images in [0, 1]; `upper` only rounds up."""
-    return ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
+    return results.ProvenBound(**vars(prove_checkpoint(load(source), torch.device(device))))
 
 
-@speaks_python
+@door.speaks_python
 def slope(
     source: Network, images: Data, *, iterations: int = 20, seed: int = 0, batch_size: int = 8
 ) -> Estimate:
@@ -109,7 +98,7 @@ def bounds(
 def bounds(
     source: Network, images: Data, *, around: Radius, norm: Norm = "l2", device: str = "cpu"
 ) -> LocalBounds: ...
-@speaks_python
+@door.speaks_python
 def bounds(
     source: Network,
     images: Data,
@@ -145,18 +134,18 @@ def bounds(
     return logit_bounds(checkpoint, pixels, classes, near, torch.device(device))
 
 
-@speaks_python
+@door.speaks_python
 def certify(
     source: Network,
     images: Data,
     labels: Labels = None,
     *,
-    method: Method = "lipschitz",
+    method: methods.Method = "lipschitz",
     denoiser: Any = None,
     device: str = "cpu",
     batch_size: int = 128,
     **options: Unpack[CertifyOptions],
-) -> Certificates:
+) -> results.Certificates:
     """Return one certificate an image.
 
     Args:
@@ -166,7 +155,7 @@ def certify(
         options: Of the method.
     """
     checkpoint = open_classifier(source)
-    kind = type(options_of_method(method, {}))
+    kind = type(methods.options_of_method(method, {}))
     chosen = kind.of(arguments.read_options(kind, CertifyOptions, options, method))
     if isinstance(chosen, Smoothing):
         chosen = replace(chosen, batch_size=batch_size)
@@ -176,14 +165,14 @@ def certify(
         name = "denoiser_file" if isinstance(denoiser, Path) else "denoiser_module"
         chosen = replace(chosen, **{name: denoiser})
     batches = methods.certify_images(
-        prepare_method(method, checkpoint, torch.device(device), chosen),
+        methods.prepare_method(method, checkpoint, torch.device(device), chosen),
         judged_images(checkpoint, images, labels),
         batch_size,
     )
-    return Certificates(row for rows in batches for row in rows)
+    return results.Certificates(row for rows in batches for row in rows)
 
 
-@speaks_python
+@door.speaks_python
 def shares(
     certificates: Sequence[certificate.Certificate],
     radii: Radius | Patch | Threat | Sequence[Radius | Patch | Threat],
@@ -196,12 +185,12 @@ def shares(
     names = {threat.key: name for name, threat in threats.items()}
     return replace(
         summary,
-        certified=AsTyped(summary.certified.items(), names),
-        intervals=AsTyped(summary.intervals.items(), names),
+        certified=results.AsTyped(summary.certified.items(), names),
+        intervals=results.AsTyped(summary.intervals.items(), names),
     )
 
 
-@speaks_python
+@door.speaks_python
 def predict(
     source: Network,
     images: Data,
@@ -228,7 +217,7 @@ def predict(
     ]
 
 
-@speaks_python
+@door.speaks_python
 def attack(
     source: Network,
     images: Data,
@@ -241,7 +230,7 @@ def attack(
     batch_size: int = 128,
     return_examples: bool = False,
     **settings: Unpack[AttackOptions],
-) -> AttackCurve:
+) -> results.AttackCurve:
     """Return the accuracy that the attacks leave at each radius, ascending.
 
     Args:
@@ -252,38 +241,27 @@ def attack(
     chosen = AttackSettings(
         **arguments.read_options(AttackSettings, AttackOptions, settings, "attack")
     )
-    (stage,) = stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
-    stage = stage.with_draws(chosen.seed, checkpoint.record.classes, chosen.precision)
     model = network(checkpoint, device=device)
-    stage = stage.with_square(model, checkpoint.record.input.size)
-    where = torch.device(device)
-    batches = (
-        (i, pixels.to(where), y)
-        for i, pixels, y in judged_images(checkpoint, images, labels).batches(batch_size)
-    )
-    records = list(
-        attack_images(
-            model,
-            batches,
-            stage.plan,
-            perturbation.growing(stage.norm, stage.radii),
-            chosen,
-            keep_images=return_examples,
-        )
-    )
+    stages = [
+        stage.ready(model, checkpoint.record, chosen)
+        for stage in stages_of(attacks, None, norm, arguments.read_radii("radii", radii), chosen)
+    ]
+    tasks = tasks_of(stages, judged_images(checkpoint, images, labels))
+    campaign = Campaign(model, tasks, chosen, batch_size, keep_images=return_examples)
+    records = [row for _, rows in campaign.run() for row in rows]
     size = checkpoint.record.input.size
 
     def examples(radius: float) -> dict[str, Tensor] | None:
         fallen = (record for record in records if record.fell and record.epsilon <= radius)
         return collect(fallen, size) if return_examples else None
 
-    return AttackCurve(
-        AttackedAccuracy(**vars(one), examples=examples(one.epsilon))
+    return results.AttackCurve(
+        results.AttackedAccuracy(**vars(one), examples=examples(one.epsilon))
         for one in robust_curve(records)
     )
 
 
-@speaks_python
+@door.speaks_python
 def audit(
     source: Network,
     images: Data | None = None,
@@ -293,7 +271,7 @@ def audit(
     fail_on: Words = (),
     device: str = "cpu",
     **settings: Unpack[AuditOptions],
-) -> AuditReport:
+) -> results.AuditReport:
     """Return the findings of `certvit audit` within `seconds`, in words and figures.
 
     Gates are judged, not enforced: see `gate.passed`. Outside the main thread a stage ends between
@@ -326,7 +304,7 @@ def audit(
         checkpoint, findings, plan, clock, Typed(name, dataset=named), where
     )
     report.network.name = report.network.name if name != "FILE" else "checkpoint"
-    return AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
+    return results.AuditReport(**{name: getattr(report, name) for name in report.__struct_fields__})
 
 
 def _function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint]:
@@ -344,12 +322,12 @@ def _function_of_command(name: str, effect: str) -> Callable[..., OpenCheckpoint
             if not isinstance(source, str | Path):
                 file = Path(folder, "source.safetensors")
                 save(load(source), file)
-            run_command(name, str(file), Path(path), force, options)
+            door.run_command(name, str(file), Path(path), force, options)
         return load(path)
 
     change.__name__ = name
     change.__doc__ = effect
-    return speaks_python(change)
+    return door.speaks_python(change)
 
 
 adapt = _function_of_command(

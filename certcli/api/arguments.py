@@ -15,9 +15,9 @@ from msgspec import Meta
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.certify.certificate import Certificate
 from certcli.checkpoint import file
 from certcli.checkpoint.record import LARGEST_SIDE
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat, parse_radius
 from certcli.system import errors, registry
 from certcli.system.errors import UsageError

@@ -15,10 +15,8 @@ from certcli.api.arguments import (
     read_choice,
     require_option_names,
 )
-from certcli.system.ambient import as_stated
-from certcli.system.errors import CertvitError, UsageError, one_line
+from certcli.system import ambient, errors, reading
 from certcli.system.options import choices
-from certcli.system.reading import require_unchanged
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,7 +68,7 @@ class Signature:
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
         except TypeError as failure:
-            raise UsageError(
+            raise errors.UsageError(
                 f"{self.name}: {failure}", f"{self.name}({', '.join(self.names)})"
             ) from failure
         return {
@@ -124,7 +122,9 @@ def run_command(name: str, source: str, path: Path, force: bool, options: dict[s
     except Exception as failure:  # Typer's own: a value that an option does not take
         if not hasattr(failure, "format_message"):
             raise
-        raise UsageError(one_line(failure.format_message())) from failure
+        raise errors.UsageError(
+            errors.one_line(failure.format_message()), f"certvit {name} --help lists its options"
+        ) from failure
     finally:
         Sink.invocation = before
 
@@ -140,11 +140,11 @@ def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             values = signature.read(args, kwargs)
-            with as_stated():
+            with ambient.as_stated():
                 result = function(**values)  # type: ignore[call-arg]
-            require_unchanged()
+            reading.require_unchanged()
             return result
-        except CertvitError as failure:
+        except errors.CertvitError as failure:
             failure.message = in_python(failure.message)
             failure.hint = in_python(failure.hint)
             failure.args = (failure.message,)

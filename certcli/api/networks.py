@@ -12,15 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
-from certcli.api.arguments import in_python, names_with_values, require_option_names, shown_value
-from certcli.api.door import speaks_python
+from certcli.api import arguments, door
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Record
 from certcli.images import datasets
 from certcli.images.labelled import Images
-from certcli.models import build, in_memory, origins
-from certcli.models.build import OpenCheckpoint
-from certcli.models.open import open_checkpoint, perturbed_at
+from certcli.models import build, in_memory, open, origins
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import require_classifier, require_features
 from certcli.system.errors import DataError, UsageError, one_line, plain_text
@@ -33,7 +30,7 @@ Labels = Any
 """None, or (n,) whole numbers: a tensor, an array or a sequence."""
 
 
-@speaks_python
+@door.speaks_python
 def load(
     source: Network,
     *,
@@ -46,7 +43,7 @@ def load(
     weights: str | None = None,
     features: bool = False,
     image_size: int | None = None,
-) -> OpenCheckpoint:
+) -> build.OpenCheckpoint:
     """Open a network; its modules are built or copied once. Doubts on reading are warnings.
 
     Args:
@@ -73,16 +70,18 @@ def load(
         "features": features or None,
     }
     if isinstance(source, Checkpoint):
-        require_option_names(
-            names_with_values(about_files | about_modules), (), "load of an open network"
+        arguments.require_option_names(
+            arguments.names_with_values(about_files | about_modules), (), "load of an open network"
         )
-        return perturbed_at(build.with_network(source), image_size)
+        return open.perturbed_at(build.with_network(source), image_size)
     if isinstance(source, ExportedProgram):
         source = source.module()
     if isinstance(source, nn.Module):
-        require_option_names(names_with_values(about_files), about_modules, "load of a module")
+        arguments.require_option_names(
+            arguments.names_with_values(about_files), about_modules, "load of a module"
+        )
         opened = in_memory.open_module(source, mean, std, input_size, features=features)
-        return perturbed_at(opened, image_size)
+        return open.perturbed_at(opened, image_size)
     if input_size is not None:
         raise UsageError(
             "the input_size of a file is that of its architecture", "arch_args={'img_size': 224}"
@@ -97,15 +96,15 @@ def load(
         features,
         image_size=image_size,
     )
-    opened = open_checkpoint(str(source), hints)
+    opened = open.open_checkpoint(str(source), hints)
     if features:
         require_features(opened, str(source))
     for doubt in opened.reading.doubts:
-        warnings.warn(plain_text(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(arguments.in_python(doubt)), stacklevel=3)
     return opened
 
 
-@speaks_python
+@door.speaks_python
 def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> None:
     """Write a checkpoint atomically; replace an existing file only with `force`."""
     if checkpoint.record.arch.startswith(in_memory.PREFIX):
@@ -116,19 +115,19 @@ def save(checkpoint: Checkpoint, path: str | Path, *, force: bool = False) -> No
     checkpoint.write(Path(path), force)
 
 
-@speaks_python
+@door.speaks_python
 def history(source: Network) -> Record:
     """Return the unverified record: architecture, input, surgery, lineage, evidence."""
     return load(source).record
 
 
-@speaks_python
+@door.speaks_python
 def network(source: Network, *, double: bool = False, device: str = "cpu") -> PixelModel:
     """Return the network in eval mode, pixels in [0, 1] -> logits; its first layer normalises."""
     return (build.load_double if double else build.load)(load(source), torch.device(device))
 
 
-@speaks_python
+@door.speaks_python
 def images(
     source: Network,
     dataset: str,
@@ -144,7 +143,7 @@ def images(
     ).limit(limit, seed)
 
 
-def open_classifier(source: Network) -> OpenCheckpoint:
+def open_classifier(source: Network) -> build.OpenCheckpoint:
     """Open a network; ArchitectureError where it ends in features."""
     checkpoint = load(source)
     require_classifier(checkpoint, "the network")
@@ -152,12 +151,12 @@ def open_classifier(source: Network) -> OpenCheckpoint:
 
 
 def judged_images(
-    checkpoint: OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
+    checkpoint: build.OpenCheckpoint, images: Data, labels: Labels, *, labelled: bool = True
 ) -> Images:
     """Return the images; warn where the file's own program answers otherwise on them."""
     chosen = images_from(checkpoint.record, images, labels, labelled=labelled)
     for doubt in checkpoint.differences(pixels for _, pixels, _ in chosen.batches(32)):
-        warnings.warn(plain_text(in_python(doubt)), stacklevel=3)
+        warnings.warn(plain_text(arguments.in_python(doubt)), stacklevel=3)
     return chosen
 
 
@@ -223,7 +222,7 @@ def _collected(data: Any, labels: Any) -> tuple[Tensor, Any]:
     data = [data] if _is_item(data) else data
     indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
     if isinstance(data, bytes) or not (hasattr(data, "__iter__") or indexed):
-        raise DataError(f"{shown_value(data)} holds no images", _KNOWN)
+        raise DataError(f"{arguments.shown_value(data)} holds no images", _KNOWN)
     batches: list[Tensor] = []
     answers: list[Tensor] = []
     room = _MEMORY * free_bytes()
@@ -322,13 +321,15 @@ def _array(value: Any, what: str) -> Tensor:
             if what == "images"
             else "integers"
         )
-        raise DataError(f"{what} are a tensor or an array, not {shown_value(value)}", hint)
+        raise DataError(
+            f"{what} are a tensor or an array, not {arguments.shown_value(value)}", hint
+        )
     try:
         array = np.ascontiguousarray(value)
         return torch.as_tensor(array.astype(array.dtype.newbyteorder("="), copy=False))
     except (TypeError, ValueError, RuntimeError) as failure:
         raise DataError(
-            f"{what} are a tensor or an array, not {shown_value(value)}", _KNOWN
+            f"{what} are a tensor or an array, not {arguments.shown_value(value)}", _KNOWN
         ) from failure
 
 

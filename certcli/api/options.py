@@ -15,30 +15,6 @@ Radii = Radius | Sequence[Radius]
 Words = str | Sequence[str]
 
 
-class LocalOptions(TypedDict, total=False):
-    """Of method local: `certify.options.Local`; of lipschitz, box, local-lip and bcp `arithmetic`
-    alone.
-    """
-
-    arithmetic: Arithmetic | None
-    effort: Effort
-    norm: Norm
-    seconds: float | None
-
-
-class SmoothingOptions(TypedDict, total=False):
-    """Of method smoothing: `certify.options.Smoothing`."""
-
-    sigma: Radius
-    n0: int
-    samples: int
-    alpha: float
-    enough: Radius | None
-    decide: bool
-    precision: Precision
-    seed: int
-
-
 class PatchOptions(TypedDict, total=False):
     """Of method patch, and of defence patch: `certify.options.Patches`."""
 
@@ -52,8 +28,21 @@ class PatchOptions(TypedDict, total=False):
     rows: int | None
 
 
-class MethodOptions(LocalOptions, SmoothingOptions, PatchOptions, total=False):
-    """Of all methods."""
+class MethodOptions(PatchOptions, total=False):
+    """Of all methods: `certify.options.Proof`, `Local`, `Smoothing` and `Patches`."""
+
+    arithmetic: Arithmetic | None
+    effort: Effort
+    norm: Norm
+    seconds: float | None
+    sigma: Radius
+    n0: int
+    samples: int
+    alpha: float
+    enough: Radius | None
+    decide: bool
+    precision: Precision
+    seed: int
 
 
 class CertifyOptions(MethodOptions, total=False):

@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import Tensor
 
 from certcli.attack.run import RobustAccuracy
-from certcli.certify.certificate import Certificate
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import interval_of_few, share_text
 from certcli.evaluation.threat import (
     attacked_percent,

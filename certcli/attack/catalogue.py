@@ -10,8 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from certcli.evaluation.threat import Norm, parse_number, radius_key
-from certcli.system.errors import UsageError
-from certcli.system.registry import Entry, Registry, one_of
+from certcli.system import errors, registry
 
 PREFIX = "torchattacks:"
 INSTALL = "pip install --no-deps torchattacks"
@@ -32,7 +31,7 @@ def torchattacks_library() -> ModuleType:
         if failure.name != "torchattacks":
             raise
         hint = f"{INSTALL}; only torchattacks:NAME needs it"
-        raise UsageError(
+        raise errors.UsageError(
             "this attack runs code of torchattacks, which is not installed", hint
         ) from failure
 
@@ -122,7 +121,9 @@ def torchattacks_names() -> list[str]:
 def signature(name: str) -> Signature:
     """Read an attack's signature, norms and types of arguments; UsageError: no attack."""
     if name not in torchattacks_names():
-        raise UsageError(f"torchattacks has no attack '{name}'", one_of(name, torchattacks_names()))
+        raise errors.UsageError(
+            f"torchattacks has no attack '{name}'", registry.one_of(name, torchattacks_names())
+        )
     kind = getattr(torchattacks_library(), name)
     page = inspect.getdoc(kind) or ""
     arguments: dict[str, Argument] = {}
@@ -178,7 +179,7 @@ class Spec:
         name, *pairs = text.removeprefix(PREFIX).split(",")
         signature_of_attack = signature(name)
         if signature_of_attack.missing:
-            raise UsageError(
+            raise errors.UsageError(
                 f"{PREFIX}{name} needs {', '.join(signature_of_attack.missing)}, which no option gives",
                 "another attack",
             )
@@ -186,19 +187,21 @@ class Spec:
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if key in DECIDED:
-                raise UsageError(
+                raise errors.UsageError(
                     f"{text}: '{key}' follows --epsilon, --norm, --seed and the network",
                     "leave it out",
                 )
             if not equals or key in values or key not in signature_of_attack.arguments:
-                raise UsageError(
+                raise errors.UsageError(
                     f"{text}: '{pair}' is no argument of {name}",
                     f"it takes {signature_of_attack.words() or 'none'}",
                 )
             try:
                 values[key] = signature_of_attack.arguments[key].read(value)
             except ValueError as failure:
-                raise UsageError(f"{text}: {key} cannot be '{value}'", str(failure)) from failure
+                raise errors.UsageError(
+                    f"{text}: {key} cannot be '{value}'", str(failure)
+                ) from failure
         return Spec(
             name,
             tuple((key, values[key]) for key in signature_of_attack.arguments if key in values),
@@ -214,7 +217,7 @@ def _spelled_argument(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class Attack(Entry):
+class Attack(registry.Entry):
     """One attack.
 
     Args:
@@ -242,7 +245,7 @@ class LibraryAttack(Attack):
         return partial(super().load(), self.spec)
 
 
-class AttackRegistry(Registry[Attack]):
+class AttackRegistry(registry.Registry[Attack]):
     """The attacks of certvit, and those of torchattacks as "torchattacks:NAME,key=value"."""
 
     def __contains__(self, name: object) -> bool:

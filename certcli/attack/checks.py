@@ -10,13 +10,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from certcli.attack import judge, run, watched_model
 from certcli.attack.families.ascent import log_odds
-from certcli.attack.judge import judge_points, nearest_within, rounded_to_8bit
-from certcli.attack.run import AttackRecord, attack_images
 from certcli.attack.settings import AttackSettings, Planned
-from certcli.attack.watched_model import undisturbed
-from certcli.evaluation.perturbation import Region, per_image
-from certcli.evaluation.threat import attacked_radius, proven_radius
+from certcli.evaluation import perturbation, threat
+from certcli.evaluation.image_records import AttackRecord
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class First:
 
 def first_pass(model: nn.Module, images: Tensor, labels: Tensor, *, seed: int = 0) -> First:
     """Return logits and gradient at the images: (b, c, h, w), (b,). UsageError in training mode."""
-    with undisturbed(model, images, seed):
+    with watched_model.undisturbed(model, images, seed):
         point = images.detach().clone().requires_grad_(True)
         logits = model(point)
         loss = log_odds(logits, labels.to(images.device)).sum()
@@ -122,7 +120,7 @@ def inspect_model(
 ) -> tuple[Flag, ...]:
     """Flag probabilities, zero gradients and randomness on one batch (b, c, h, w), (b,)."""
     # from another seed than the first pass, or a random net would draw the same twice
-    with undisturbed(model, images, seed + 1), torch.no_grad():
+    with watched_model.undisturbed(model, images, seed + 1), torch.no_grad():
         repeated = model(images)
     return (
         _probabilities(first.logits),
@@ -177,7 +175,7 @@ class Attacked:
     labels: Tensor
     records: Sequence[AttackRecord]
     plan: Sequence[Planned]
-    region: Region
+    region: perturbation.Region
 
 
 def inspect_attacks(
@@ -213,7 +211,7 @@ def _rising(
         plan = [replace(entry, settings=replace(entry.settings, step_size=None)) for entry in order]
         part = torch.tensor(rows)
         batch = [(part, attacked.images[part], attacked.labels[part])]
-        return sum(row.withstood for row in attack_images(model, batch, plan, wider, settings))
+        return sum(row.withstood for row in run.attack_images(model, batch, plan, wider, settings))
 
     broken: dict[str, list[int]] = {}
     standing: list[int] = []
@@ -248,12 +246,12 @@ def _weak(model: nn.Module, attacked: Attacked, first: First, settings: AttackSe
     region = attacked.region
     exactly = settings.pixels == "8bit"
     slope = torch.zeros_like(images) if first.slope is None else first.slope
-    point = images + per_image(region.radii(images), images) * region.steepest(slope)
+    point = images + perturbation.per_image(region.radii(images), images) * region.steepest(slope)
     if exactly:
-        images = rounded_to_8bit(images)
-        point = nearest_within(point, images, region)
+        images = judge.rounded_to_8bit(images)
+        point = judge.nearest_within(point, images, region)
     prediction = first.logits.argmax(dim=1)
-    verdict = judge_points(
+    verdict = judge.judge_points(
         model, images, attacked.labels, point, region, prediction=prediction, exactly=exactly
     )
     after = sum(record.withstood for record in attacked.records)
@@ -304,8 +302,10 @@ def certified_above_attacked(records: Iterable[AttackRecord], radii: Mapping[int
             CHECKS["certified above attacked"], False, "no counterexample inside a certified radius"
         )
     index, norm, certified = max(broken, key=lambda entry: entry[2] - entry[1])
-    worst = f"{len(broken)} images, worst: index {index} certified to {proven_radius(certified)}"
-    worst += f", broken at {attacked_radius(norm)}"
+    worst = (
+        f"{len(broken)} images, worst: index {index} certified to {threat.proven_radius(certified)}"
+    )
+    worst += f", broken at {threat.attacked_radius(norm)}"
     return Flag(CHECKS["certified above attacked"], True, worst)
 
 

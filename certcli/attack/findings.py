@@ -4,21 +4,19 @@ What an evaluation found: shares of every task, flags, and one document for prog
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from statistics import median_low
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
-from certcli.attack import checks
-from certcli.attack.judge import CertifiedImage
-from certcli.attack.run import AttackRecord, RobustAccuracy, robust_accuracy, robust_curve
+from certcli.attack import checks, run, stages
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import Campaign, Stage, StageTask, pixels_of
-from certcli.evaluation.perturbation import Region
+from certcli.evaluation import perturbation, threat
+from certcli.evaluation.image_records import AttackRecord, Certificate
 from certcli.evaluation.records import RecordBatch, Resumed, compute_again
-from certcli.evaluation.threat import radius_key
 
 
 def collect(
@@ -99,7 +97,7 @@ them.
 def inspect(
     model: nn.Module,
     source: nn.Module | None,
-    task: StageTask,
+    task: stages.StageTask,
     records: Sequence[AttackRecord],
     settings: AttackSettings,
     passes: int,
@@ -122,12 +120,12 @@ def inspect(
     limit = int(SHARE * passes)
     count = min(largest, max(smallest, limit // (2 * PASSES)))
     rows = rows[:: max(1, len(rows) // count)][:count]
-    images, labels = pixels_of(task, rows, next(model.parameters()))
+    images, labels = stages.pixels_of(task, rows, next(model.parameters()))
     first = checks.first_pass(source or model, images, labels, seed=settings.seed)
     flags = checks.inspect_model(source or model, images, labels, first, seed=settings.seed)
     if alone or radius is None:
         return flags
-    region = Region(task.stage.norm, radius)
+    region = perturbation.Region(task.stage.norm, radius)
     attacked = checks.Attacked(images, labels, rows, task.stage.plan, region)
     rest = limit - PASSES * len(rows)
     return flags + checks.inspect_attacks(model, attacked, first, settings, rest)
@@ -140,8 +138,8 @@ class TaskSummary:
     which all of them were attacked at or beyond.
     """
 
-    stage: Stage
-    summaries: tuple[RobustAccuracy, ...]
+    stage: stages.Stage
+    summaries: tuple[run.RobustAccuracy, ...]
     own_radii: tuple[float, float, float] | None = None
 
     def to_json(self) -> list[dict[str, Any]]:
@@ -170,12 +168,12 @@ class TaskSummary:
         ]
 
 
-def summary_of(task: StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
+def summary_of(task: stages.StageTask, records: Sequence[AttackRecord]) -> TaskSummary:
     """Records of one task -> its shares. DataError when there is none."""
     if task.own is None:
-        return TaskSummary(task.stage, robust_curve(records))
+        return TaskSummary(task.stage, run.robust_curve(records))
     radii = sorted(task.own.values())
-    summary = robust_accuracy([replace(record, epsilon=radii[0]) for record in records])
+    summary = run.robust_accuracy([structs.replace(record, epsilon=radii[0]) for record in records])
     return TaskSummary(task.stage, (summary,), (radii[0], median_low(radii), radii[-1]))
 
 
@@ -188,7 +186,7 @@ class AttackFindings:
     resumed: Resumed | None = None
 
     @property
-    def first(self) -> RobustAccuracy:
+    def first(self) -> run.RobustAccuracy:
         """The first part at its smallest radius."""
         return self.parts[0].summaries[0]
 
@@ -207,7 +205,7 @@ class AttackFindings:
         first = rows[0]
         return {
             **first,
-            "curve": {radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
+            "curve": {threat.radius_key(row["epsilon"]): row["robust"] for row in self._curve()},
             "parts": rows if len(rows) > 1 else [],
             "flags": [
                 {**asdict(flag.check), "measured": flag.measured}
@@ -229,10 +227,10 @@ class AttackFindings:
 
 
 def findings_of(
-    tasks: Sequence[StageTask],
+    tasks: Sequence[stages.StageTask],
     records: Mapping[int, Sequence[AttackRecord]],
     flags: Sequence[checks.Flag],
-    certificates: Mapping[int, CertifiedImage] | None = None,
+    certificates: Mapping[int, Certificate] | None = None,
 ) -> AttackFindings:
     """Records by task -> the outcome; with certificates, records may hold no success at all."""
     if certificates is not None:
@@ -245,10 +243,10 @@ def findings_of(
 
 
 def attack_again(
-    campaign: Campaign,
-    records: Mapping[int, Sequence[AttackRecord]],
+    campaign: Any,
+    records: Iterable[Any],
     taken: int,
-    minimum: float | None,
+    gate: bool,
     every: bool,
     where: str,
 ) -> Resumed:
@@ -258,38 +256,30 @@ def attack_again(
     can be repeated.
 
     Args:
-        records: all records, by number of the task.
-        minimum: share of the first task's images that must withstand its smallest radius.
+        campaign: a `Campaign`, or a `PatchCampaign`.
+        records: all records, in order.
+        gate: whether a share of the images must withstand what `campaign.hits` counts.
     """
-    portions: list[list[AttackRecord]] = []
-    remaining = iter(row for number in sorted(records) for row in records[number])
+    portions: list[list[Any]] = []
+    remaining = iter(records)
     for portion in campaign.portions:
         if taken <= 0:
             break
         portions.append([next(remaining) for _ in campaign.keys(portion)])
         taken -= len(portions[-1])
-    smallest = min(campaign.tasks[0].stage.radii, default=None)
-
-    def hits(number: int, rows: Sequence[AttackRecord]) -> int:
-        has_own_radii = campaign.tasks[0].own is not None
-        return sum(
-            row.withstood
-            for row in rows
-            if number == 0 and (has_own_radii or row.epsilon == smallest)
-        )
 
     def disagreements(places: Sequence[int]) -> Iterator[str]:
         for place in places:
             repeated = campaign.attack(campaign.portions[place])
             for record, now in zip(portions[place], repeated, strict=True):
                 if not record.agrees(now):
-                    which = f"image {record.index} at {record.epsilon:g} in {where}"
+                    which = f"image {record.index} at {record.at} in {where}"
                     outcomes = f"it says {record.outcome}, attacked again {now.outcome}"
                     yield f"the record of {which} does not agree: {outcomes}"
 
     pieces = [
-        RecordBatch(len(rows), hits(number, rows))
-        for (number, _), rows in zip(campaign.portions, portions, strict=False)
+        RecordBatch(len(rows), campaign.hits(portion, rows))
+        for portion, rows in zip(campaign.portions, portions, strict=False)
     ]
-    usual = -(-len(pieces) // USUAL)
-    return compute_again(pieces, disagreements, gate=bool(minimum), every=every, usual=usual)
+    usual = -(-len(pieces) // USUAL) if isinstance(campaign, stages.Campaign) else None
+    return compute_again(pieces, disagreements, gate=gate, every=every, usual=usual)

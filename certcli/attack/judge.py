@@ -10,17 +10,10 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
-from certcli.evaluation.perturbation import Norm, Region, beside_pixels, image_norms
-from certcli.evaluation.records import (
-    PIXELS,
-    read_records,
-    require_same_images,
-    require_same_network,
-)
-from certcli.evaluation.threat import confidence
+from certcli.evaluation import perturbation, records, threat
+from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import Images
-from certcli.system.errors import ArchitectureError, DataError, UsageError, one_line
-from certcli.system.products import plain_products
+from certcli.system import errors, torch_modes
 
 # A float32 sum image + delta rounds by up to 6e-8 a pixel, so a point on the sphere may come to lie
 # just outside it. The first shrink is one part in a million; each further one is twice as strong;
@@ -59,22 +52,22 @@ def predict_classes(model: nn.Module, images: Tensor, samples: int = 1) -> Tenso
     """
     if not len(images):
         return torch.zeros(0, dtype=torch.long, device=images.device)
-    with plain_products():
+    with torch_modes.plain_products():
         logits = model(images)
         for _ in range(samples - 1):
             logits = logits + model(images)
     if logits.dim() != 2 or logits.shape[0] != len(images) or logits.shape[1] < 2:
-        raise ArchitectureError(
+        raise errors.ArchitectureError(
             f"the model returns {tuple(logits.shape)} for {len(images)} images, not (b, k) logits of 2 classes or more"
         )
     if logits.isnan().any():
-        raise ArchitectureError(
+        raise errors.ArchitectureError(
             "the model returns NaN logits for an image in [0, 1]", "check weights and precision"
         )
     return logits.argmax(dim=1)
 
 
-def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
+def tuck_in(adversarial: Tensor, images: Tensor, region: perturbation.Region) -> Tensor:
     """Nearest point of ball and box (`Region.contains`): (b, c, h, w) x 2 -> (b, c, h, w).
 
     Clipping rounds, and may leave a point 1e-8 outside the ball; there the perturbation is shrunk
@@ -88,9 +81,11 @@ def tuck_in(adversarial: Tensor, images: Tensor, region: Region) -> Tensor:
         if inside.all():
             return point
         shrunk = (images + (point - images) * (1 - shrink)).clamp(0.0, 1.0)
-        point = torch.where(beside_pixels(inside, images), point, shrunk)
+        point = torch.where(perturbation.beside_pixels(inside, images), point, shrunk)
         shrink *= 2
-    return torch.where(beside_pixels(region.contains(point, images), images), point, images)
+    return torch.where(
+        perturbation.beside_pixels(region.contains(point, images), images), point, images
+    )
 
 
 @torch.no_grad()
@@ -99,7 +94,7 @@ def judge_points(
     images: Tensor,
     labels: Tensor,
     adversarial: Tensor,
-    region: Region,
+    region: perturbation.Region,
     *,
     prediction: Tensor | None = None,
     samples: int = 1,
@@ -114,9 +109,11 @@ def judge_points(
     """
     if adversarial.shape != images.shape or labels.shape != images.shape[:1]:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (images, adversarial, labels))
-        raise DataError(f"the shapes of images, adversarial images and labels disagree: {shapes}")
+        raise errors.DataError(
+            f"the shapes of images, adversarial images and labels disagree: {shapes}"
+        )
     if not ((images >= 0) & (images <= 1)).all():
-        raise DataError(
+        raise errors.DataError(
             "an image has pixels outside [0, 1]",
             "attack pixel images; normalisation belongs to the model",
         )
@@ -131,9 +128,11 @@ def judge_points(
     adversarial_prediction = prediction.clone()
     adversarial_prediction[success] = predict_classes(model, point[success], samples)
     success = success & (adversarial_prediction != labels)
-    point = torch.where(beside_pixels(success, images), point, images)
+    point = torch.where(perturbation.beside_pixels(success, images), point, images)
     norm = torch.where(
-        success, image_norms(point.double() - images.double(), region.norm), float("inf")
+        success,
+        perturbation.image_norms(point.double() - images.double(), region.norm),
+        float("inf"),
     )
     return Judgement(
         success=success,
@@ -157,7 +156,7 @@ def rounded_to_8bit(images: Tensor) -> Tensor:
     return (images * LEVELS).round() / LEVELS
 
 
-def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor:
+def nearest_within(candidates: Tensor, images: Tensor, region: perturbation.Region) -> Tensor:
     """Return 8-bit images in the region, towards the candidates: (b, c, h, w) x 2 -> (b, c, h, w).
 
     x + round(s 255 (x' - x)) / 255 with the largest factor s, by bisection, that stays in the
@@ -171,7 +170,9 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     base = (images * LEVELS).round()
 
     def point(factor: Tensor) -> Tensor:
-        furthest = (base + (beside_pixels(factor, images) * change).round()).clamp(0, LEVELS)
+        furthest = (base + (perturbation.beside_pixels(factor, images) * change).round()).clamp(
+            0, LEVELS
+        )
         return furthest / LEVELS
 
     low = torch.zeros(len(images), dtype=images.dtype, device=images.device)
@@ -184,60 +185,41 @@ def nearest_within(candidates: Tensor, images: Tensor, region: Region) -> Tensor
     return point(low)
 
 
-@dataclass(frozen=True)
-class CertifiedImage:
-    """An image proven correct within `radius` (may be inf); pixels: its digest."""
-
-    index: int
-    label: int
-    radius: float
-    pixels: str
-
-
-def read_certified(path: Path, checkpoint: str) -> tuple[Norm, dict[int, CertifiedImage]]:
+def read_certified(path: Path, checkpoint: str) -> tuple[perturbation.Norm, dict[int, Certificate]]:
     """Records of `certify` -> norm of their radii; index -> certificate, of correct predictions.
 
     DataError when they are no such records, or of another network than `checkpoint` (its digest).
     UsageError for statements with a chance of failure (smoothing): they speak of the smoothed
     classifier, which is not the network that is attacked.
     """
-    run, rows = read_records(path, "certify")
-    require_same_network(run, checkpoint, path)
-    norm = next((norm for norm in get_args(Norm) if norm == run.norm), None)
+    run, rows = records.read_records(path, "certify")
+    records.require_same_network(run, checkpoint, path)
+    norm = next((norm for norm in get_args(perturbation.Norm) if norm == run.norm), None)
     if norm is None:
-        raise DataError(
-            f"{path} certifies in a norm that no attack knows: {one_line(run.norm)[:40]}",
+        raise errors.DataError(
+            f"{path} certifies in a norm that no attack knows: {errors.one_line(run.norm)[:40]}",
             "certify in l2 or linf; --norm patch attacks within patches",
         )
-    certified: dict[int, CertifiedImage] = {}
+    certified: dict[int, Certificate] = {}
     for number, row in enumerate(rows, start=2):
-        index = row["index"]
-        failure_share = row["failure"]
-        radius = float(row["radius"])
-        if failure_share > 0:
-            raise UsageError(
-                f"line {number} of {path} holds with probability {confidence(failure_share)}, of the smoothed classifier",
+        if row.failure > 0:
+            raise errors.UsageError(
+                f"line {number} of {path} holds with probability {threat.confidence(row.failure)}, of the "
+                "smoothed classifier",
                 "attack with records of certify --method lipschitz or local",
             )
-        if index in certified:
-            raise DataError(f"{path} has two records of image {index}")
-        if row["prediction"] == row["label"]:
-            certified[index] = CertifiedImage(index, row["label"], radius, row[PIXELS])
+        if row.index in certified:
+            raise errors.DataError(f"{path} has two records of image {row.index}")
+        if row.correct:
+            certified[row.index] = row
     return norm, certified
 
 
 def select_certified(
-    images: Images, certificates: Mapping[int, CertifiedImage], radius: float
+    images: Images, certificates: Mapping[int, Certificate], radius: float
 ) -> Images:
     """Return the images certified beyond `radius`; DataError when pixels or label disagree."""
-    require_same_images(
-        (
-            {"index": entry.index, "label": entry.label, PIXELS: entry.pixels}
-            for entry in certificates.values()
-        ),
-        images,
-        "the certified records",
-    )
+    records.require_same_images(certificates.values(), images, "the certified records")
     beyond = {index for index, certificate in certificates.items() if certificate.radius > radius}
     return images.select(
         [place for place, index in enumerate(images.indices.tolist()) if index in beyond]

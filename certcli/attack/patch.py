@@ -6,18 +6,20 @@ attack). Source: Karmon et al. 2018, LaVAN; places and restarts as in Xiang et a
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import PATCH_ATTACK
 from certcli.attack.families.ascent import lost_margin, margin_pgd
 from certcli.attack.settings import AttackSettings
-from certcli.evaluation.perturbation import Region
-from certcli.evaluation.threat import Patch
+from certcli.evaluation import perturbation, threat
+from certcli.evaluation.image_records import PatchRecord
+from certcli.evaluation.records import RecordFile, deal_records
+from certcli.images.labelled import Images
 
 Corner = tuple[int, int]
 """(top, left) of a patch, pixels."""
@@ -37,39 +39,7 @@ class PatchTarget:
     classify: Callable[[Tensor], list[int | None]]
 
 
-@dataclass(frozen=True)
-class PatchRecord:
-    """One image, one size. patched_class: the patched image's class (None: no patch); corner: its
-    place."""
-
-    patch: Patch
-    index: int
-    label: int
-    prediction: int | None
-    patched_class: int | None = None
-    corner: Corner | None = None
-    adversarial: Tensor | None = None
-
-    @property
-    def withstood(self) -> bool:
-        return self.prediction == self.label and self.corner is None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "index": self.index,
-            "label": self.label,
-            "kind": "patch",
-            "patch": str(self.patch),
-            "prediction": self.prediction,
-            "adversarial_prediction": self.prediction
-            if self.corner is None
-            else self.patched_class,
-            "robust": {PATCH_ATTACK: self.withstood},
-            "corner": None if self.corner is None else list(self.corner),
-        }
-
-
-def corners(patch: Patch, image: tuple[int, int]) -> list[Corner]:
+def corners(patch: threat.Patch, image: tuple[int, int]) -> list[Corner]:
     """At most PLACES x PLACES places, borders included."""
 
     def along(length: int, size: int) -> list[int]:
@@ -83,7 +53,7 @@ def attack_patches(
     indices: Sequence[int],
     images: Tensor,
     labels: Sequence[int],
-    patch: Patch,
+    patch: threat.Patch,
     settings: AttackSettings,
     places: Sequence[Corner] | None = None,
 ) -> list[PatchRecord]:
@@ -94,8 +64,8 @@ def attack_patches(
     patches at once are looked for one by one.
     """
     records = [
-        PatchRecord(patch, *row)
-        for row in zip(indices, labels, target.classify(images), strict=True)
+        PatchRecord(index, label, "patch", str(patch), top, top, {PATCH_ATTACK: top == label}, None)
+        for index, label, top in zip(indices, labels, target.classify(images), strict=True)
     ]
     chosen = list(places or corners(patch, (images.shape[-2], images.shape[-1])))
     lost_margins = torch.full((len(records), len(chosen)), -torch.inf)
@@ -108,7 +78,7 @@ def attack_patches(
         part = images[standing]
         corner = chosen[place]
         truth = torch.tensor([records[row].label for row in standing], device=images.device)
-        region = Region.within(patch, [corner] * len(part), part)
+        region = perturbation.Region.within(patch, [corner] * len(part), part)
         net = target.climbed(corner)
         point = region.project(margin_pgd(net, part, truth, region, turn), part)
         with torch.no_grad():
@@ -120,8 +90,12 @@ def attack_patches(
             standing, target.classify(point), inside, point, strict=True
         ):
             if covered and top != records[row].label:
-                records[row] = replace(
-                    records[row], patched_class=top, corner=corner, adversarial=image.cpu()
+                records[row] = structs.replace(
+                    records[row],
+                    adversarial_prediction=top,
+                    robust={PATCH_ATTACK: False},
+                    corner=corner,
+                    adversarial=image.cpu(),
                 )
 
     everything = list(range(len(records)))
@@ -134,3 +108,50 @@ def attack_patches(
         rows = [row for row in everything if place in best[row]]
         run(rows, place, replace(settings, steps=settings.steps or STEPS, restart=restart))
     return records
+
+
+AT_ONCE = 16
+"""Images at most that are attacked together, from one seed."""
+Portion = tuple[threat.Patch, list[int]]
+"""What is attacked together: a size, positions among its images."""
+
+
+@dataclass(frozen=True)
+class PatchCampaign:
+    """Images attacked by patches of each size, ascending; targets: whom each size attacks."""
+
+    targets: Mapping[threat.Patch, PatchTarget]
+    images: Mapping[threat.Patch, Images]
+    settings: AttackSettings
+    batch_size: int
+    device: torch.device
+
+    @property
+    def portions(self) -> list[Portion]:
+        step = min(self.batch_size, AT_ONCE)
+        return [
+            (patch, list(range(start, min(start + step, len(images)))))
+            for patch, images in self.images.items()
+            for start in range(0, len(images), step)
+        ]
+
+    def keys(self, portion: Portion) -> list[tuple[str, int]]:
+        patch, positions = portion
+        return [(str(patch), index) for index in self.images[patch].indices[positions].tolist()]
+
+    def attack(self, portion: Portion) -> list[PatchRecord]:
+        patch, positions = portion
+        images = self.images[patch]
+        pixels = images.fetch(positions).to(self.device)
+        images.expect_at(positions[-1] + 1, len(positions))
+        indices, labels = images.indices[positions].tolist(), images.labels[positions].tolist()
+        return attack_patches(self.targets[patch], indices, pixels, labels, patch, self.settings)
+
+    def run(self, file: RecordFile) -> Iterator[list[PatchRecord]]:
+        """Yield the records of each portion, in order; what `file` holds is read."""
+        return deal_records(self.portions, self.keys, self.attack, PatchRecord, file)
+
+    def hits(self, portion: Portion, rows: Sequence[PatchRecord]) -> int:
+        """Count the records of the smallest size, of which a gate speaks, that withstood."""
+        first = next(iter(self.images))
+        return sum(row.withstood for row in rows) if portion[0] == first else 0

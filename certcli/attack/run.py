@@ -1,112 +1,26 @@
 """From batches to records: attacks in order, each on the images that are still standing; and from
 records to shares with intervals."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.catalogue import ATTACKS
-from certcli.attack.judge import (
-    Judgement,
-    judge_points,
-    nearest_within,
-    predict_classes,
-    rounded_to_8bit,
-)
+from certcli.attack import catalogue, judge, watched_model
 from certcli.attack.settings import AttackSettings, Craft, Planned, planned_attacks
-from certcli.attack.watched_model import seeded
+from certcli.evaluation import perturbation
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.intervals import Interval, share_interval
-from certcli.evaluation.perturbation import Norm, Region, image_norms
-from certcli.evaluation.threat import attacked_radius
 from certcli.images.labelled import Batch
 from certcli.system.errors import DataError, UsageError
-
-
-@dataclass(frozen=True)
-class AttackRecord:
-    """One image at one radius. `kind` is the norm's name, `epsilon` the radius in pixel units.
-
-    Attributes:
-        robust: per attack, did the image withstand it? False for a misclassified image; None where
-            the attack was not run, because an earlier one had broken the image.
-        norm: smallest |x' - x| found in the region's norm, None if none; 0 for a misclassified
-            image.
-        l2: the same perturbation in l2.
-        as_8bit: whether the adversarial image still has another class than the label once it is
-            rounded to 8 bits a value, as a file holds it; None where there is none.
-        image, adversarial: (c, h, w) on the CPU, when kept.
-    """
-
-    index: int
-    label: int
-    prediction: int
-    adversarial_prediction: int
-    robust: dict[str, bool | None]
-    norm: float | None
-    l2: float | None
-    epsilon: float
-    kind: Norm
-    broken_by: str | None
-    as_8bit: bool | None = None
-    image: Tensor | None = field(default=None, repr=False, compare=False)
-    adversarial: Tensor | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def correct(self) -> bool:
-        return self.prediction == self.label
-
-    @property
-    def fell(self) -> bool:
-        return self.correct and self.norm is not None
-
-    @property
-    def withstood(self) -> bool:
-        return all(outcome is True for outcome in self.robust.values())
-
-    @property
-    def outcome(self) -> str:
-        """What became of the image, in words."""
-        if not self.correct:
-            return f"class {self.prediction}"
-        if self.norm is None:
-            return "withstood"
-        return f"broken by {self.broken_by} at distance {attacked_radius(self.norm, 4)}"
-
-    def agrees(self, other: "AttackRecord") -> bool:
-        """Tell whether both are records of the same attack. Distances may differ by `SAME`."""
-        for mine, its in ((self.norm, other.norm), (self.l2, other.l2)):
-            if (mine is None) != (its is None):
-                return False
-            if abs((mine or 0.0) - (its or 0.0)) > SAME * (its or 0.0):
-                return False
-        return all(getattr(self, name) == getattr(other, name) for name in _REPEATED)
-
-    def to_json(self) -> dict[str, Any]:
-        """All fields but the images, as plain values."""
-        return {name: getattr(self, name) for name in _STORED}
-
-    @staticmethod
-    def from_json(row: Mapping[str, Any]) -> "AttackRecord":
-        """Inverse of `to_json`, of a row that `record_lines` let in."""
-        return AttackRecord(**{name: row[name] for name in _STORED})
-
-
-_STORED = tuple(
-    item.name for item in fields(AttackRecord) if item.name not in ("image", "adversarial")
-)
-_REPEATED = tuple(name for name in _STORED if name not in ("norm", "l2", "as_8bit"))
-SAME = 1e-3
-"""Relative: how far two distances may differ. Gradient steps in float32 may end in other digits."""
 
 
 def attack_images(
     model: nn.Module,
     batches: Iterable[Batch],
     names: Sequence[str | Planned],
-    regions: Region | Sequence[Region],
+    regions: perturbation.Region | Sequence[perturbation.Region],
     settings: AttackSettings,
     *,
     independent: bool = False,
@@ -125,10 +39,10 @@ def attack_images(
     first failure only. A region with a radius for each image fits one batch only. UsageError when
     no attack is named or a model is in training mode.
     """
-    regions = [regions] if isinstance(regions, Region) else regions
+    regions = [regions] if isinstance(regions, perturbation.Region) else regions
     planned = planned_attacks(names, settings)
     for entry in planned:
-        norms = ATTACKS[entry.attack].norms
+        norms = catalogue.ATTACKS[entry.attack].norms
         if regions[0].norm not in norms:
             message = (
                 f"{entry.attack} is an attack in {' and '.join(norms)}, not in {regions[0].norm}"
@@ -161,12 +75,12 @@ class _Standing:
         self.model = model
         self.labels = labels
         self.among_8bit = settings.pixels == "8bit"
-        self.images = images = rounded_to_8bit(images) if self.among_8bit else images
+        self.images = images = judge.rounded_to_8bit(images) if self.among_8bit else images
         self.as_8bit: list[bool | None] = [None] * len(images)
         self.samples = settings.samples
         self.seed = settings.seed
-        with seeded(images, self.seed):
-            self.prediction = predict_classes(model, images, self.samples)
+        with watched_model.seeded(images, self.seed):
+            self.prediction = judge.predict_classes(model, images, self.samples)
         self.correct = self.prediction == labels
         self.adversarial, self.adversarial_predictions = images.clone(), self.prediction.clone()
         self.norm = torch.where(self.correct, float("inf"), 0.0).double()
@@ -175,10 +89,10 @@ class _Standing:
             entry.label: [None if right else False for right in self.correct.tolist()]
             for entry in planned
         }
-        self.reached: dict[str, tuple[Region, Tensor]] = {}
+        self.reached: dict[str, tuple[perturbation.Region, Tensor]] = {}
         """Of each attack: the last radius, and how far it came at it without success."""
 
-    def widen(self, region: Region, independent: bool) -> None:
+    def widen(self, region: perturbation.Region, independent: bool) -> None:
         """A larger radius: what fell has fallen, what withstood is open, and may fall at once.
 
         Where an attack ended at the smaller radius, stretched to the new one, costs one forward
@@ -199,14 +113,16 @@ class _Standing:
         standing = [row for row, passed in enumerate(self.outcome[label]) if passed is not False]
         return standing if independent else [row for row in standing if self.broken_by[row] is None]
 
-    def _verdict(self, rows: Tensor, candidates: Tensor, limit: Region) -> Judgement:
+    def _verdict(
+        self, rows: Tensor, candidates: Tensor, limit: perturbation.Region
+    ) -> judge.Judgement:
         images = self.images[rows]
         labels = self.labels[rows]
         before = self.prediction[rows]
         if self.among_8bit:
-            candidates = nearest_within(candidates, images, limit)
-        with seeded(images, self.seed):  # a random net draws in the verdict too
-            return judge_points(
+            candidates = judge.nearest_within(candidates, images, limit)
+        with watched_model.seeded(images, self.seed):  # a random net draws in the verdict too
+            return judge.judge_points(
                 self.model,
                 images,
                 labels,
@@ -218,10 +134,14 @@ class _Standing:
             )
 
     def attack(
-        self, entry: Planned, region: Region, source: nn.Module | None, independent: bool
+        self,
+        entry: Planned,
+        region: perturbation.Region,
+        source: nn.Module | None,
+        independent: bool,
     ) -> None:
         """Run an attack and its restarts on the rows it may still break; record what it broke."""
-        craft: Craft = ATTACKS.load(entry.attack)
+        craft: Craft = catalogue.ATTACKS.load(entry.attack)
         outcome = self.outcome[entry.label]
         standing = self._open(entry.label, independent)
         for row in standing:
@@ -229,7 +149,7 @@ class _Standing:
         # the crafting model, or the image before it is rounded, cannot say what is solved
         early = source is None and not self.among_8bit
         settings = entry.settings if early else replace(entry.settings, stop_early=False)
-        for restart in range(settings.restarts if ATTACKS[entry.attack].random else 1):
+        for restart in range(settings.restarts if catalogue.ATTACKS[entry.attack].random else 1):
             if not standing:
                 return
             rows = torch.tensor(standing, device=self.images.device)
@@ -250,7 +170,7 @@ class _Standing:
             self._note(rows, verdict, entry.label)
             standing = [row for row in standing if outcome[row]]
 
-    def _note(self, rows: Tensor, verdict: Judgement, label: str) -> None:
+    def _note(self, rows: Tensor, verdict: judge.Judgement, label: str) -> None:
         for row in rows[verdict.success].tolist():
             self.outcome[label][row] = False
             self.broken_by[row] = self.broken_by[row] or label
@@ -264,15 +184,19 @@ class _Standing:
         """Note whether the adversarial images of these rows are some as 8-bit files, too."""
         if not len(rows):
             return
-        with seeded(self.images[rows], self.seed):
-            classes = predict_classes(
-                self.model, rounded_to_8bit(self.adversarial[rows]), self.samples
+        with watched_model.seeded(self.images[rows], self.seed):
+            classes = judge.predict_classes(
+                self.model, judge.rounded_to_8bit(self.adversarial[rows]), self.samples
             )
         for row, fooled in zip(rows.tolist(), (classes != self.labels[rows]).tolist(), strict=True):
             self.as_8bit[row] = fooled
 
-    def records(self, indices: Tensor, region: Region, keep_images: bool) -> Iterator[AttackRecord]:
-        lengths = image_norms(self.adversarial.double() - self.images.double(), "l2").tolist()
+    def records(
+        self, indices: Tensor, region: perturbation.Region, keep_images: bool
+    ) -> Iterator[AttackRecord]:
+        lengths = perturbation.image_norms(
+            self.adversarial.double() - self.images.double(), "l2"
+        ).tolist()
         norms = self.norm.tolist()
         radii = region.radii(self.images).tolist()
         labels = self.labels.tolist()

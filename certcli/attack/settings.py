@@ -10,11 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
-from certcli.evaluation.perturbation import Norm, Region, per_image
-from certcli.evaluation.threat import Pixels, Precision
-from certcli.system.errors import UsageError
-from certcli.system.options import require_choices
-from certcli.system.registry import one_of
+from certcli.evaluation import perturbation, threat
+from certcli.system import errors, options, registry
 
 
 @dataclass(frozen=True)
@@ -61,22 +58,22 @@ class AttackSettings:
     restart: int = 0
     stop_early: bool = True
     give_up: bool = False
-    precision: Precision = "float32"
-    pixels: Pixels = "float"
+    precision: threat.Precision = "float32"
+    pixels: threat.Pixels = "float"
 
     def __post_init__(self) -> None:
         for name in ("steps", "restarts", "targets", "queries", "samples", "searches"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise UsageError(
+                raise errors.UsageError(
                     f"{name} of an attack must be at least 1, not {value}",
                     "leave it out: the attack's own number",
                 )
-        require_choices(self)
+        options.require_choices(self)
         for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
-                raise UsageError(
+                raise errors.UsageError(
                     f"{name} of an attack must be a finite number above 0, not {value}",
                     "leave it out: the attack's own",
                 )
@@ -96,7 +93,7 @@ class AttackSettings:
         """Whether a success ends a run; on a random net the end is judged, on the average."""
         return self.stop_early and self.samples == 1
 
-    def step(self, region: Region, turn: int, steps: int, images: Tensor) -> Tensor:
+    def step(self, region: perturbation.Region, turn: int, steps: int, images: Tensor) -> Tensor:
         """alpha_t = radius (1 + cos(pi t / steps)), or the constant that was chosen: (b, 1, 1, 1).
 
         Where gradients are steep, steps of one length leap over what the last, short ones reach.
@@ -105,13 +102,13 @@ class AttackSettings:
         """
         radii = region.radii(images)
         if self.step_size is not None:
-            return per_image(torch.full_like(radii, self.step_size), images)
+            return perturbation.per_image(torch.full_like(radii, self.step_size), images)
         if self.relative_step is not None:
-            return per_image(self.relative_step * radii / steps, images)
-        return per_image((1 + math.cos(math.pi * turn / steps)) * radii, images)
+            return perturbation.per_image(self.relative_step * radii / steps, images)
+        return perturbation.per_image((1 + math.cos(math.pi * turn / steps)) * radii, images)
 
 
-Craft = Callable[[nn.Module, Tensor, Tensor, Region, AttackSettings], Tensor]
+Craft = Callable[[nn.Module, Tensor, Tensor, perturbation.Region, AttackSettings], Tensor]
 """model, images (b, c, h, w), labels (b,), region, settings -> adversarial candidates (b, c, h, w),
 to be judged."""
 
@@ -135,9 +132,11 @@ def planned_attacks(
     ]
     labels = [entry.label for entry in planned]
     if not planned:
-        raise UsageError("no attack was named", f"one or more of: {', '.join(ATTACKS.names())}")
+        raise errors.UsageError(
+            "no attack was named", f"one or more of: {', '.join(ATTACKS.names())}"
+        )
     if len(set(labels)) != len(labels):
-        raise UsageError(f"an attack is named twice: {', '.join(labels)}", "each once")
+        raise errors.UsageError(f"an attack is named twice: {', '.join(labels)}", "each once")
     for entry in planned:
         ATTACKS[entry.attack]  # raises with the known names
     return tuple(planned)
@@ -157,7 +156,7 @@ class PresetPart:
     independent=True)` runs them.
     """
 
-    region: Region
+    region: perturbation.Region
     plan: tuple[Planned, ...]
 
 
@@ -179,10 +178,10 @@ MADRY = 2.5
 
 
 def _preset_part(
-    norm: Norm, radius: float, *names: str | Planned, step_size: float | None = None
+    norm: perturbation.Norm, radius: float, *names: str | Planned, step_size: float | None = None
 ) -> PresetPart:
     settings = AttackSettings(step_size=step_size, relative_step=MADRY)
-    return PresetPart(Region(norm, radius), planned_attacks(names, settings))
+    return PresetPart(perturbation.Region(norm, radius), planned_attacks(names, settings))
 
 
 _CAUCHY_CW = Planned(
@@ -239,5 +238,5 @@ PRESETS = {
 def preset(name: str) -> Preset:
     """The preset of that name; UsageError with the known names when there is none."""
     if name not in PRESETS:
-        raise UsageError(f"unknown preset '{name}'", one_of(name, PRESETS))
+        raise errors.UsageError(f"unknown preset '{name}'", registry.one_of(name, PRESETS))
     return PRESETS[name]

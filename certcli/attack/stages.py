@@ -4,22 +4,21 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
+from msgspec import structs
 from torch import Tensor, nn
 
-from certcli.attack.judge import CertifiedImage, select_certified
-from certcli.attack.run import AttackRecord, attack_images, require_correct
+from certcli.attack.judge import select_certified
+from certcli.attack.run import attack_images, require_correct
 from certcli.attack.settings import AttackSettings, Planned, planned_attacks, preset
-from certcli.evaluation.perturbation import Norm, Region
-from certcli.evaluation.record_lines import Run
-from certcli.evaluation.records import RecordFile, packed, unpacked
-from certcli.evaluation.threat import Precision, proven_radius, require_norm
+from certcli.checkpoint.record import Record
+from certcli.evaluation import perturbation, record_lines, threat
+from certcli.evaluation.image_records import AttackRecord, Certificate
+from certcli.evaluation.records import RecordFile, deal_records
 from certcli.images.labelled import Images, sent
-from certcli.models.onnx.runtime import has_steps
-from certcli.system.errors import DataError, UsageError
-from certcli.system.processes import ALONE, Team
+from certcli.models.onnx.open import has_steps
+from certcli.system import errors, processes
 
 RECORD_KEYS = ("task", "epsilon", "index")
 """What tells one record of a run from another."""
@@ -34,13 +33,16 @@ DEFAULT_RADIUS = 0.5
 class Stage:
     """Attacks that share a norm, at ascending radii. No radius: each image at its certified one."""
 
-    norm: Norm
+    norm: perturbation.Norm
     radii: tuple[float, ...]
     plan: tuple[Planned, ...]
     independent: bool
 
-    def with_draws(self, seed: int, classes: int, precision: Precision = "float32") -> "Stage":
-        """The stage with its draws' seed, the crafting precision, and k (else the model's)."""
+    def ready(self, net: nn.Module, record: Record, settings: AttackSettings) -> "Stage":
+        """The stage for a network: its draws' seed, the crafting precision, its number of classes;
+        and Square, too, where it rounds to steps, whose gradients are guesses.
+        """
+        seed, precision, classes = settings.seed, settings.precision, record.classes
         plans = [
             replace(
                 entry,
@@ -50,15 +52,11 @@ class Stage:
             )
             for entry in self.plan
         ]
+        height, width = record.input.size[1:]
+        fits = self.norm == "linf" or height == width >= 5
+        if fits and has_steps(net) and "square" not in [entry.attack for entry in plans]:
+            plans.append(replace(plans[0], label="square", attack="square"))
         return replace(self, plan=tuple(plans))
-
-    def with_square(self, net: nn.Module, size: Sequence[int]) -> "Stage":
-        """Square, too, where a network rounds to steps, whose gradients are guesses. size: (c, h, w)."""
-        fits = self.norm == "linf" or size[1] == size[2] >= 5
-        if not (fits and has_steps(net)) or "square" in [entry.attack for entry in self.plan]:
-            return self
-        square = replace(self.plan[0], label="square", attack="square")
-        return replace(self, plan=(*self.plan, square))
 
 
 def stages_of(
@@ -79,10 +77,10 @@ def stages_of(
     """
     chosen = tuple(sorted(set(radii)))
     for radius in chosen:
-        Region("l2", radius)  # refuses what is no radius
+        perturbation.Region("l2", radius)  # refuses what is no radius
     if preset_name is not None:
         return _preset_stages(preset_name, names, norm, chosen, settings, certified)
-    require_norm(norm or "l2")
+    threat.require_norm(norm or "l2")
     planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)
@@ -99,19 +97,19 @@ def _preset_stages(
 ) -> tuple[Stage, ...]:
     paper = preset(name)
     if names or norm is not None or certified:
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} fixes attacks, norm and images",
             "leave out the preset or the other option",
         )
     if settings != AttackSettings(
         seed=settings.seed, precision=settings.precision, pixels=settings.pixels
     ):
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} fixes the steps of its attacks",
             "or name the attacks with --attack",
         )
     if radii and len(paper.parts) > 1:
-        raise UsageError(
+        raise errors.UsageError(
             f"the preset {name} has {len(paper.parts)} parts with radii of their own",
             "leave out --epsilon",
         )
@@ -121,10 +119,12 @@ def _preset_stages(
     )
 
 
-def in_norm(stages: Sequence[Stage], norm: Norm, named: str | None) -> tuple[Stage, ...]:
+def in_norm(
+    stages: Sequence[Stage], norm: perturbation.Norm, named: str | None
+) -> tuple[Stage, ...]:
     """The stages in the norm that certificates speak of; UsageError where another was named."""
     if named not in (None, norm):
-        raise UsageError(
+        raise errors.UsageError(
             f"the certified radii are {norm} radii, they bound no attack in {named}",
             "leave out --norm",
         )
@@ -153,19 +153,22 @@ class StageTask:
         for start in range(0, len(self.images), batch_size):
             yield list(range(start, min(start + batch_size, len(self.images))))
 
-    def rounds(self, indices: Sequence[int]) -> list[tuple[Region, list[float]]]:
+    def rounds(self, indices: Sequence[int]) -> list[tuple[perturbation.Region, list[float]]]:
         """The regions to the images of a batch, in order, and each image's radius under them."""
         norm = self.stage.norm
         if self.own is not None:
             radii = [self.own[index] for index in indices]
-            return [(Region.each(norm, radii), radii)]
-        return [(Region(norm, radius), [radius] * len(indices)) for radius in self.stage.radii]
+            return [(perturbation.Region.each(norm, radii), radii)]
+        return [
+            (perturbation.Region(norm, radius), [radius] * len(indices))
+            for radius in self.stage.radii
+        ]
 
 
 def tasks_of(
     stages: Sequence[Stage],
     images: Images,
-    certificates: Mapping[int, CertifiedImage] | None = None,
+    certificates: Mapping[int, Certificate] | None = None,
 ) -> tuple[StageTask, ...]:
     """Stages on images; with certificates, only images certified beyond a radius, or at their own.
 
@@ -197,8 +200,8 @@ def tasks_of(
             )
     empty = next((task for task in tasks if not len(task.images)), None)
     if empty is not None:
-        at = f" beyond {proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
-        raise DataError(
+        at = f" beyond {threat.proven_radius(empty.stage.radii[0])}" if empty.stage.radii else ""
+        raise errors.DataError(
             f"none of the {len(images)} images is certified{at}",
             "certify more of them, or another radius",
         )
@@ -230,7 +233,7 @@ def attack_run(
     checkpoint: str,
     images: Images,
     **more: Any,
-) -> Run:
+) -> record_lines.Run:
     """What decides the records. The batch size does: what is attacked together draws from one
     seed."""
     spent = {
@@ -250,7 +253,7 @@ def attack_run(
     method = stages.pop("attacks")
     independent = stages.pop("independent")
     decided = {"independent": independent, "batch_size": batch_size, **more, **chosen, **spent}
-    return Run.of(
+    return record_lines.Run.of(
         "attack", checkpoint, images, method, **stages, parameters={**asdict(settings), **decided}
     )
 
@@ -317,7 +320,8 @@ class Campaign:
             keep_images=self.keep_images,
         ):
             shown = row.fell and not any(other.index == row.index and other.fell for other in rows)
-            rows.append(row if shown else replace(row, image=None, adversarial=None))
+            pictures = {} if shown else {"image": None, "adversarial": None}
+            rows.append(structs.replace(row, task=number, **pictures))
         if task.certified:
             require_correct(rows)
         return rows
@@ -325,44 +329,43 @@ class Campaign:
     def run(
         self,
         file: RecordFile | None = None,
-        team: Team = ALONE,
+        team: processes.Team = processes.ALONE,
     ) -> Iterator[tuple[int, list[AttackRecord]]]:
         """(task's number, records of a portion), in order; what `file` holds is read.
 
         Only the leader of several processes is handed records, without images.
         """
 
-        def cached(portion: Portion) -> list[AttackRecord] | None:
-            earlier = file.take(self.keys(portion)) if file is not None else None
-            return (
-                None if earlier is None else read_again(earlier, self.tasks[portion[0]].stage, file)
-            )
-
         def find(portion: Portion) -> list[AttackRecord]:
             return self.attack(portion, team.size)
 
-        dealt = team.deal(self.portions, find, cached, packed, partial(unpacked, AttackRecord))
-        for (number, _), (new, rows) in zip(self.portions, dealt, strict=False):
-            if new and file is not None:
-                file.write({**row, "task": number} for row in packed(rows))
+        def require(portion: Portion, rows: list[AttackRecord]) -> None:
+            require_stage(rows, self.tasks[portion[0]].stage, file)
+
+        dealt = deal_records(self.portions, self.keys, find, AttackRecord, file, team, require)
+        for (number, _), rows in zip(self.portions, dealt, strict=False):
             yield number, rows
 
+    def hits(self, portion: Portion, rows: Sequence[AttackRecord]) -> int:
+        """Count the records that a gate speaks of, and that meet it: the first task's at its
+        smallest radius.
+        """
+        task = self.tasks[0]
+        smallest = min(task.stage.radii, default=None)
+        at_first = [row for row in rows if task.own is not None or row.epsilon == smallest]
+        return sum(row.withstood for row in at_first if portion[0] == 0)
 
-def read_again(
-    rows: Sequence[Mapping[str, Any]], stage: Stage, file: RecordFile | None
-) -> list[AttackRecord]:
-    """Records of a file as they were; DataError: another norm or attacks than the stage's."""
+
+def require_stage(rows: Sequence[AttackRecord], stage: Stage, file: RecordFile | None) -> None:
+    """DataError for records of a file in another norm or by other attacks than the stage's."""
     labels = [entry.label for entry in stage.plan]
     for row in rows:
-        if row["kind"] != stage.norm or list(row["robust"]) != labels:
-            statement = (
-                f"image {row['index']} was attacked in {row['kind']} by {', '.join(row['robust'])}"
-            )
-            raise DataError(
+        if row.kind != stage.norm or list(row.robust) != labels:
+            statement = f"image {row.index} was attacked in {row.kind} by {', '.join(row.robust)}"
+            raise errors.DataError(
                 f"{file.path if file else 'the file'} contradicts itself: {statement}",
                 "attack again, without --resume",
             )
-    return unpacked(AttackRecord, rows)
 
 
 def pixels_of(

@@ -10,9 +10,7 @@ from torch import Tensor, nn
 from certcli.attack.judge import judge_points
 from certcli.attack.settings import AttackSettings
 from certcli.evaluation.perturbation import Region, beside_pixels
-from certcli.system.errors import UsageError
-from certcli.system.products import fast_products
-from certcli.system.torch_modes import seed_all
+from certcli.system import errors, torch_modes
 
 ENTRIES = 2**17
 """Pixels of one batch up to which several targets are attacked at once: small networks spend their
@@ -141,7 +139,7 @@ def seeded(images: Tensor, seed: int) -> Iterator[None]:
     """Global random numbers from `seed`, on device and CPU; the caller's are restored."""
     devices = [images.device] if images.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        seed_all(seed)
+        torch_modes.seed_all(seed)
         yield
 
 
@@ -153,7 +151,9 @@ def undisturbed(model: nn.Module, images: Tensor, seed: int) -> Iterator[None]:
     `backward` would leave gradients in the model's parameters (and pay for them).
     """
     if model.training:
-        raise UsageError("the model is in training mode", "call model.eval() before an attack")
+        raise errors.UsageError(
+            "the model is in training mode", "call model.eval() before an attack"
+        )
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:
@@ -204,7 +204,7 @@ def craft_with(
     watched = Watched(model, images, labels, region, watch and settings.stops, settings.precision)
     slow = settings.precision == "bf16" and images.device.type == "cpu"
     unfused = _unfused(model) if slow else nullcontext()
-    with undisturbed(model, images, settings.draw), unfused, fast_products(model):
+    with undisturbed(model, images, settings.draw), unfused, torch_modes.fast_products(model):
         try:
             adversarial = search(watched, images, labels)
         except AllSolved:

@@ -1,19 +1,21 @@
 """Attacks of an audit, within l2 balls and patches, on the first images that its time allows."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from certcli.attack import run, stages
-from certcli.attack.patch import PatchRecord, PatchTarget, attack_patches
+from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
 from certcli.audit import gates, judging, schedule
-from certcli.evaluation import intervals, perturbation
+from certcli.checkpoint.record import Record
+from certcli.evaluation import intervals, perturbation, threat
+from certcli.evaluation.image_records import AttackRecord, PatchRecord
 from certcli.evaluation.records import packed, unpacked
-from certcli.evaluation.threat import Patch, radius_key
 from certcli.images.labelled import Images, sent
 from certcli.models.pixels import PixelModel
 from certcli.report.document import AttackShares, PatchAttack, Share
@@ -64,14 +66,13 @@ class Attacking(schedule.Stage):
         names: Sequence[str],
         radii: Sequence[float],
         settings: AttackSettings,
-        classes: int,
+        record: Record,
         limit: int,
         forward: float = 0.0,
         team: Team = ALONE,
     ) -> None:
         (stage,) = stages.stages_of(names, None, "l2", radii, settings)
-        drawn = stage.with_draws(settings.seed, classes, settings.precision)
-        self.stage = drawn.with_square(model, model.input_size)
+        self.stage = stage.ready(model, record, settings)
         self.model = model
         self.radii = radii
         self.settings = settings
@@ -82,8 +83,8 @@ class Attacking(schedule.Stage):
         together_at_most = int(AT_ONCE / (max(1, parameters) * steps * settings.restarts))
         largest = max(1, min(limit, together_at_most))
         super().__init__(images, largest, forward * GRADIENT * steps * settings.restarts, team)
-        self._shown: list[tuple[int, run.AttackRecord]] = []  # with the process that has its pixels
-        self._mine: list[run.AttackRecord] = []
+        self._shown: list[tuple[int, AttackRecord]] = []  # with the process that has its pixels
+        self._mine: list[AttackRecord] = []
         self.singles: dict[str, float] = {}
 
     @property
@@ -92,19 +93,19 @@ class Attacking(schedule.Stage):
         return super().gain if self.tries else FOOLED
 
     @property
-    def records(self) -> list[run.AttackRecord]:
+    def records(self) -> list[AttackRecord]:
         return [record for records in self.rows for record in records]
 
     @property
     def samples(self) -> dict[gates.Key, intervals.Sample]:
         return {
-            (gates.ROBUST, radius_key(radius)): intervals.Sample(
+            (gates.ROBUST, threat.radius_key(radius)): intervals.Sample(
                 [records[place].withstood for records in self.rows], len(self.images)
             )
             for place, radius in enumerate(self.radii)
         }
 
-    def judge(self, positions: list[int]) -> list[list[run.AttackRecord]]:
+    def judge(self, positions: list[int]) -> list[list[AttackRecord]]:
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
         batch = [(self.images.indices[positions], pixels, self.images.labels[positions])]
         self._mine = []
@@ -119,19 +120,19 @@ class Attacking(schedule.Stage):
             self._mine.append(record)
         return self._by_image(len(positions))
 
-    def _by_image(self, images: int) -> list[list[run.AttackRecord]]:
+    def _by_image(self, images: int) -> list[list[AttackRecord]]:
         """Return the records of each image, at the radii that all of them were attacked at."""
         done = len(self._mine) // images * images
         return [self._mine[place:done:images] for place in range(images)]
 
     @staticmethod
-    def pack(piece: list[list[run.AttackRecord]]) -> list[Any]:
+    def pack(piece: list[list[AttackRecord]]) -> list[Any]:
         return [packed(records) for records in piece]
 
-    def unpack(self, plain: Any) -> list[list[run.AttackRecord]]:
-        return [unpacked(run.AttackRecord, records) for records in plain]
+    def unpack(self, plain: Any) -> list[list[AttackRecord]]:
+        return [unpacked(AttackRecord, records) for records in plain]
 
-    def take(self, pieces: Sequence[list[list[run.AttackRecord]]]) -> None:
+    def take(self, pieces: Sequence[list[list[AttackRecord]]]) -> None:
         if self.broken and not self.rows and not self.team.several:
             whole = self._by_image(min(self.size, len(self.images)))
             if whole[0]:  # what ended at the smaller radii counts, and larger ones are not tried
@@ -140,7 +141,7 @@ class Attacking(schedule.Stage):
         for row in self._mine if pieces else []:
             if row.fell and row.image is not None and row.adversarial is not None:
                 change = float((row.adversarial - row.image).abs().max())
-                radius = radius_key(row.epsilon)
+                radius = threat.radius_key(row.epsilon)
                 self.singles[radius] = max(change, self.singles.get(radius, 0.0))
         for rank, rows in enumerate(pieces):
             mine = rank == self.team.rank
@@ -150,12 +151,15 @@ class Attacking(schedule.Stage):
                     row = records[smallest]
                     self._show(rank, self._mine[number + smallest * len(rows)] if mine else row)
         bare = [
-            [[replace(row, image=None, adversarial=None) for row in records] for records in rows]
+            [
+                [structs.replace(row, image=None, adversarial=None) for row in records]
+                for records in rows
+            ]
             for rows in pieces
         ]
         super().take(bare)
 
-    def _show(self, rank: int, row: run.AttackRecord) -> None:
+    def _show(self, rank: int, row: AttackRecord) -> None:
         """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
         if len(self._shown) < EXHIBITS:
             self._shown.append((rank, row))
@@ -164,12 +168,12 @@ class Attacking(schedule.Stage):
             if places:
                 self._shown[places[0]] = (rank, row)
 
-    def exhibits(self) -> list[run.AttackRecord]:
+    def exhibits(self) -> list[AttackRecord]:
         """Fooled images with pixels, from the process that attacked them. All call it.
 
         Also of all processes the largest change of a pixel value by a success at each radius.
         """
-        for radius in map(radius_key, self.radii):
+        for radius in map(threat.radius_key, self.radii):
             largest = max(self.team.everyone(self.singles.get(radius, 0.0)))
             self.singles |= {radius: largest} if largest > 0 else {}
         if not self.team.several:
@@ -182,7 +186,7 @@ class Attacking(schedule.Stage):
             for picture in pictures:
                 assert picture is not None
                 self.team.spread(picture, rank)
-            exhibits.append(replace(row, image=pictures[0], adversarial=pictures[1]))
+            exhibits.append(structs.replace(row, image=pictures[0], adversarial=pictures[1]))
         return exhibits
 
     @property
@@ -191,7 +195,9 @@ class Attacking(schedule.Stage):
         summaries = run.robust_curve(self.records)
         clean = sum(row.correct for row in self.records if row.epsilon == summaries[0].epsilon)
         withstood = {
-            radius_key(s.epsilon): sum(r.withstood for r in self.records if r.epsilon == s.epsilon)
+            threat.radius_key(s.epsilon): sum(
+                r.withstood for r in self.records if r.epsilon == s.epsilon
+            )
             for s in summaries
         }
         return AttackShares(
@@ -201,7 +207,7 @@ class Attacking(schedule.Stage):
             clean=Share.of(clean, self.count),
             robust={name: Share.of(hits, self.count) for name, hits in withstood.items()},
             fooled={name: clean - hits for name, hits in withstood.items()},
-            fooled_8bit={radius_key(s.epsilon): s.fooled_8bit for s in summaries},
+            fooled_8bit={threat.radius_key(s.epsilon): s.fooled_8bit for s in summaries},
             median_norm=summaries[-1].median_norm,
             largest={at: self.singles[at] for at in withstood if at in self.singles},
             settings={**asdict(self.settings), "batch_size": self.largest},
@@ -212,7 +218,7 @@ class Attacking(schedule.Stage):
         findings.attack = self.shares
         for row in self.records:
             entry = findings.row(row.index, row.label)
-            entry.setdefault("withstood", {})[radius_key(row.epsilon)] = row.withstood
+            entry.setdefault("withstood", {})[threat.radius_key(row.epsilon)] = row.withstood
             if row.fell and "norm" not in entry:
                 entry |= {"adversarial_prediction": row.adversarial_prediction, "norm": row.norm}
 
@@ -227,7 +233,7 @@ class PatchAttacking(schedule.Stage):
     doing = "attacks by patches"
 
     def __init__(
-        self, model: PixelModel, images: Images, patch: Patch, seed: int, forward: float
+        self, model: PixelModel, images: Images, patch: threat.Patch, seed: int, forward: float
     ) -> None:
         few = images.select(range(min(PATCHED, len(images))))
         super().__init__(few, 1, forward * GRADIENT * PATCH_STEPS)

@@ -19,16 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from certcli.evaluation import intervals, threat
-from certcli.evaluation.intervals import (
-    FAILED,
-    PASSED,
-    UNDECIDED,
-    Demand,
-    Look,
-    Sample,
-    judge_all,
-    judge_sample,
-)
 from certcli.images.labelled import OWN, Images
 from certcli.report.document import (
     AttackShares,
@@ -90,7 +80,7 @@ class AuditFindings:
     exhibits: list[Any] = field(default_factory=list)
     sample: Any = None
     patched_pair: tuple[Any, Any] | None = None
-    samples: dict[Key, Sample] = field(default_factory=dict)
+    samples: dict[Key, intervals.Sample] = field(default_factory=dict)
     precision: threat.Precision = "float32"
     failing: str | None = None
     statistics: list[str] = field(default_factory=list)
@@ -156,9 +146,9 @@ class FailOn:
         return signs[self.sign]
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> intervals.Demand:
         """Return what a share of the images must meet."""
-        return Demand(self.value, more=self.sign == "<=")
+        return intervals.Demand(self.value, more=self.sign == "<=")
 
     @property
     def requirement(self) -> str:
@@ -189,15 +179,14 @@ def parse_gate(text: str) -> FailOn:
             registry.one_of(quantity, QUANTITIES),
         )
     size = match["radius"] or match["patch"]
-    if quantity == AGAINST:
-        if size is None:
-            raise errors.UsageError(f"--fail-on '{text}': patched needs a patch", EXAMPLE)
-        threat.Threat.read(size, "patch")
-    elif match["patch"] is not None:
-        raise errors.UsageError(f"--fail-on '{text}': {quantity} takes no patch", EXAMPLE)
-    elif (match["radius"] is not None) != (quantity in AT_A_RADIUS):
-        mistake = "needs a radius" if quantity in AT_A_RADIUS else "has no radius"
+    patch = size if quantity == AGAINST else match["patch"]
+    of_a = {AGAINST: "patch", **dict.fromkeys(AT_A_RADIUS, "radius")}.get(quantity)
+    named = "patch" if patch is not None else None if size is None else "radius"
+    if named != of_a:
+        mistake = f"has no {named}" if of_a is None else f"needs a {of_a}"
         raise errors.UsageError(f"--fail-on '{text}': {quantity} {mistake}", EXAMPLE)
+    if patch is not None:
+        threat.Threat.read(patch, "patch")
     if sign[0] != (">" if quantity == "upper" else "<"):
         turned = text.replace(sign, sign.translate({ord("<"): ">", ord(">"): "<"}))
         raise errors.UsageError(
@@ -208,11 +197,8 @@ def parse_gate(text: str) -> FailOn:
         raise errors.UsageError(
             f"--fail-on '{text}': {value:g} is no share of the images", "0.4 means 40 %"
         )
-    name = " ".join(text.split())
-    if quantity == AGAINST:
-        return FailOn(name, quantity, None, sign, value, size)
-    radius = None if match["radius"] is None else _gate_number(match["radius"], text)
-    return FailOn(name, quantity, radius, sign, value)
+    radius = _gate_number(size, text) if size is not None and patch is None else None
+    return FailOn(" ".join(text.split()), quantity, radius, sign, value, patch)
 
 
 def _gate_number(text: str, gate: str) -> float:
@@ -230,13 +216,21 @@ def judge_gates(
     """Compare each gate with the figures. image: (height, width), for patches given as a share."""
     rows = [_judge_gate(gate, findings, image) for gate in gates]
     verdicts = [row.verdict for row in rows]
-    verdict = next((v for v in (FAILED, UNDECIDED) if v in verdicts), PASSED)
+    verdict = next(
+        (v for v in (intervals.FAILED, intervals.UNDECIDED) if v in verdicts), intervals.PASSED
+    )
     reasons = [row.reason for row in rows if not row.passed]
-    return GateReport(passed=verdict == PASSED, verdict=verdict, reasons=reasons, judged=rows)
+    return GateReport(
+        passed=verdict == intervals.PASSED, verdict=verdict, reasons=reasons, judged=rows
+    )
 
 
 def waits_for(
-    gates: Sequence[FailOn], key: Key, proven: bool, sample: Sample, image: tuple[int, int]
+    gates: Sequence[FailOn],
+    key: Key,
+    proven: bool,
+    sample: intervals.Sample,
+    image: tuple[int, int],
 ) -> bool:
     """Return whether a gate about the share of this key is not decided by these images.
 
@@ -245,7 +239,10 @@ def waits_for(
         proven: whether the share is one of proofs.
     """
     speaking = [gate for gate in gates if _speaks_of(gate, key, proven, image)]
-    return any(judge_sample(sample, gate.demand).verdict == UNDECIDED for gate in speaking)
+    return any(
+        intervals.judge_sample(sample, gate.demand).verdict == intervals.UNDECIDED
+        for gate in speaking
+    )
 
 
 def _speaks_of(gate: FailOn, key: Key, proven: bool, image: tuple[int, int]) -> bool:
@@ -286,14 +283,18 @@ def _judge_gate(gate: FailOn, findings: AuditFindings, image: tuple[int, int]) -
     if not looks:
         why = "; ".join(f"{item.stage}: {item.why}" for item in missing)
         return _unmeasured(gate, why or "nothing was found at this radius", waiting)
-    order = (PASSED, UNDECIDED, FAILED)  # the best of several methods speaks for the network
+    order = (
+        intervals.PASSED,
+        intervals.UNDECIDED,
+        intervals.FAILED,
+    )  # the best of several methods speaks for the network
     look, by, images = min(
         looks, key=lambda row: (order.index(row[0].verdict), -_share_of_look(row[0]))
     )
-    verdict = UNDECIDED if look.verdict == FAILED and waiting else look.verdict
+    verdict = intervals.UNDECIDED if look.verdict == intervals.FAILED and waiting else look.verdict
     return GateResult(
         fail_on=gate.text,
-        passed=verdict == PASSED,
+        passed=verdict == intervals.PASSED,
         verdict=verdict,
         measured=_share_of_look(look),
         reason=f"{gate.requirement}, found {_measured_text(look, images)}{by}: {verdict}",
@@ -307,10 +308,10 @@ def _judged_bound(gate: FailOn, findings: AuditFindings) -> GateResult:
         why = "; ".join(item.why for item in missing) or "nothing was found"
         return _unmeasured(gate, why, any(item.for_time for item in missing))
     upper = math.inf if bound.upper == "inf" else float(bound.upper)
-    verdict = FAILED if gate.met(upper) else PASSED
+    verdict = intervals.FAILED if gate.met(upper) else intervals.PASSED
     return GateResult(
         fail_on=gate.text,
-        passed=verdict == PASSED,
+        passed=verdict == intervals.PASSED,
         verdict=verdict,
         measured=upper if math.isfinite(upper) else "inf",
         reason=f"{gate.requirement}, found {bound.upper_text}: {verdict}",
@@ -319,18 +320,18 @@ def _judged_bound(gate: FailOn, findings: AuditFindings) -> GateResult:
 
 def _unmeasured(gate: FailOn, why: str, for_time: bool) -> GateResult:
     """Return the result of a gate without its quantity: undecided where time was short."""
-    verdict = UNDECIDED if for_time else FAILED
+    verdict = intervals.UNDECIDED if for_time else intervals.FAILED
     reason = f"{gate.requirement}, not measured ({why}): {verdict}"
     return GateResult(
         fail_on=gate.text, passed=False, verdict=verdict, measured=None, reason=reason
     )
 
 
-def _share_of_look(look: Look) -> float:
+def _share_of_look(look: intervals.Look) -> float:
     return look.hits / look.images if look.images else 0.0
 
 
-def _measured_text(look: Look, images: int) -> str:
+def _measured_text(look: intervals.Look, images: int) -> str:
     """Return "94.5 %, 189 of 200 images (95 % interval 90 to 97 %)"; of few images no share.
 
     Args:
@@ -346,7 +347,7 @@ def _measured_text(look: Look, images: int) -> str:
 
 def _looks_of_gate(
     gate: FailOn, findings: AuditFindings, image: tuple[int, int]
-) -> list[tuple[Look, str, int]]:
+) -> list[tuple[intervals.Look, str, int]]:
     """Return what the images say of the shares that a gate speaks of, how each share was found, and
     how many images its stage judged.
     """
@@ -379,11 +380,13 @@ def _looks_of_gate(
     ]
 
 
-def _deciding_look(findings: AuditFindings, key: Key, share: Share, demand: Demand) -> Look:
+def _deciding_look(
+    findings: AuditFindings, key: Key, share: Share, demand: intervals.Demand
+) -> intervals.Look:
     """Return the look that decides; the only one at a share whose images have no order."""
     sample = findings.samples.get(key)
     return (
-        judge_all(share.hits, share.images, demand)
+        intervals.judge_all(share.hits, share.images, demand)
         if sample is None
-        else judge_sample(sample, demand)
+        else intervals.judge_sample(sample, demand)
     )

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 
 from certcli.audit import gates, schedule
-from certcli.certify.certificate import Certificate, Certifier, certified_accuracy
-from certcli.certify.patch.certifier import PatchCertificate
+from certcli.certify.certificate import Certifier, certified_accuracy
 from certcli.evaluation import intervals, record_lines, records
+from certcli.evaluation.image_records import Certificate, PatchCertificate
 from certcli.evaluation.threat import Threat, power_of_ten, rounded_up
 from certcli.images.labelled import Images, sent
-from certcli.lipschitz.bound import bound_document
-from certcli.lipschitz.estimate import measure
+from certcli.lipschitz import bound, estimate
 from certcli.lipschitz.network import NetworkBound, prove_network
 from certcli.lipschitz.numerics.real import Real
 from certcli.models import build
@@ -56,7 +55,7 @@ JOINED = ("(how they are joined)", "", "last maps, sums and concatenations")
 def global_bound(proven: NetworkBound, seconds: float) -> GlobalBound:
     finite = proven.upper.finite
     return GlobalBound(
-        **bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
+        **bound.bound_document(proven.upper) | ({} if finite else {"upper_text": "none"}),
         why=proven.bound.why,
         drivers=drivers(proven) if finite else "",
         blocks=[block for block, _ in bound_parts(proven)] if finite else [],
@@ -217,7 +216,9 @@ class Measuring(schedule.Stage):
 
     def judge(self, positions: list[int]) -> list[float]:
         pixels = sent(self.images.fetch(positions), next(self.model.parameters()).device)
-        return [float(one.value) for one in measure(self.model, iter([pixels]), seed=self.seed)]
+        return [
+            float(one.value) for one in estimate.measure(self.model, iter([pixels]), seed=self.seed)
+        ]
 
     def report(self, findings: gates.AuditFindings) -> None:
         findings.slope = Slope(
@@ -334,33 +335,49 @@ class Certifying(schedule.Stage):
 
     def unpack(self, plain: Any) -> list[Certificate]:
         # a process without images has made no certifier
-        return records.unpacked(PatchCertificate if self.name == "patch" else Certificate, plain)
+        return records.unpacked(
+            PatchCertificate if self.name == "patch" else Certificate,
+            plain,
+        )
 
     def report(self, findings: gates.AuditFindings) -> None:
+        assert self.certifier is not None
         by_index = {row.index: findings.row(row.index, row.label) for row in self.rows}
+        common = self._common(self.certifier)
         if self.name == "patch":
-            findings.patched = self._patch_shares()
+            procedure = str(self.certifier.parameters["procedure"])
+            findings.patched = PatchShares(procedure=procedure, **common)
             for row in self.rows:
                 by_index[row.index]["proven"] = [
                     str(threat.size) for threat in self.threats if row.holds_at(threat)
                 ]
             return
-        findings.certificates.append(self._shares())
+        result = certified_accuracy(self.rows, self.threats)
+        findings.certificates.append(
+            CertifiedShares(
+                method=self.name,
+                promise=self.certifier.promise,
+                failure=result.failure,
+                domain=self.certifier.domain,
+                about=self.about,
+                average_radius=result.average_radius or 0.0,
+                abstained=result.abstained,
+                **common,
+            )
+        )
         for row in self.rows:
             radius = row.radius if row.radius < float("inf") else "inf"
             by_index[row.index].setdefault("radius", {})[self.name] = radius
 
-    def _common(self) -> dict[str, Any]:
+    def _common(self, certifier: Certifier) -> dict[str, Any]:
         """Fields that shares at radii and at patches have in common."""
-        certifier = self.certifier
-        assert certifier is not None
         certified = {
             t.key: Share.of(sum(row.holds_at(t) for row in self.rows), self.count)
             for t in self.threats
         }
         return {
             "arithmetic": certifier.arithmetic,
-            "title": certifier.title_of(self.rows),
+            "title": certifier.title,
             "statement": certifier.statement,
             "dataset": dataset_of(first_in_turn(self.images, self.count)),
             "clean": Share.of(sum(row.correct for row in self.rows), self.count),
@@ -368,21 +385,3 @@ class Certifying(schedule.Stage):
             "parameters": dict(certifier.parameters),
             "seconds": round(self.seconds, 2),
         }
-
-    def _shares(self) -> CertifiedShares:
-        assert self.certifier is not None
-        result = certified_accuracy(self.rows, self.threats)
-        return CertifiedShares(
-            method=self.name,
-            promise=self.certifier.promise,
-            failure=result.failure,
-            domain=self.certifier.domain,
-            about=self.about,
-            average_radius=result.average_radius or 0.0,
-            abstained=result.abstained,
-            **self._common(),
-        )
-
-    def _patch_shares(self) -> PatchShares:
-        common = self._common()
-        return PatchShares(procedure=str(common["parameters"]["procedure"]), **common)

@@ -18,8 +18,7 @@ from typing import Any, Final, Literal
 from certcli.audit.gates import AuditFindings, FailOn
 from certcli.evaluation.threat import Pixels, Precision, radius_key, require_radii
 from certcli.images.names import TORCHVISION
-from certcli.system.processes import ALONE, Team
-from certcli.system.reading import is_absent
+from certcli.system import processes, reading
 
 AUTO: Final = "auto"
 FLOAT: Final = "float"
@@ -164,7 +163,7 @@ class Typed:
 
 def _last_part(typed: str) -> str:
     """Return the last part of the path of a file or folder; all of any other name."""
-    return unmistakable(Path(typed).resolve().name) if not is_absent(Path(typed)) else typed
+    return unmistakable(Path(typed).resolve().name) if not reading.is_absent(Path(typed)) else typed
 
 
 def unmistakable(typed: str) -> str:
@@ -236,7 +235,7 @@ class Clock:
 
     budget: float
     started: float | None = None
-    team: Team = ALONE
+    team: processes.Team = processes.ALONE
     wall: Callable[[], float] = time.perf_counter
     cpu: Callable[[], float] = time.process_time
     on_cpu: bool = True
@@ -287,21 +286,22 @@ class Clock:
 
 class EndsAfter:
     """`with` this, a block ends by OutOfTime after these wall seconds, and torch's modes are as they
-    were before; by a signal, so in the main thread alone.
+    were before; by a signal, so in the main thread alone, on systems that have alarms.
 
     No generator: a signal could end its exit before it is asked to go on.
     """
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.in_main_thread = threading.current_thread() is threading.main_thread()
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        self.rings = in_main_thread and hasattr(signal, "setitimer")
 
     def __enter__(self) -> None:
         from certcli.system.torch_modes import RestoredModes
 
         if self.seconds <= 0:
             raise OutOfTime
-        if self.in_main_thread:
+        if self.rings:
             self.modes = RestoredModes()
             self.modes.__enter__()
             # the audit itself may run inside an import
@@ -314,7 +314,7 @@ class EndsAfter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: Any
     ) -> None:
-        if self.in_main_thread:
+        if self.rings:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, self.handler)
             sys.unraisablehook = self.hook

@@ -16,7 +16,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import image_doubts, intervals, threat
 from certcli.images.labelled import Images
 from certcli.models import build, pixels
-from certcli.nn.residual import attention_weight
+from certcli.nn.blocks import attention_weight
 from certcli.system import errors, memory
 
 LARGE = 1_000_000

@@ -8,8 +8,7 @@ the first unit and the largest so far after it, times the wall seconds that a se
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from certcli.audit.gates import AuditFindings, Key
-from certcli.audit.plan import Clock, EndsAfter, OutOfTime
+from certcli.audit import gates, plan
 from certcli.evaluation import intervals
 from certcli.images.labelled import Images
 from certcli.system import errors, processes
@@ -36,14 +35,14 @@ def run_by_team(
     """
     if not team.several:
         try:
-            with EndsAfter(seconds):
+            with plan.EndsAfter(seconds):
                 return [work()], False
-        except OutOfTime:
+        except plan.OutOfTime:
             return [], True
     try:
-        with EndsAfter(seconds):
+        with plan.EndsAfter(seconds):
             mine = ["found", pack(work())]
-    except OutOfTime:
+    except plan.OutOfTime:
         mine = ["over"]
     except errors.CertvitError as refusal:
         if type(refusal).__name__ not in REFUSALS:
@@ -151,7 +150,7 @@ class Stage:
         return _interval_width(self.count) - _interval_width(after)
 
     @property
-    def samples(self) -> dict[Key, intervals.Sample]:
+    def samples(self) -> dict[gates.Key, intervals.Sample]:
         """Outcomes of the images so far, for the gates."""
         return {}
 
@@ -170,7 +169,7 @@ class Stage:
         self.rows += [row for rows in pieces for row in rows]
         self.units += bool(pieces)
 
-    def report(self, findings: AuditFindings) -> None:
+    def report(self, findings: gates.AuditFindings) -> None:
         """Add what it found."""
         raise NotImplementedError
 
@@ -182,7 +181,7 @@ class Stage:
     def unpack(self, plain: Any) -> Any:
         return plain
 
-    def go(self, clock: Clock, seconds: float) -> None:
+    def go(self, clock: plan.Clock, seconds: float) -> None:
         """Do one unit in these wall seconds at most."""
         began = clock.now
         before = self.count
@@ -203,7 +202,7 @@ class Stage:
         self.tries += 1
         self.seconds += took if self.count > before else 0.0
 
-    def write_down(self, findings: AuditFindings) -> None:
+    def write_down(self, findings: gates.AuditFindings) -> None:
         """Add what it found, and say what it did not."""
         if self.refusal is not None:
             findings.skip(self.name, self.refusal)
@@ -237,7 +236,7 @@ def _seconds_text(seconds: float) -> str:
 
 def run_stages(
     stages: Sequence[Stage],
-    clock: Clock,
+    clock: plan.Clock,
     awaited: Callable[[Stage], bool],
     tell: Callable[[str], None] = lambda doing: None,
 ) -> None:
@@ -254,7 +253,7 @@ def run_stages(
 
 
 def _next_unit(
-    stages: Sequence[Stage], clock: Clock, awaited: Callable[[Stage], bool]
+    stages: Sequence[Stage], clock: plan.Clock, awaited: Callable[[Stage], bool]
 ) -> tuple[list[tuple[int, str]], int | None, float]:
     """Return stages that are not worth their time and why, the next one, and its seconds at most."""
 

@@ -151,7 +151,8 @@ class Stages:
         """Image by image a small network as it is, at the radii of the plan."""
         named = "local" in self.plan.methods
         large = self.findings.parameters > LOCAL_PARAMETERS
-        if not named and (large or method_choice.local_effort(self.model) == "norms"):
+        slow = large or method_choice.largest_tensor(self.model) > method_choice.ENCLOSED
+        if not named and slow:
             why = "only for small networks: one image would take minutes or more"
             self.findings.skip("local", why)
             return []
@@ -241,7 +242,7 @@ class Stages:
         return [
             attacking.Attacking(
                 self.model, self.images, plan.attacks, plan.attacked_radii, settings,
-                self.checkpoint.record.classes, plan.batch_size, self.passing, self.team,
+                self.checkpoint.record, plan.batch_size, self.passing, self.team,
             )
         ]  # fmt: skip
 

@@ -5,7 +5,7 @@
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -161,6 +161,8 @@ class NearImage:
         slopes: Measured, from below, (k,); NaN where nothing was measured.
         logits: Of |z(y) - z(z)|_2, rounded up.
         radius: Within which the prediction is proven by min(R, m_j / upper_j): as executed in float64, or 0.
+        by_integral: The same by the integral of such constants of all smaller balls; no less.
+        areas: That integral of each margin, over [0, R], (k,).
         why: Why there is no bound.
     """
 
@@ -171,6 +173,8 @@ class NearImage:
     slopes: Tensor
     logits: float
     radius: float
+    by_integral: float
+    areas: Tensor
     why: str = ""
     seconds: float = 0.0
 
@@ -215,11 +219,13 @@ class AroundImages:
             )
 
     def each(self, pixels: Tensor, near: Sequence[Around]) -> Iterator[NearImage]:
-        """Yield what is proven near each image (n, c, h, w) in each ball, images first."""
+        """Yield what is proven near each image (n, c, h, w) in each ball, images first, radii ascending."""
         device = next(self.model.parameters(), torch.empty(0)).device
         for image in pixels.double().to(device).split(1):
-            for around in near:
-                yield self.near(image, around)
+            inner = None
+            for around in sorted(near, key=lambda ball: ball.radius):
+                inner = self.near(image, around, inner)
+                yield inner
 
     def start(self, image: Tensor, around: Around) -> Form:
         if around.norm == "linf":
@@ -227,25 +233,32 @@ class AroundImages:
         squares = SQUARES if self.network.numbers <= SQUARES else 0
         return l2_ball(image, around.radius, squares_up_to=squares, limit=SYMBOLS, in_box=True)
 
-    def near(self, image: Tensor, around: Around) -> NearImage:
-        """Return what is proven near an image (1, c, h, w)."""
+    def near(self, image: Tensor, around: Around, inner: NearImage | None = None) -> NearImage:
+        """Return what is proven near an image (1, c, h, w); inner: in a smaller ball of this norm."""
         started = time.process_time()
         with torch.no_grad():
             (logits,) = self.model(image)
         label = int(logits.argmax())
-        upper, whole, delta, why = self._bounds(image, label, len(logits), around)
+        upper, whole, delta, parts, why = self._bounds(image, label, len(logits), around)
         slopes = torch.full_like(logits, math.nan)
         if around.slopes:
             slopes = steepest_slopes(self.model, image, label, around.radius, around.norm)
         margins = (logits[label] - logits).cpu()
-        radius = _radius_by_slopes(label, margins, upper, delta, around.radius)
+        left = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
+        radius = _radius_by_slopes(label, left, upper, around.radius)
+        further, areas = _radius_by_integral(label, left, parts, image, around.radius, inner)
+        further = max(radius, further)
         seconds = time.process_time() - started
-        return NearImage(around, label, margins, upper, slopes.cpu(), whole, radius, why, seconds)
+        slopes = slopes.cpu()
+        return NearImage(
+            around, label, margins, upper, slopes, whole, radius, further, areas, why, seconds
+        )
 
     def _bounds(
         self, image: Tensor, label: int, count: int, around: Around
-    ) -> tuple[Tensor, float, Tensor, str]:
-        """Return bounds of margins and of the logits, how far execution moves margins, and why not."""
+    ) -> tuple[Tensor, float, Tensor, list[Parts], str]:
+        """Return bounds of margins and of the logits, how far execution moves margins, for l2 the
+        margins' gradients, and why there is nothing."""
         rows = torch.eye(count, dtype=torch.float64, device=image.device)
         nothing = torch.full((count,), math.inf, dtype=torch.float64)
         lengths = []
@@ -263,7 +276,7 @@ class AroundImages:
                     parts.append(Parts.of(form))
                     lengths.append(parts[-1].length)
         except (Unbounded, NoRule) as reason:
-            return _with_entry(nothing, label, 0.0), math.inf, nothing, str(reason)
+            return _with_entry(nothing, label, 0.0), math.inf, nothing, [], str(reason)
         except (MemoryError, RuntimeError) as failure:
             if not out_of_memory(failure):
                 raise
@@ -274,23 +287,53 @@ class AroundImages:
         whole = logits_length(parts, label) if parts else math.hypot(*of_logits) / _DOWN
         delta = (torch.tensor(roundings, dtype=torch.float64) + near.behind(label).cpu()) / _DOWN
         upper = torch.tensor(lengths, dtype=torch.float64).nan_to_num(math.inf, math.inf)
-        return _with_entry(upper, label, 0.0), whole, delta, ""
+        return _with_entry(upper, label, 0.0), whole, delta, parts, ""
 
 
 def _with_entry(values: Tensor, place: int, value: float) -> Tensor:
     return values.index_fill(0, torch.tensor(place), value)
 
 
-def _radius_by_slopes(
-    label: int, margins: Tensor, upper: Tensor, delta: Tensor, radius: float
-) -> float:
-    """Return min(R, (m_j - 2 delta_j) / L_j), or 0: m_j as executed is above m_j - L_j r - 2
-    delta_j.
+def _radius_by_slopes(label: int, left: Tensor, upper: Tensor, radius: float) -> float:
+    """Return min(R, left_j / L_j), or 0: m_j as executed is above m_j - L_j r - 2 delta_j.
+
+    Args:
+        left: m_j - 2 delta_j, rounded down, (k,).
     """
-    reach = (margins - 2 * delta) * _DOWN - 2.0**-50 * margins.abs()
-    others = torch.arange(len(margins)) != label
-    smallest = float((reach[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN
+    others = torch.arange(len(left)) != label
+    smallest = float((left[others] / upper[others]).nan_to_num(0.0, 0.0, 0.0).amin()) * _DOWN
     return min(radius, smallest) if smallest > 0 else 0.0
+
+
+def _radius_by_integral(
+    label: int,
+    left: Tensor,
+    parts: Sequence[Parts],
+    image: Tensor,
+    radius: float,
+    inner: NearImage | None,
+) -> tuple[float, Tensor]:
+    """Return an r <= R with left_j at least the integral of L_j over all t <= r, the slopes in the ball
+    of radius t along which a margin falls: of a pixel at 0 as it rises, of one at 1 as it sinks.
+
+    And those integrals, to R. Up to the radius of `inner` they are its own.
+    """
+    areas = torch.zeros_like(left) if inner is None else inner.areas.clone()
+    start = 0.0 if inner is None else inner.around.radius / radius * _DOWN * _DOWN
+    best = 0.0 if inner is None else inner.by_integral
+    if not parts or not best >= start * radius:
+        return best, torch.full_like(left, math.inf)
+    flat = image.flatten()
+    reached = [radius]
+    for j, part in enumerate(parts):
+        centre = torch.where(flat == 0, part.centre.clamp_max(0), part.centre)
+        falling = replace(part, centre=torch.where(flat == 1, centre.clamp_min(0), centre))
+        room = float(left[j] - areas[j]) / radius * _DOWN
+        share, area = falling.covered(room, start)
+        if j != label:
+            reached.append(radius * share * _DOWN)
+        areas[j] = (areas[j] + area * radius) / _DOWN
+    return max(best, min(reached)), areas
 
 
 def prepare(checkpoint: Checkpoint, near: Sequence[Around], device: torch.device) -> AroundImages:
@@ -319,6 +362,7 @@ class LocalBounds:
         slopes: Of each margin one slope that it has there, measured: (n, k), below `upper`.
         logits: Of |z(y) - z(z)|_2, (n,).
         radii: min(R, m_j / upper_j) as executed in float64: certified radii, (n,).
+        radii_by_integral: The same by the integral of slopes over each ball; no smaller.
         why: Of each image, why there is no bound.
     """
 
@@ -327,6 +371,7 @@ class LocalBounds:
     slopes: Tensor
     logits: Tensor
     radii: Tensor
+    radii_by_integral: Tensor
     why: tuple[str, ...]
 
 
@@ -341,5 +386,6 @@ def local_bounds(
         torch.stack([row.slopes for row in rows]),
         torch.tensor([row.logits for row in rows], dtype=torch.float64),
         torch.tensor([row.radius for row in rows], dtype=torch.float64),
+        torch.tensor([row.by_integral for row in rows], dtype=torch.float64),
         tuple(row.why for row in rows),
     )

@@ -4,14 +4,15 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Self
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from certcli.engine.watched_run import differs, state_of
-from certcli.evaluation.evidence import Claim, Status
+from certcli.engine.replay import differs, state_of
+from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.threat import Kind, Threat, one_norm, proven_radius
 from certcli.system.ambient import as_stated
@@ -22,75 +23,6 @@ AGAIN = 1e-6
 threads, device) move a radius by some 1e-12; 1e-6 is far above that, and far below what a forged
 radius would have to gain.
 """
-
-OPTIONAL = ("rung", "seconds", "splits")
-"""Fields that a record may lack."""
-
-
-@dataclass(frozen=True)
-class Certificate:
-    """radius: pixel l2, rounded down. failure: 0.0 for a proof, alpha for a Monte Carlo statement.
-
-    Attributes:
-        prediction: None when the method abstains.
-        rung: which of a method's ways it was that gave the radius.
-        seconds: what this image took, 0.0 where images are certified a batch at a time.
-        splits: of the neighbourhood, at signs of units, that its proof takes: class -> tree.
-    """
-
-    index: int
-    label: int
-    prediction: int | None
-    radius: float
-    method: str
-    failure: float
-    rung: str = ""
-    seconds: float = 0.0
-    splits: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def correct(self) -> bool:
-        return self.prediction == self.label
-
-    @property
-    def held(self) -> float | tuple[str, ...]:
-        """What cannot change the class: images within a radius, or patches, as they are spelled."""
-        return self.radius
-
-    def holds_at(self, threat: Threat) -> bool:
-        """Certified and correct at this radius (0: correct); False against patches."""
-        return (
-            self.correct
-            and isinstance(threat.size, (int, float))
-            and (threat.size == 0 or self.radius > threat.size)
-        )
-
-    def checked(self, status: Status, why: str) -> Claim:
-        """Return what this certificate states, with the result of checking it."""
-        return Claim(f"image {self.index}: class {self.prediction}, {self.held}", status, why)
-
-    def proven_again(self, prediction: int | None, proven: bool) -> Claim:
-        """Judge the claim by the class that the network gives now, and whether its radius is
-        proven.
-        """
-        if self.prediction != prediction:
-            why = f"class {self.prediction} is stated, the network says {prediction}"
-            return self.checked("refuted", why)
-        radius = f"radius {proven_radius(self.radius)} is"
-        if proven:
-            return self.checked("verified", f"{radius} proven again")
-        return self.checked("refuted", f"{radius} stated, and not proven by this method")
-
-    def to_json(self) -> dict[str, Any]:
-        """Return all fields; rung, seconds, splits if the method has them; infinity is "inf"."""
-        row = {**asdict(self), "radius": self.radius if math.isfinite(self.radius) else "inf"}
-        return {key: value for key, value in row.items() if key not in OPTIONAL or value}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> Self:
-        """Inverse of `to_json`, of a row that `record_lines` let in."""
-        fields = {name: row[name] for name in cls.__dataclass_fields__ if name in row}
-        return cls(**{**fields, "radius": float(row["radius"])})
 
 
 @dataclass(frozen=True)
@@ -162,10 +94,6 @@ class Certifier(ABC):
         self, indices: Sequence[int], pixels: Tensor, labels: Sequence[int]
     ) -> list[Certificate]:
         """A certificate an image: pixels (b, c, h, w) in [0, 1]. DataError: NaN there."""
-
-    def title_of(self, rows: Sequence[Certificate]) -> str:
-        """Return the title above these certificates."""
-        return self.title
 
     @property
     def networks(self) -> Sequence[nn.Module]:

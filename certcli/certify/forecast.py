@@ -52,12 +52,16 @@ SEARCHED = 4
 """Walks that the search of an image's largest radius takes, mostly (`zonotopes.search`)."""
 
 
-def walks(walk: Callable[[], object], radii: int, images: int) -> str:
-    """Time one walk, and say what `radii` decided for each image take at most; 0: a search."""
+def walks(walk: Callable[[], object], radii: int, images: int, *, further: bool = False) -> str:
+    """Time one walk, and say what `radii` decided for each image take at most; 0: a search.
+
+    Args:
+        further: a few images take more walks.
+    """
     started = time.perf_counter()
     walk()
     each = time.perf_counter() - started
-    about = "at most" if radii else "about"
+    about = "at most" if radii and not further else "about"
     count = radii or SEARCHED
     total = duration(each * count * images)
     return (
@@ -82,6 +86,8 @@ def symbols_text(local: "LocalCertifier") -> str:
     if local.effort == BRANCH:
         search = "and of what it leaves," if local.cuts else "split at signs of units"
         text += f", {search} for {local.seconds:g} s an image"
+    elif local.cuts:
+        text += f", and up to {local.cuts} walks over what one leaves"
     pixels = math.prod(local.network.size)
     if local.norm == "l2" and local.network.numbers < pixels:
         text += f", {local.network.numbers} numbers for {pixels} pixels"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from certcli.certify.certificate import (
-    Certificate,
     Certifier,
     PinnedWeights,
     RecheckSettings,
@@ -22,6 +21,7 @@ from certcli.certify.options import REAL, Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace
+from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import sent
 from certcli.lipschitz.bound import bound_document
 from certcli.lipschitz.network import NetworkBound, prove_network

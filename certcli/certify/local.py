@@ -12,13 +12,10 @@ from torch import Tensor, nn
 
 from certcli.certify import certificate, forecast
 from certcli.certify.branched import Branched, replay
-from certcli.certify.certificate import Certificate
 from certcli.certify.lipschitz import ProvingCertifier
-from certcli.certify.options import AUTO, BACKWARD, BRANCH, NORMS, SECONDS, TOKENS, ZONOTOPE, Local
+from certcli.certify.options import AUTO, BACKWARD, BRANCH, SECONDS, TOKENS, ZONOTOPE, Local
 from certcli.checkpoint.file import Checkpoint
-from certcli.enclosure.balls.ball import rules as ball_rules
-from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
+from certcli.enclosure.zonotopes.cuts import WALKS, Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import Further, optimised
@@ -34,6 +31,8 @@ from certcli.enclosure.zonotopes.space import rules as zonotope_rules
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
+from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
 from certcli.system.errors import NoBoundError
@@ -47,14 +46,20 @@ SQUARES = 128
 NOTHING_OPEN = (
     "no ReLU unit may change its sign at the radii tried: --effort branch is backward here"
 )
+FURTHER = 4
+"""Walks over what is left of a margin by which `auto` decides a radius that is asked for."""
+_ASCENT = 20
+"""Steps that search for another class before them, each a quarter of the radius."""
 _FEWEST = 64
 _FIRST = 1e-2
-"""A radius that norms prove of networks made for it; where they do not, `auto` takes walks."""
+"""The radius of the first walk of a search."""
 _HINT = "--method smoothing takes any network"
+_TOO_LARGE = "no local certificate: enclosures of this network do not fit into memory"
 
 Found = tuple[float, str, dict[str, str]]
 """Radius, rung, splits."""
-BY_NORMS = "balls of norms around one forward pass"
+NORMS = "norms"
+"""The rung of records that an earlier version proved by balls of norms."""
 
 
 class LocalCertifier(ProvingCertifier):
@@ -68,6 +73,7 @@ class LocalCertifier(ProvingCertifier):
     """
 
     method = METHOD
+    at_once = 1
 
     def __init__(
         self,
@@ -78,12 +84,12 @@ class LocalCertifier(ProvingCertifier):
         symbols: int | None = None,
         steps: int = 4,
     ) -> None:
-        super().__init__(model, size, options.arithmetic, (zonotope_rules, ball_rules))
+        super().__init__(model, size, options.arithmetic, (zonotope_rules,))
         self.steps = steps
         self.effort = options.effort
         self.at = options.at
         self.seconds = options.seconds or SECONDS
-        self._interrupted = self._opened = self.cuts = False
+        self._interrupted = self._opened = self._by_cuts = False
         self._unbounded = ""
         self.norm: Norm = options.norm
         self.walked = self.effort
@@ -92,61 +98,38 @@ class LocalCertifier(ProvingCertifier):
         self.domain = "all" if self._neighbours is None else "box"  # rounding is bounded on the box
         where = "" if self._neighbours is None else ", [0, 1] images"
         self.statement = f"certificates: proven image by image; {self.spoken_of}{where}"
-        self._norms: NormsNetwork | None = None
         self._guess = _FIRST
-        self._known = self._refused = False
+        self._known = False
         self._symbols_asked = symbols
         self.most_symbols = 0
-        self.zonotope = self._enclosed() if self.effort != NORMS else None
-        if self.zonotope is None:
-            self._balls()
-            self.title = BY_NORMS
-            if self.effort == AUTO:
-                self.title += f" ({self._why})"
-            return
-        self.at_once = 1
+        self.network = self._enclosed()
         self.title = f"an enclosure of each image's neighbourhood, {forecast.symbols_text(self)}"
         if self.at:
             self.title += "; the radii asked for are decided, no others tried"
 
-    def title_of(self, rows: Sequence[Certificate]) -> str:
-        """Return the title, which names norms for those images whose records do."""
-        by_norms = sum(row.rung == NORMS for row in rows)
-        if self.zonotope is None or not by_norms:
-            return self.title
-        if by_norms == len(rows):
-            return f"{BY_NORMS}, which proved enough of every image"
-        return f"{self.title}; {BY_NORMS} for {by_norms} of {len(rows)} images"
-
-    def _enclosed(self) -> LocalNetwork | None:
-        """Return the network for zonotopes; None: `auto` does without. NoBoundError: asked."""
+    def _enclosed(self) -> LocalNetwork:
+        """Return the network for zonotopes. NoBoundError: a part has no theorem, or memory is short."""
         try:
             network = LocalNetwork(self.model, self._size, self._neighbours)
         except (NoRule, Untraceable) as reason:
-            self._why = str(reason)
-            if self.effort == AUTO:
-                return None
             raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
         keep_pages()
-        self.cuts = self.effort == BRANCH and self.norm == "l2" and not network.opens
-        chooses = self.cuts or self.effort == AUTO
+        branches = self.effort == BRANCH and self.norm == "l2" and not network.opens
+        chooses = branches or self.effort == AUTO
         if chooses:
             # e e^T has columns that pay, but for ReLU, which does better by the way back
             few = math.prod(self._size) <= SQUARES
             few |= network.numbers <= SQUARES and not network.opens
             self.walked = ZONOTOPE if self.norm == "l2" and few else BACKWARD
         symbols = self._fitting(network)
-        if chooses and not symbols:  # without symbols it takes minutes for little
+        if chooses and not symbols and self._fits_tokens(network):  # else minutes for little
             self.walked = TOKENS
-            symbols = self._fitting(network) if network.attends else None
+            symbols = self._fitting(network)
         if symbols is None:
-            self._why = "enclosures of this network do not fit into memory"
-            if self.effort == AUTO:
-                return None
-            raise NoBoundError(
-                f"no local certificate: {self._why}", f"--effort {NORMS} fits; {_HINT}"
-            )
+            raise NoBoundError(_TOO_LARGE, self._what_fits(network))
         self.symbols = symbols
+        decides = bool(self.effort == AUTO and self.at) and self.walked == ZONOTOPE
+        self.cuts = WALKS if branches else FURTHER if decides else 0
         return network
 
     def _fitting(self, network: LocalNetwork) -> int | None:
@@ -159,19 +142,14 @@ class LocalCertifier(ProvingCertifier):
         self.most_symbols = self._symbols_asked or SYMBOLS[self.walked]
         return affordable(network, self.squares, self.most_symbols, memory)
 
-    def _balls(self) -> NormsNetwork:
-        if self._norms is None:
-            try:
-                self._norms = NormsNetwork(self.model, self._size, self._neighbours)
-            except (NoRule, Untraceable) as reason:
-                raise NoBoundError(f"no local certificate: {reason}", reason.hint) from reason
-        return self._norms
+    def _fits_tokens(self, network: LocalNetwork) -> bool:
+        """Tell whether attention needs, and memory lasts for, no more than an ellipsoid a token."""
+        return network.attends and fits_by_fibres(network, available(self._device))
 
-    @property
-    def network(self) -> LocalNetwork:
-        """Return the network for zonotopes, where there is one."""
-        assert self.zonotope is not None
-        return self.zonotope
+    def _what_fits(self, network: LocalNetwork) -> str:
+        """Return a hint that names an effort for which memory lasts, where there is one."""
+        fewer = self.walked != TOKENS and self._fits_tokens(network)
+        return f"--effort {TOKENS} fits; {_HINT}" if fewer else _HINT
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -188,19 +166,20 @@ class LocalCertifier(ProvingCertifier):
     @property
     def rung(self) -> str:
         """Return the way that zonotopes were used."""
-        name = BRANCH if self.cuts else self.walked
+        further = self._by_cuts or (self.effort == BRANCH and self.cuts)
+        name = BRANCH if further else self.walked
         return name if self.symbols == self.most_symbols else f"{name}, {self.symbols} symbols"
 
     @torch.no_grad()
     def expected(self, images: int, size: Sequence[int]) -> str:
         """Return what these images (c, h, w) will take, by one walk of a grey image."""
-        if self.zonotope is None:
-            return ""
         if self.effort == BRANCH:
             return forecast.limited(self.seconds, images)
         grey = torch.full((1, *size), 0.5, dtype=torch.float64, device=self._device)
         radius = self.at[0] if self.at else forecast.RADIUS
-        return forecast.walks(lambda: self.proven(grey, 0, radius), len(self.at), images)
+        return forecast.walks(
+            lambda: self.proven(grey, 0, radius), len(self.at), images, further=self.cuts > 0
+        )
 
     @torch.no_grad()
     def batch(
@@ -215,16 +194,10 @@ class LocalCertifier(ProvingCertifier):
             logits = self.model(images)
         certificate.require_logits(logits, images)
         predictions = logits.argmax(1)
-        rung = NORMS if self.zonotope is None else self.rung
-        results: list[Found] = [(0.0, rung, {})] * len(images)
-        right = [i for i, label in enumerate(labels) if int(predictions[i]) == label]
-        if self.zonotope is None:
-            radii = self.by_norms(images[right], predictions[right]).tolist() if right else []
-            for i, radius in zip(right, radii, strict=True):
-                results[i] = (radius, NORMS, {})
-        else:
-            for i in right:
-                results[i] = self._best(images[i : i + 1], predictions[i : i + 1])
+        results: list[Found] = [(0.0, self.rung, {})] * len(images)
+        for i, (top, label) in enumerate(zip(predictions.tolist(), labels, strict=True)):
+            if top == label:
+                results[i] = self._best(images[i : i + 1], label)
         seconds = round((time.perf_counter() - started) / max(1, len(images)), 3)
         rows = zip(indices, labels, predictions.tolist(), results, strict=True)
         certificates = [
@@ -234,31 +207,14 @@ class LocalCertifier(ProvingCertifier):
         self.require_classes_as_run(certificates, images)
         return certificates
 
-    def _best(self, image: Tensor, label: Tensor) -> "Found":
+    def _best(self, image: Tensor, label: int) -> Found:
         """Return one image's radius, its rung, and the splits that its proof took."""
         if self.effort == BRANCH:
-            branched = self.branched(image, int(label))
+            branched = self.branched(image, label)
             return branched.radius, self.rung, branched.splits.to_json()
-        below = self._below(image, label, self.at[0] * (1 + BEYOND) if self.at else _FIRST)
-        radius = self.radius(image, int(label), below)
-        if radius == 0 and not self.at:
-            below = self._below(image, label, 0.0)
-        if radius > below or below == 0:
-            return radius, self.rung, {}
-        return radius if self.at else below, NORMS, {}
-
-    def _below(self, image: Tensor, label: Tensor, least: float) -> float:
-        """Return `auto`'s radius by norms, which take a fraction of a walk; 0: not even `least`."""
-        if self.effort != AUTO or self._refused:
-            return 0.0
-        at = image.new_full((1,), least)
-        try:
-            if least and not (self._balls().margins(image, at, label, norm=self.norm) > 0).all():
-                return 0.0
-            return float(self.by_norms(image, label))
-        except (NoBoundError, NoRule):
-            self._refused = True
-            return 0.0
+        radius, rung = self.radius(image, label), self.rung
+        self._by_cuts = False
+        return radius, rung, {}
 
     def branched(self, image: Tensor, label: int) -> Branched:
         """Return the search of one image by branching, ended."""
@@ -280,25 +236,13 @@ class LocalCertifier(ProvingCertifier):
         self.remark = "" if split else reason if self._unbounded else NOTHING_OPEN
         return outcome
 
-    def by_norms(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return radii (b,) by balls of norms, a few images at a time."""
-        network = self._balls()
-        step = network.at_once(available(self._device))
-        try:
-            parts = [
-                network.radii(*part, self.steps, self.norm)
-                for part in zip(images.split(step), labels.split(step), strict=True)
-            ]
-        except NoRule as reason:
-            raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
-        return torch.cat(parts)
-
     @torch.no_grad()
     def confirm(
         self, claims: Sequence[Certificate], pixels: Tensor, doubt: certificate.RecheckSettings
     ) -> list[Claim]:
         """Prove the stated radius at once: another search may end at another radius."""
         self._weights.require_unchanged()
+        self.cuts = WALKS if self.cuts else 0
         confirmations = []
         for claim, image in zip(claims, pixels.double().to(self._device), strict=True):
             top = self.model(image[None]).argmax(1)
@@ -307,9 +251,14 @@ class LocalCertifier(ProvingCertifier):
             )
             others = {ZONOTOPE, BACKWARD, TOKENS} - {self.walked}
             # for a record of its rung, or `auto` takes another enclosure
-            less = self.zonotope is None or self.symbols < self.most_symbols
+            less = self.symbols < self.most_symbols
             less |= self.effort == AUTO and claim.rung.partition(",")[0] in others
-            if int(top) == claim.prediction and not proven and less and claim.rung != NORMS:
+            if int(top) == claim.prediction and not proven and claim.rung == NORMS:
+                why = (
+                    "this version has no balls of norms, and no enclosure proves it: certify again"
+                )
+                confirmations.append(claim.checked("unverified", why))
+            elif int(top) == claim.prediction and not proven and less:
                 why = "memory does not last here for the enclosure that it states"
                 confirmations.append(claim.checked("unverified", why))
             else:
@@ -317,29 +266,22 @@ class LocalCertifier(ProvingCertifier):
         return confirmations
 
     def _holds(self, image: Tensor, label: Tensor, claim: Certificate) -> bool:
-        """Tell whether one of the ways that `effort` allows proves this radius."""
+        """Tell whether the radius is proven again."""
         radius = claim.radius * (1 - certificate.AGAIN)
         further = replay(int(label), claim.splits) if self.effort == BRANCH else optimised
-        walks = self.zonotope is not None
-        if walks and claim.rung != NORMS and self.proven(image, int(label), radius, further):
-            return True
-        if self.effort in (NORMS, AUTO) and float(self.by_norms(image, label)) >= radius:
-            return True
-        return walks and claim.rung == NORMS and self.proven(image, int(label), radius, further)
+        return self.proven(image, int(label), radius, further)
 
-    def radius(self, image: Tensor, label: int, below: float = 0.0) -> float:
-        """Return a pixel radius that proves every margin of `label`; `below` is proven without a walk."""
+    def radius(self, image: Tensor, label: int) -> float:
+        """Return a pixel radius that proves every margin of `label`."""
         if self.effort == BRANCH:
             return self.branched(image, label).radius
-        holds = lambda r: r <= below or self.proven(image, label, r)  # noqa: E731
+        holds = lambda r: self.proven(image, label, r)  # noqa: E731
         if self.at:
             # a certificate holds at what its radius exceeds
             proven_radii = itertools.takewhile(holds, (r * (1 + BEYOND) for r in self.at))
             return max(proven_radii, default=0.0)
-        guess = max(self._guess, below * 2 ** (2.0**-self.steps))  # where a walk says something
-        close = self._known or guess > self._guess
-        radius = certified_radius(holds, guess, steps=self.steps, close=close)
-        if radius > below:
+        radius = certified_radius(holds, self._guess, steps=self.steps, close=self._known)
+        if radius > 0:
             self._guess = radius
             self._known = True
         return radius
@@ -370,14 +312,20 @@ class LocalCertifier(ProvingCertifier):
             if not self.cuts:
                 # False with NaN
                 return bool((self.network.margins(start, label, None, further) > 0).all())
+            radii: list[float] = []
+
+            def walk(centre: Tensor, radius: float) -> Form:
+                radii.append(radius)
+                part = self.start(centre, radius, in_box=in_box)
+                return self.network.margin_form(part, label)
+
             margins = self.network.margin_form(start, label)
             self._opened = True
-            return everywhere_positive(
-                Remainder.near(image, radius, in_box=in_box),
-                margins,
-                lambda x, r: self.network.margin_form(self.start(x, r, in_box=in_box), label),
-                until,
-            )
+            near = Remainder.near(image, radius, in_box=in_box)
+            fooled = partial(self.fooled, image, label, radius)
+            positive = everywhere_positive(near, margins, walk, until, self.cuts, fooled)
+            self._by_cuts |= positive and bool(radii)
+            return positive
         except Unbounded as reason:
             self._unbounded = str(reason)
             return False
@@ -385,14 +333,28 @@ class LocalCertifier(ProvingCertifier):
             if not out_of_memory(failure):
                 raise
             if not self.symbols:
-                raise NoBoundError(
-                    "no local certificate: enclosures of this network do not fit into memory", _HINT
-                ) from None
+                raise NoBoundError(_TOO_LARGE, self._what_fits(self.network)) from None
             # the order is reduced, the rung says so, and this radius counts as not proven
             self.symbols = self.symbols // 2 if self.symbols >= 2 * _FEWEST else 0
             return False
         except NoRule as reason:
             raise NoBoundError(f"no local certificate: {reason}", _HINT) from reason
+
+    def fooled(self, image: Tensor, label: int, radius: float) -> bool:
+        """Tell whether a few steps within the radius find an image (1, c, h, w) of another class."""
+        region = Region(self.norm, radius)
+        x = image
+        for _ in range(_ASCENT):
+            x = x.detach().requires_grad_(True)
+            with torch.enable_grad():
+                (logits,) = self.model(x)
+                lead = logits - logits[label]
+                lead[label] = -math.inf
+                (rising,) = torch.autograd.grad(lead.max() + 0 * x.sum(), x)
+            if bool((lead >= 0).any()):
+                return True
+            x = region.project(x + radius / 4 * region.steepest(rising), image)
+        return False
 
 
 def prepare_local(checkpoint: Checkpoint, device: torch.device, options: Local) -> LocalCertifier:

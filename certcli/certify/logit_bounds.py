@@ -21,7 +21,7 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.options import REAL, Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.form import Unbounded
-from certcli.engine.replay import logits_agree
+from certcli.engine.replay import difference_in_company
 from certcli.engine.table import NoRule
 from certcli.evaluation.threat import Norm
 from certcli.models.build import load_double
@@ -106,7 +106,11 @@ def logit_bounds(
     images = pixels.double().to(device)
     logits = torch.cat([model(image[None]) for image in images])
     require_logits(logits, images)
-    _require_alike_in_a_batch(model, images, logits)
+    if difference_in_company(model, images):
+        raise NoBoundError(
+            f"no bounds: the logits of an image in a batch of {len(images)} are not those of the image alone",
+            "one image at a time, if they depend on the batch",
+        )
     chosen = logits.argmax(1) if classes is None else classes.to(device)
     bounds = _unbounded(logits, chosen)
     if near.method != LOCAL:
@@ -114,19 +118,6 @@ def logit_bounds(
     if near.method != GLOBAL:
         bounds = bounds.tightened(_by_zonotopes(model, images, logits, chosen, near))
     return bounds
-
-
-def _require_alike_in_a_batch(model: torch.nn.Module, images: Tensor, logits: Tensor) -> None:
-    """NoBoundError where the logits of these images in one batch are not those of each alone."""
-    try:
-        together = model(images)
-    except Exception:  # a network of single images
-        return
-    if not logits_agree(together, logits):
-        raise NoBoundError(
-            f"no bounds: the logits of an image in a batch of {len(images)} are not those of the image alone",
-            "one image at a time, if they depend on the batch",
-        )
 
 
 def _unbounded(logits: Tensor, classes: Tensor, why: str = "") -> LogitBounds:
@@ -183,8 +174,6 @@ def _by_zonotopes(
         local = LocalCertifier(model, size, Local(norm=near.norm, arithmetic=REAL))  # type: ignore[arg-type]
     except NoBoundError as failure:
         return _unbounded(logits, classes, f"{LOCAL}: {failure.message}")
-    if local.zonotope is None:
-        return _unbounded(logits, classes, f"{LOCAL}: {local.title}")
     rows = [
         _bounds_around(local, image[None], label, logits[number : number + 1], near.radius)
         for number, (image, label) in enumerate(zip(images, classes, strict=True))

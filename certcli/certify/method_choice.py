@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.lipschitz import lipschitz_certifier
 from certcli.certify.local import LocalCertifier
 from certcli.certify.methods import certify_images
-from certcli.certify.options import Effort, Local
+from certcli.certify.options import Local
 from certcli.checkpoint.file import Checkpoint
 from certcli.engine.trace import example_of
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import counted
 from certcli.evaluation.threat import Threat, proven_radius
 from certcli.images.labelled import Images
@@ -68,9 +69,7 @@ BESIDE = 60.0
 method.
 """
 ENCLOSED = 20_000
-"""Entries of the largest tensor up to which enclosures (zonotopes) are tried: seconds an image.
-Beyond, balls of norms.
-"""
+"""Entries of the largest tensor up to which enclosures are tried: seconds an image."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +79,12 @@ class MethodChoice:
     Attributes:
         reason: A sentence; "" for a method that a person named.
         beside: Further methods.
-        effort: Of local certificates.
         ready: Certifiers made while choosing, by method.
     """
 
     method: str
     reason: str
     beside: tuple[str, ...] = ()
-    effort: Effort = "auto"
     ready: Mapping[str, Certifier] = field(default_factory=dict)
 
 
@@ -104,21 +101,13 @@ def choose_method(
     if useful:
         return MethodChoice("lipschitz", f"{bound}, with proof", ready=ready)
     alternatives = tuple(ready)
-    effort = local_effort(model)
-    local, useful, seconds = _try_local(model, images, radius, effort, ready)
+    local, useful, seconds = _try_local(model, images, radius, ready)
     if useful:
-        return MethodChoice("local", f"{bound}; {local}, with proof", alternatives, effort, ready)
+        return MethodChoice("local", f"{bound}; {local}, with proof", alternatives, ready)
     if seconds * len(images) <= BESIDE:
         alternatives = (*alternatives, "local")
     reason = f"{bound}; {local}; noise may certify more, with probability"
-    return MethodChoice("smoothing", reason, alternatives, effort, ready)
-
-
-def local_effort(model: PixelModel) -> Effort:
-    """Return what local certificates are tried by: "auto", or "norms" where an enclosure takes
-    minutes an image.
-    """
-    return "auto" if _largest_tensor(model) <= ENCLOSED else "norms"
+    return MethodChoice("smoothing", reason, alternatives, ready)
 
 
 def _try_bound(
@@ -147,15 +136,17 @@ def _try_bound(
 
 
 def _try_local(
-    model: PixelModel, images: Images, radius: float, effort: Effort, ready: dict[str, Certifier]
+    model: PixelModel, images: Images, radius: float, ready: dict[str, Certifier]
 ) -> tuple[str, bool, float]:
-    """Certify a few images locally.
+    """Certify a few images locally, of a network whose enclosures take seconds.
 
     Returns:
         The result in words, whether it is worth having, seconds an image (infinite without any).
     """
+    if largest_tensor(model) > ENCLOSED:
+        return "a local certificate would take minutes an image", False, math.inf
     try:
-        certifier = ready["local"] = LocalCertifier(model, model.input_size, Local(effort))
+        certifier = ready["local"] = LocalCertifier(model, model.input_size, Local())
         sample, rows, started = images.limit(TRIED_LOCAL), list[Certificate](), time.perf_counter()
         for indices, pixels, labels in sample.batches(1):
             rows += certifier.certificates(indices.tolist(), pixels, labels.tolist())
@@ -181,7 +172,7 @@ def _radii_text(rows: Sequence[Certificate]) -> str:
     )
 
 
-def _largest_tensor(model: PixelModel) -> int:
+def largest_tensor(model: PixelModel) -> int:
     """Return the number of entries of the largest tensor that a module makes of one image."""
     sizes = [0]
 

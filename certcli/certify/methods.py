@@ -9,20 +9,20 @@ claim.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_type_hints
 
 import msgspec
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.certificate import Certifier, RecheckSettings
 from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import records
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.record_lines import Run
-from certcli.evaluation.records import RecordFile, packed, unpacked
+from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Patch, Threat, attacked_radius, proven_radius
 from certcli.images.labelled import Images
 from certcli.system.ambient import as_stated
@@ -135,15 +135,8 @@ def certify_images(
     """
     step = certifier.at_once or batch_size
 
-    def cached(positions: list[int]) -> list[Certificate] | None:
-        if file is None:
-            return None
-        earlier = file.take([(index,) for index in images.indices[positions].tolist()])
-        if earlier is None:
-            return None
-        claims: list[Certificate] = unpacked(certifier.certificate, earlier)
-        require_possible(claims, certifier, str(file.path))
-        return claims
+    def keys(positions: list[int]) -> list[tuple[int]]:
+        return [(index,) for index in images.indices[positions].tolist()]
 
     def find(positions: list[int]) -> list[Certificate]:
         indices = images.indices[positions].tolist()
@@ -153,14 +146,13 @@ def certify_images(
         images.expect_at(positions[0] + team.size * step, step)
         return certifier.certificates(indices, pixels, labels)
 
+    def require(positions: list[int], claims: list[Certificate]) -> None:
+        require_possible(claims, certifier, "" if file is None else str(file.path))
+
     batches = [
         list(range(start, min(start + step, len(images)))) for start in range(0, len(images), step)
     ]
-    unpack = partial(unpacked, certifier.certificate)
-    for new, rows in team.deal(batches, find, cached, packed, unpack):
-        if new and file is not None:
-            file.write(packed(rows))
-        yield rows
+    yield from records.deal_records(batches, keys, find, certifier.certificate, file, team, require)
 
 
 FALSE_ALARM = 1e-4
@@ -188,11 +180,8 @@ class CheckedRecord:
     attacked: bool = False
 
 
-def read_claims(
-    rows: Sequence[Mapping[str, Any]], images: Images, certifier: Certifier, where: str
-) -> list[Certificate]:
+def read_claims(claims: list[Certificate], images: Images, where: str) -> list[Certificate]:
     """A file's certificates of these images, in order; DataError: none, or an image twice."""
-    claims = [certifier.certificate.from_json(row) for row in rows]
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     indices: set[int] = set()
     for claim in claims:

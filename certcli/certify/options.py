@@ -70,13 +70,12 @@ class Proof(CertifierOptions):
     )
 
 
-NORMS: Final = "norms"
 ZONOTOPE: Final = "zonotope"
 TOKENS: Final = "tokens"
 BACKWARD: Final = "backward"
 BRANCH: Final = "branch"
 AUTO: Final = "auto"
-Effort = Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
+Effort = Literal["tokens", "zonotope", "backward", "branch", "auto"]
 SECONDS = 30.0
 """An image, of --effort branch where nobody says."""
 
@@ -86,12 +85,12 @@ class Local(CertifierOptions):
     """How each image's neighbourhood is enclosed.
 
     Args:
-        effort: "norms" (balls around one forward pass, any size, many images at once), "zonotope"
-            (affine forms, small networks), "tokens" (zonotopes whose errors are one ellipsoid a
-            token: transformers, in a tenth of the time), "backward" (zonotopes, and back through what they
-            found), "branch" (the same, and split at the signs of ReLU units; without ReLU, for l2, zonotopes
-            over what earlier ones leave), "auto" (zonotopes where they fit into memory, with the way back
-            where e e^T has no columns; norms for networks and images that they say nothing about).
+        effort: "zonotope" (affine forms, small networks), "tokens" (zonotopes whose errors are one
+            ellipsoid a token: transformers, in a tenth of the time), "backward" (zonotopes, and back
+            through what they found), "branch" (the same, and split at the signs of ReLU units; without
+            ReLU, for l2, zonotopes over what earlier ones leave), "auto" (zonotopes where they fit into
+            memory, without columns for e e^T with the way back, with them, for `at`, over what one leaves;
+            else tokens).
         norm: of the radii.
         at: ascending radii; zonotopes try these alone, up to the first that they do not prove, in
             place of a search.
@@ -106,7 +105,7 @@ class Local(CertifierOptions):
     panel: ClassVar[str] = "Local"
     effort: Effort = option(
         AUTO,
-        "norms (any size, tiny radii), tokens (transformers), zonotope (small networks), "
+        "tokens (transformers), zonotope (small networks), "
         "backward (more pixels than 128; ReLU), branch (the most: goes on where one walk ends), auto.",
     )
     norm: Norm = option("l2", "Norm of the radii: l2, or linf (with --method local).")
@@ -129,6 +128,13 @@ class Local(CertifierOptions):
             raise UsageError(f"--seconds is of --effort {BRANCH}", f"--effort {BRANCH}")
         if not all(0 < radius < math.inf for radius in self.at) or list(self.at) != sorted(self.at):
             raise UsageError("radii to try are finite, above 0 and ascending")
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """As `CertifierOptions.of`. UsageError too for an effort that earlier versions had."""
+        if values.get("effort") == "norms":
+            raise UsageError("this version has no effort 'norms', balls of norms", "certify again")
+        return super().of(values)
 
 
 DOUBLE_MASKING: Literal["double-masking"] = "double-masking"

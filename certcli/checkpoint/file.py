@@ -250,8 +250,7 @@ def write_shards(
                     place |= dict.fromkeys(part, path.name)
                 size = sum(tensor.nbytes for tensor in tensors.values())
                 whole = {"metadata": {**metadata, "total_size": size}, "weight_map": place}
-                text = json.dumps(whole, indent=2, sort_keys=True)
-                temporary.write_text(text + "\n")
+                temporary.write_text(json.dumps(whole, indent=2, sort_keys=True) + "\n")
         except BaseException:
             # those of a run that stopped after all was done are the index's
             remove_files(set(paths).difference(belonging(index)))

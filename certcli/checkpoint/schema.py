@@ -225,6 +225,7 @@ class NearImageFields(Struct):
     rival: Count
     logits_upper: Upper
     certified: Measured
+    certified_by_integral: Measured = 0.0
 
 
 class AroundDataset(Struct):

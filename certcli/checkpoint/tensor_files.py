@@ -197,21 +197,20 @@ def _require_places(fields: Mapping[str, _TensorFields], size: int) -> None:
 def _decoded_header(text: bytes) -> tuple[dict[str, _TensorFields], dict[str, str]]:
     """Return the header's tensors and metadata."""
     what = "header cannot be read"
-    metadata: dict[str, str] = {}
+    metadata: dict[str, str] | None = None
     fields = {}
     try:  # a key that occurs twice is refused: readers differ on which of the two counts
         entries: dict[str, Any] = decode_json(text, dict[str, msgspec.Raw])
         if _METADATA in entries:
             what = "metadata are no texts"
-            about = msgspec.json.decode(entries.pop(_METADATA), type=dict[str, str] | None)
-            metadata = about or {}
+            metadata = msgspec.json.decode(entries.pop(_METADATA), type=dict[str, str] | None)
         for name, entry in entries.items():
             what = f"tensor '{one_line(name)[:80]}' is not described as a tensor"
             fields[name] = msgspec.json.decode(entry, type=_TensorFields)
     except (msgspec.MsgspecError, UnicodeError, RecursionError, ValueError) as failure:
         raise Refused(f"its {what}: {one_line(failure)}") from failure
     raise_if(len(fields) > MOST_TENSORS, Refused, f"it has {len(fields):,} tensors")
-    return fields, metadata
+    return fields, metadata or {}
 
 
 INDEX = "model.safetensors.index.json"

@@ -69,7 +69,7 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
     for header, name, size in sorted(entries):
         shown = f"the record {_shown_name(name)}"
         raise_if(header < end, Refused, f"{shown} overlaps the one before it")
-        record = ZipRecord(name.decode(errors="replace"), _start(file, header, name), size)
+        record = ZipRecord(name.decode(errors="replace"), _place_of_bytes(file, header, name), size)
         end = record.start + size
         raise_if(end > start, Refused, f"{shown} reaches past the end of its place")
         records.append(record)
@@ -80,8 +80,7 @@ def stored_records(file: IO[bytes]) -> list[ZipRecord]:
 
 def _directory(file: IO[bytes]) -> tuple[int, list[_Entry]]:
     """Return where the directory begins, and its entries."""
-    size = file.seek(0, 2)
-    count, length, start = _directory_end(file, size)
+    count, length, start = _directory_end(file, file.seek(0, 2))
     raise_if(length > LARGEST_DIRECTORY, Refused, f"its directory has {length:,} bytes")
     text = _read_exactly(file, start, length)
     entries = []
@@ -175,9 +174,16 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
     return values[0], values[1], values[2]
 
 
-def _start(file: IO[bytes], header: int, expected: bytes) -> int:
-    """Return where a record's bytes begin; Refused where its own header says otherwise than the
-    directory."""
+def _place_of_bytes(file: IO[bytes], header: int, expected: bytes) -> int:
+    """Return the place in the file where a record's bytes begin.
+
+    Args:
+        header: The place of the record's own header.
+        expected: The record's name in the directory.
+
+    Raises:
+        Refused: the header names another record, or says that this one is compressed or encrypted.
+    """
     fields = _LOCAL.unpack(_read_exactly(file, header, _LOCAL.size))
     magic, flags, method, name_length, extra_length = (fields[index] for index in (0, 2, 3, 9, 10))
     name = _read_exactly(file, header + _LOCAL.size, name_length)

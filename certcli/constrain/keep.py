@@ -111,8 +111,7 @@ def constrain_keeping(
             write(model, originals)
             return keeps_enough(fidelity, keep), _SAFE * eta * allowed_share(fidelity, keep, FAR)
 
-        decided: tuple[bool, float] = calibration.team.agree(look)
-        return decided
+        return calibration.team.agree(look)
 
     def trial(eta: float) -> tuple[bool, float]:
         weights = {}

@@ -14,7 +14,7 @@ from certcli.images.labelled import sent
 from certcli.lipschitz.numerics.convolution import conv_norm
 from certcli.lipschitz.numerics.spectral import spectral_norm
 from certcli.system.errors import DataError, UsageError, raise_if
-from certcli.system.products import fast_products
+from certcli.system.torch_modes import fast_products
 
 CHUNK_BYTES = 64 * 2**20
 """Inputs are cast and unfolded in pieces of at most this many bytes."""

@@ -1,9 +1,4 @@
-"""What operations say in every local domain, written once over its values: zonotopes, balls and,
-where they can, slopes.
-
-A domain's values have `shape`, `centre` and `size`, and `shift`, `scale`, `over` and `noisy`: x + a,
-x a, x / a for a constant a, and room for an error of x.
-"""
+"""What operations take and refuse, read once for forms and for their gradients (slopes)."""
 
 import math
 import operator
@@ -14,21 +9,19 @@ import certcli.system.compat  # noqa: F401 (before timm)
 
 # isort: split
 import torch
-from timm.layers import DropPath, LayerScale, PatchDropout
+from timm.layers import DropPath, PatchDropout
 from timm.layers.norm import LayerNorm as TimmLayerNorm
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.zonotopes.columns import gamma
-from certcli.enclosure.zonotopes.form import fitting
+from certcli.enclosure.zonotopes.form import Form, fitting
+from certcli.enclosure.zonotopes.needed_tokens import chosen_token
+from certcli.engine.averages import MAX_WINDOWS, adaptive_windows, pair, window_places
 from certcli.engine.table import NoRule, Register, RuleTable, with_attributes
 from certcli.engine.walk import Constant
-from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread, spread_of
+from certcli.nn.blocks import FloorNorm, Spread, spread_of
 from certcli.system.errors import raise_if
 
-Settle = Callable[[Any], Any]
-"""Makes a value speak of the tensor itself, and leaves a constant as it is."""
 NOTHING = (
     nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout, DropPath,
     PatchDropout,
@@ -49,6 +42,7 @@ SPELLINGS: dict[str, tuple[tuple[Any, ...], tuple[str, ...]]] = {
     "softmax": ((torch.softmax, F.softmax), ("softmax",)),
 }
 """Functions and methods that are one operation."""
+CONVOLUTIONS: dict[int, Callable[..., Tensor]] = {3: F.conv1d, 4: F.conv2d, 5: F.conv3d}
 
 
 def spelled(table: RuleTable, what: str) -> Register:
@@ -73,12 +67,6 @@ def shape_of(*parts: Any) -> tuple[int, ...]:
     """Return the shape of an operation of values, constants and numbers, entry by entry."""
     tensors = [part.tensor if isinstance(part, Constant) else part for part in parts]
     return tuple(torch.broadcast_shapes(*(getattr(part, "shape", ()) for part in tensors)))
-
-
-def repeated(x: Any, shape: tuple[int, ...], arranged: Callable[..., Any]) -> Any:
-    """Return a value in this shape, its entries repeated by the domain's `arranged`."""
-    same = tuple(x.shape) == shape
-    return x if same else arranged(lambda t: t.expand(shape).contiguous(), x)
 
 
 def require_entries(parts: Iterable[Tensor]) -> None:
@@ -126,7 +114,7 @@ def of_statistics(
         NoRule,
         "a BatchNorm of the batch's own statistics",
     )
-    moving = any(hasattr(part, "centre") for part in (mean, variance, weight, bias))
+    moving = any(isinstance(part, Form) for part in (mean, variance, weight, bias))
     raise_if(moving, NoRule, "a BatchNorm whose numbers depend on the image")
     shape = (-1, *[1] * (len(x.shape) - 2))
     mean, variance, weight, bias = (
@@ -138,37 +126,20 @@ def of_statistics(
     return Affine(mean, gain if weight is None else gain * weight, bias)
 
 
-def register_linear(table: RuleTable, values: Any, affine: Callable[..., Any]) -> None:
+def register_linear(table: RuleTable, affine: Callable[..., Any]) -> None:
     """Register linear maps: affine(ctx, x, weight, bias)."""
 
     @table.function(F.linear)
     def linear(ctx: Any, x: Any, weight: Any, bias: Any = None) -> Any:
-        moving = any(isinstance(part, values) for part in (weight, bias))
+        moving = any(isinstance(part, Form) for part in (weight, bias))
         raise_if(
-            moving or not isinstance(x, values),
+            moving or not isinstance(x, Form),
             NoRule,
             "a linear map whose weights depend on the image",
         )
         return affine(ctx, x, stored(weight, x.centre), stored(bias, x.centre))
 
     table.module(nn.Linear)(with_attributes(linear, "weight", "bias"))
-
-
-def register_layers(table: RuleTable, settle: Settle) -> None:
-    """Register modules that leave entries as they are, or multiply each by a number."""
-
-    @table.module(*NOTHING)
-    def nothing(ctx: Any, module: nn.Module, x: Any) -> Any:
-        return x
-
-    @table.module(LayerScale)
-    def layer_scale(ctx: Any, module: LayerScale, x: Any) -> Any:
-        return settle(x).scale(module.gamma)
-
-    @table.module(PixelNormalize)
-    def pixels(ctx: Any, module: PixelNormalize, x: Any) -> Any:
-        mean, std = (part.to(x.centre) for part in (module.mean, module.std))
-        return x.shift(-mean).over(fitting(std, x.shape))
 
 
 def register_norms(table: RuleTable, normalise: Callable[..., Any]) -> None:
@@ -196,183 +167,159 @@ def register_norms(table: RuleTable, normalise: Callable[..., Any]) -> None:
         return normalise(ctx, x, Spread(eps), stored(weight, x.centre), None, False)
 
 
-def register_scaled_norms(
-    table: RuleTable,
-    settle: Settle,
-    normalise: Callable[..., Any],
-    centred: Callable[[Any], Any],
-) -> None:
-    """Register rows of length 1, centred ones, and BatchNorm.
+def register_convolutions(table: RuleTable, convolve: Callable[..., Any]) -> None:
+    """Register (context, value, weight, bias, options of torch's function) -> value."""
 
-    Args:
-        normalise: (ctx, x, spread, weight, bias, center) -> (x - mean) / spread weight + bias.
-        centred: x - its mean.
-    """
-
-    @table.function(F.normalize)
-    def normalize(
-        ctx: Any, x: Any, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
-    ) -> Any:
-        y = settle(normalise(ctx, x, unit_length(x.shape, p, dim, eps), None, None, False))
-        y = y.scale(y.centre.new_tensor(x.shape[-1] ** -0.5))
-        return y.noisy(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
-
-    @table.module(CenterNorm)
-    def center_norm(ctx: Any, module: CenterNorm, x: Any) -> Any:
-        y = centred(settle(x)).scale(module.weight * (module.width / (module.width - 1)))
-        return y.noisy(gamma(2) * y.size).shift(module.bias)  # the gain is rounded
-
-    @table.function(F.batch_norm)
-    def batch_norm(
-        ctx: Any, x: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None,
-        training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+    def rule(
+        ctx: Any, x: Any, weight: Any, bias: Any = None, stride: Any = 1, padding: Any = 0,
+        dilation: Any = 1, groups: int = 1,
     ) -> Any:  # fmt: skip
-        x = settle(x)
-        mean, gain, offset = of_statistics(
-            x, running_mean, running_var, weight, bias, training, eps
+        raise_if(
+            not isinstance(x, Form) or any(isinstance(part, Form) for part in (weight, bias)),
+            NoRule,
+            "a convolution whose weight depends on the image",
         )
-        y = x.shift(-mean).scale(gain)
-        y = y.noisy(gamma(6) * y.size)
-        return y if offset is None else y.shift(offset)
+        weight, bias = (stored(part, x.centre) for part in (weight, bias))
+        raise_if(
+            len(x.shape) != weight.dim() or x.shape[0] != 1,
+            NoRule,
+            "a convolution of something other than one image",
+        )
+        options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+        return convolve(ctx, x, weight, bias, options)
+
+    table.function(torch.conv1d, torch.conv2d, torch.conv3d, F.conv1d, F.conv2d, F.conv3d)(rule)
+    table.module(nn.Conv1d, nn.Conv2d, nn.Conv3d, when=lambda m: m.padding_mode == "zeros")(
+        with_attributes(rule, "weight", "bias", "stride", "padding", "dilation", "groups")
+    )
 
 
-def register_arithmetic(
-    table: RuleTable,
-    kind: Any,
-    add: Callable[[Any, Any], Any],
-    negative: Callable[[Any], Any],
-    multiply: Callable[[Any, Any], Any],
-    ratio: Callable[[Any, Any], Any],
-    arranged: Callable[..., Any],
-    settle: Settle = lambda x: x,
-) -> None:
-    """Register sums, products and quotients of two tensors, and of a tensor with a constant.
-
-    Args:
-        kind: The domain's values.
-        add, negative, multiply: For values of one shape.
-        ratio: x / y for one number y a row.
-        arranged: (function, value) -> the value after a function that moves entries.
+def register_maxima(table: RuleTable, larger: Callable[..., Any]) -> None:
+    """Register maxima and minima of two: larger(ctx, x, y, sign), of forms or a form and a
+    constant, for max(x, y) and sign -1 for -max(-x, -y).
     """
 
-    def pair_of(x: Any, y: Any) -> tuple[Any, Any]:
-        """Return both operands in the shape of the result, a value first."""
-        x = settle(x)
-        y = settle(y)
-        if not isinstance(x, kind):
-            x, y = y, x
-        x = repeated(x, shape_of(x, y), arranged)
-        if not isinstance(y, kind):
-            return x, constant_operand(y, x.centre, x.shape)
-        return x, repeated(y, x.shape, arranged)
-
-    @spelled(table, "sum")
-    def plus(ctx: Any, x: Any, y: Any) -> Any:
-        x, y = pair_of(x, y)
-        return add(x, y) if isinstance(y, kind) else x.shift(y)
-
-    @spelled(table, "difference")
-    def minus(ctx: Any, x: Any, y: Any) -> Any:
-        y = settle(y)
-        if isinstance(y, kind):
-            return plus(ctx, x, negative(y))
-        x = repeated(settle(x), shape_of(x, y), arranged)
-        return x.shift(-constant_operand(y, x.centre, x.shape))
-
-    @spelled(table, "negative")
-    def opposite(ctx: Any, x: Any) -> Any:
-        return negative(settle(x))
-
-    @spelled(table, "product")
-    def multiplied(ctx: Any, x: Any, y: Any) -> Any:
-        x, y = pair_of(x, y)
-        return multiply(x, y) if isinstance(y, kind) else x.scale(y)
-
-    @spelled(table, "quotient")
-    def divide(ctx: Any, x: Any, y: Any) -> Any:
-        """By constants, or by one number a row."""
-        x, y = settle(x), settle(y)
-        moving = isinstance(x, kind)
-        if moving and isinstance(y, kind) and y.shape == (*x.shape[:-1], 1):
-            return ratio(x, y)
-        raise_if(
-            not moving or isinstance(y, kind),
-            NoRule,
-            "a division by something other than constants, or one number a row",
-        )
-        divisor = constant_operand(y, x.centre, x.shape)
-        raise_if(bool((divisor == 0).any()), NoRule, "a division by 0")
-        return x.over(divisor)
-
-
-def register_sums(table: RuleTable, settle: Settle, reduce: Callable[..., Any]) -> None:
-    """Register sums and means: reduce(x, axes, keepdim, torch.sum or torch.mean)."""
-
-    def rule(function: Any, what: str) -> Callable[..., Any]:
-        @table.function(function)
-        @table.method(what)
-        def apply(ctx: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
-            return reduce(settle(x), axes_of(x.shape, dim, what), keepdim, function)
+    def rule(sign: float) -> Callable[..., Any]:
+        def apply(ctx: Any, x: Any, y: Any) -> Any:
+            raise_if(not isinstance(y, (Form, Constant)), NoRule, "a maximum that returns indices")
+            x, y = (x, y) if isinstance(x, Form) else (y, x)
+            other = y if isinstance(y, Form) else constant_operand(y, x.centre, x.shape)
+            raise_if(
+                other.shape != x.shape and isinstance(y, Form),
+                NoRule,
+                "a maximum that repeats a tensor",
+            )
+            return larger(ctx, x, other, sign)
 
         return apply
 
-    rule(torch.sum, "sum")
-    rule(torch.mean, "mean")
+    for names, sign in ((("maximum", "max"), 1.0), (("minimum", "min"), -1.0)):
+        table.function(*(getattr(torch, name) for name in names))(rule(sign))
+        table.method(*names)(rule(sign))
 
 
-def register_joins(
-    table: RuleTable, values: Any, arranged: Callable[..., Any], joined: Callable[..., Any]
-) -> None:
-    """Register concatenations: joined(values and tensors, axis)."""
+def register_largest(table: RuleTable, pool: Callable[..., Any]) -> None:
+    """Register pool(ctx, form, places (*t, k), sign): of each k entries at flat places the largest,
+    with sign -1 the least.
+    """
 
-    def tensors_of(parts: Any) -> list[Any]:
-        return [part.tensor if isinstance(part, Constant) else part for part in parts]
-
-    @table.function(torch.cat, torch.concat, torch.concatenate)
-    def cat(ctx: Any, parts: Any, dim: int = 0) -> Any:
-        if len(parts) == 1 and isinstance(parts[0], values):
-            return parts[0]
-        tensors = tensors_of(parts)
-        axis = dim % len(next(part for part in tensors if isinstance(part, values)).shape)
-        raise_if(axis == 0, NoRule, "a concatenation along the batch")
-        return joined(tensors, axis)
-
-    @table.function(torch.stack)
-    def stack(ctx: Any, parts: Any, dim: int = 0) -> Any:
-        unsqueezed = [
-            part.unsqueeze(dim) if isinstance(part, Tensor) else arranged(torch.unsqueeze, part, dim)
-            for part in tensors_of(parts)
-        ]  # fmt: skip
-        return cat(ctx, unsqueezed, dim)
-
-
-def register_products(
-    table: RuleTable,
-    values: Any,
-    settle: Settle,
-    matmul: Callable[[Any, Any], Any],
-    softmax: Callable[[Any, Any], Any],
-) -> None:
-    """Register what attention is written out of: matmul(x, y), and softmax(ctx, x) of rows."""
-
-    @spelled(table, "product of matrices")
-    def product_of_matrices(ctx: Any, x: Any, y: Any) -> Any:
-        both = isinstance(x, values) and isinstance(y, values)
-        raise_if(not both, NoRule, "a product of matrices with a constant")
-        repeats = x.shape[:-2] != y.shape[:-2] or min(len(x.shape), len(y.shape)) < 3
-        raise_if(repeats, NoRule, "a product of matrices that repeats a tensor")
-        return matmul(settle(x), settle(y))
-
-    @spelled(table, "softmax")
-    def softmax_of_rows(
-        ctx: Any, x: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
-    ) -> Any:
-        axes = len(x.shape)
+    def max_pool(
+        ctx: Any, x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1,
+        ceil_mode: bool = False, return_indices: bool = False,
+    ) -> Any:  # fmt: skip
         raise_if(
-            dim is None or dim % axes != axes - 1 or axes < 2 or dtype is not None,
+            return_indices or len(x.shape) != 4,
             NoRule,
-            "softmax over another axis than the last",
+            "max pooling that returns indices, or of other than maps",
         )
-        return softmax(ctx, settle(x))
+        steps = kernel_size if stride in (None, [], ()) else stride
+        kernel, *geometry = map(pair, (kernel_size, steps, padding, dilation))
+        inside = window_places(x.shape[-2:], kernel, *geometry, ceil_mode)
+        maps = _flat_places(x.shape)[..., :1, :1, None]
+        return pool(ctx, x, maps + inside, 1.0)
 
-    table.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))
+    table.function(F.max_pool2d, torch.max_pool2d)(max_pool)
+    table.module(nn.MaxPool2d)(with_attributes(max_pool, *MAX_WINDOWS))
+
+    def adaptive(axes: int) -> Callable[..., Any]:
+        def rule(ctx: Any, x: Any, output_size: Any, return_indices: bool = False) -> Any:
+            raise_if(return_indices, NoRule, "max pooling that returns indices")
+            counts = output_size if isinstance(output_size, (list, tuple)) else [output_size] * axes
+            places = _flat_places(x.shape)
+            for axis, count in enumerate(counts, len(x.shape) - axes):
+                windows = adaptive_windows(x.shape[axis], count or x.shape[axis])
+                # the last entry of a shorter window stands there again
+                index = torch.tensor([
+                    [min(window.start + i, window.stop - 1) for i in range(max(map(len, windows)))] for window in windows
+                ])  # fmt: skip
+                split = places.index_select(axis, index.flatten()).unflatten(axis, index.shape)
+                places = split.movedim(axis + 1, -1)
+            return pool(ctx, x, places.flatten(len(x.shape)), 1.0)
+
+        return rule
+
+    table.function(F.adaptive_max_pool1d)(adaptive(1))
+    table.function(F.adaptive_max_pool2d)(adaptive(2))
+    table.module(nn.AdaptiveMaxPool2d)(with_attributes(adaptive(2), "output_size"))
+
+    for name, sign in (("amax", 1.0), ("amin", -1.0)):
+        table.function(getattr(torch, name))(_largest_along(pool, sign))
+        table.method(name)(_largest_along(pool, sign))
+
+
+def _largest_along(pool: Callable[..., Any], sign: float) -> Callable[..., Any]:
+    def rule(ctx: Any, x: Any, dim: Any = None, keepdim: bool = False) -> Any:
+        dims = axes_of(x.shape, dim, "maximum")
+        sizes = [1 if d in dims else size for d, size in enumerate(x.shape)]
+        shape = sizes if keepdim else [size for d, size in enumerate(sizes) if d not in dims]
+        raise_if(len(shape) < 2, NoRule, "a maximum of all of an image")
+        places = _flat_places(x.shape).movedim(dims, [*range(-len(dims), 0)])
+        return pool(ctx, x, places.reshape(*shape, -1), sign)
+
+    return rule
+
+
+def _flat_places(shape: tuple[int, ...]) -> Tensor:
+    """Return the flat place of each entry."""
+    return torch.arange(math.prod(shape)).view(shape)
+
+
+def register_fixed_choices(table: RuleTable, mixed: Callable[..., Any]) -> None:
+    """Register choices by a constant mask, of two forms or a form and finite numbers: mixed(ctx,
+    x, share, y, 1 - share), shares of 0 and 1 of the result's shape.
+    """
+
+    @table.function(torch.where)
+    def where(ctx: Any, mask: Any, x: Any, y: Any) -> Any:
+        raise_if(isinstance(mask, Form), NoRule, "a choice that depends on the image")
+        kind = torch.as_tensor(mask.tensor if isinstance(mask, Constant) else mask).dtype
+        raise_if(kind != torch.bool, NoRule, "a choice by numbers: a 2 would count twice")
+        centre = (x if isinstance(x, Form) else y).centre
+        taken = constant_operand(mask, centre, shape_of(mask, x, y)).expand(shape_of(mask, x, y))
+        return mixed(ctx, x, taken, y, 1 - taken)
+
+    @table.method("where")
+    def where_method(ctx: Any, x: Any, mask: Any, y: Any) -> Any:
+        return where(ctx, mask, x, y)
+
+    @table.function(torch.masked_fill)
+    @table.method("masked_fill", "masked_fill_")
+    def masked_fill(ctx: Any, x: Any, mask: Any, value: Any) -> Any:
+        return where(ctx, mask, value, x)
+
+
+def register_choices(table: RuleTable) -> None:
+    """Register in a table x[:, r] and its like where of x only the token read was kept."""
+    table.functions[operator.getitem] = _choosing(table.functions[operator.getitem], 0)
+    table.functions[torch.select] = _choosing(table.functions[torch.select], 1)
+    table.methods["select"] = _choosing(table.methods["select"], 1)
+
+
+def _choosing(rule: Callable[..., Any], place: int) -> Callable[..., Any]:
+    def choose(ctx: Any, x: Any, *args: Any, **named: Any) -> Any:
+        chosen = not isinstance(x, (list, tuple)) and chosen_token(ctx.node) is not None
+        if chosen and x.shape[1] == 1:
+            args = ((args[0][0], 0, *args[0][2:]),) if place == 0 else (args[0], 0)
+        return rule(ctx, x, *args, **named)
+
+    return choose

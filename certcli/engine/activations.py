@@ -40,6 +40,8 @@ from certcli.engine.curves import (
     Scalar,
     bent_below,
     enter_curve,
+    gated,
+    logistic,
     smooth,
 )
 from certcli.engine.table import NoRule
@@ -153,9 +155,12 @@ name_curve(
     methods=("cos",),
 )
 name_curve(
-    smooth(
+    Curve(
         "log sigmoid",
         F.logsigmoid,
+        lambda x: logistic(-x)[0],
+        lambda x: -logistic(x)[1],
+        lambda x: -logistic(x)[2],
         third=SIGMOID.bend,
         slope=1.0,
         bend=SIGMOID.slope,
@@ -185,9 +190,10 @@ def gelu_curve(approximate: str = "none") -> Curve:
 def quick_gelu() -> Curve:
     """x sigmoid(a x) has the slopes of x sigmoid(x)."""
     a = 1.702
-    return smooth(
+    return gated(
         "quick GELU",
         lambda x: x * torch.sigmoid(a * x),
+        rate=a,
         third=SILU.third * (a * a) * (1 + 2.0**-40),
         slope=SILU.slope,
         bend=SILU.bend * a * (1 + 2.0**-40),
@@ -354,9 +360,12 @@ def softplus_curve(
     rounding = torch.finfo(dtype or torch.float64).eps / 2
     hidden = threshold > 0 and math.log1p(math.exp(-threshold)) <= rounding * threshold
     _need(hidden, f"softplus jumps at its threshold of {threshold:g} by more than {dtype} rounds")
-    return smooth(
+    return Curve(
         "softplus",
         lambda x: F.softplus(x, beta, 40.0),
+        lambda x: logistic(beta * x)[0],
+        lambda x: beta * logistic(beta * x)[1],
+        lambda x: beta * beta * logistic(beta * x)[2],
         third=up_by_roundings(SIGMOID.bend * beta * beta, 4),
         slope=1.0,
         bend=up_by_roundings(SIGMOID.slope * beta, 2),

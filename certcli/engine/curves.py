@@ -41,6 +41,7 @@ class Curve:
     """f, f', f'' on float64 tensors, and bounds that are rounded up; inf where nothing is known.
 
     Attributes:
+        later: f'''; None: it is found by differentiation of f''.
         third: sup |f'''|; 0.0: f' and all later derivatives are monotone, so that their ends bound them.
         fourth: sup |f''''|.
         breaks: (place, jump) where f'' jumps, and f' by so much at most; all of the above holds
@@ -54,12 +55,15 @@ class Curve:
         rounded: (a, b) where f is computed within a |x| + b units of elementary functions; None: only
             comparisons and products with numbers of `line`, or nothing is known.
         cubes: x^3 is computed on the way.
+        units: where f is computed within so many units of elementary functions, relative to itself; 0:
+            see `rounded`.
     """
 
     name: str
     value: Scalar
     first: Scalar = unknown_derivative
     second: Scalar = unknown_derivative
+    later: Scalar | None = None
     third: float = math.inf
     fourth: float = math.inf
     breaks: tuple[tuple[float, float], ...] = ()
@@ -73,6 +77,7 @@ class Curve:
     line: Line | None = None
     rounded: tuple[float, float] | None = None
     cubes: bool = False
+    units: float = 0.0
 
 
 def _autograd_derivative(f: Scalar) -> Scalar:
@@ -95,9 +100,34 @@ def derivative(f: Curve) -> Curve:
     """Return f' as a curve, for an f without breaks."""
     third = 0.0 if f.third == 0 else f.fourth
     facts: dict[str, Any] = {"third": third, "bend": f.third, "relative": f.relative}
-    return Curve(
-        f"the slope of {f.name}", f.first, f.second, _autograd_derivative(f.second), **facts
-    )
+    later = f.later or _autograd_derivative(f.second)
+    return Curve(f"the slope of {f.name}", f.first, f.second, later, **facts)
+
+
+def logistic(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return s(x) = 1 / (1 + e^-x) and its first three derivatives."""
+    s = torch.sigmoid(x)
+    slope = s * (1 - s)
+    return s, slope, slope * (1 - 2 * s), slope * (1 - 6 * slope)
+
+
+def gated(name: str, value: Scalar, rate: float, cubic: float = 0.0, **facts: Any) -> Curve:
+    """Return x s(u), u = rate x + cubic x^3, s the logistic function; value: how it is computed."""
+
+    def derivatives(x: Tensor, order: int) -> Tensor:
+        square = cubic * x * x
+        s, first, second, third = logistic((rate + square) * x)
+        steep = rate + 3 * square  # u'; u'' = 6 cubic x, u''' = 6 cubic
+        of_gate = [s, first * steep]
+        if order > 1:
+            of_gate.append(second * steep * steep + 6 * cubic * first * x)
+        if order > 2:
+            of_third = third * steep * steep * steep
+            of_gate.append(of_third + 6 * cubic * (3 * second * steep * x + first))
+        return order * of_gate[order - 1] + x * of_gate[order]
+
+    first, second, later = (functools.partial(derivatives, order=order) for order in (1, 2, 3))
+    return Curve(name, value, first, second, later, **facts)
 
 
 def _density(x: Tensor) -> Tensor:
@@ -115,6 +145,7 @@ GELU = Curve(
     lambda x: x * _cumulative(x),
     lambda x: _cumulative(x) + x * _density(x),
     lambda x: _density(x) * (2 - x * x),
+    lambda x: _density(x) * x * (x * x - 4),
     0.78,
     1.5957692,  # GELU'''' = phi(x) (x^2 (7 - x^2) - 4): twice as much as GELU'' at 0
     slope=1.12890415,
@@ -122,9 +153,11 @@ GELU = Curve(
     why="largest slope of GELU, at x = sqrt 2",
     rounded=(4, 0),
 )
-GELU_TANH = smooth(
+GELU_TANH = gated(  # (1 + tanh(u / 2)) / 2 = s(u)
     "tanh GELU",
     lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    rate=math.sqrt(8 / math.pi),
+    cubic=math.sqrt(8 / math.pi) * 0.044715,
     third=0.9,
     fourth=1.604,
     slope=1.12901,
@@ -135,9 +168,10 @@ GELU_TANH = smooth(
 )
 # SiLU'' is 1/2 at 0, the largest; the third derivative 0.3082 at most. Of x g(x) with 0 <= g <= 1, what is off by a
 # factor in the argument of g moves |g| by 1/2 of that factor at most
-SILU = smooth(
+SILU = gated(
     "SiLU",
     lambda x: x * torch.sigmoid(x),
+    rate=1.0,
     third=0.309,
     fourth=0.5001,
     slope=1.0998394,
@@ -146,9 +180,12 @@ SILU = smooth(
     rounded=(6, 0),
 )
 # s'' = s' (1 - 2 s) is 1 / (6 sqrt 3) at most, s' (1 - 6 s + 6 s^2) is -1/8 at 0; tanh x = 2 s(2 x) - 1
-SIGMOID = smooth(
+SIGMOID = Curve(
     "sigmoid",
     torch.sigmoid,
+    lambda x: logistic(x)[1],
+    lambda x: logistic(x)[2],
+    lambda x: logistic(x)[3],
     third=0.125,
     fourth=0.128,
     slope=0.25,
@@ -158,9 +195,12 @@ SIGMOID = smooth(
     limit=1.0,
     rounded=(0, 4),
 )
-TANH = smooth(
+TANH = Curve(
     "tanh",
     torch.tanh,
+    lambda x: 4 * logistic(2 * x)[1],
+    lambda x: 8 * logistic(2 * x)[2],
+    lambda x: 16 * logistic(2 * x)[3],
     third=2.0,
     fourth=4.086,
     slope=1.0,
@@ -194,13 +234,13 @@ SQUARE = Curve(
     torch.square,
     lambda x: 2 * x,
     lambda x: 2 + 0 * x,
-    0.0,
+    third=0.0,
     bend=2.0,
     growth=math.inf,
 )
 
-# all derivatives are monotone where x > 0
-_steep = functools.partial(Curve, third=0.0, growth=math.inf)
+# all derivatives are monotone where x > 0; 1 / sqrt(x) may be a root and a quotient
+_steep = functools.partial(Curve, third=0.0, growth=math.inf, units=2.0)
 EXP = _steep("exp", torch.exp, torch.exp, torch.exp)
 LOG = _steep("log", torch.log, lambda x: 1 / x, lambda x: -1 / (x * x), relative=True)
 RECIPROCAL = _steep(

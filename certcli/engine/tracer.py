@@ -92,6 +92,11 @@ class Proxy(fx.Proxy):
     __iadd__, __isub__, __imul__, __imatmul__ = map(_in_place, (iadd, isub, imul, imatmul))
     __itruediv__, __ifloordiv__, __ipow__ = map(_in_place, (itruediv, ifloordiv, ipow))
 
+    def __setitem__(self, place: Any, value: Any) -> None:
+        raise self.tracer.refusal(
+            f"{self.tracer.where()}: an assignment into a part of a tensor (torch.cat and torch.where make a new one)"
+        )
+
     def __bool__(self) -> bool:
         if isinstance(self.value, (tuple, list)):
             return bool(self.value)
@@ -163,7 +168,7 @@ class Tracer(fx.Tracer):
         if isinstance(a, Tensor):
             if not is_torch_tensor(a):
                 raise self.refusal(
-                    f"{self._where()}: a {type(a).__name__} is no tensor of torch's own"
+                    f"{self.where()}: a {type(a).__name__} is no tensor of torch's own"
                 )
             # no module can have an attribute of this name: a dot in front
             name = self.parameter_names.get(id(a)) or f".{len(self.state.constants)}"
@@ -235,10 +240,10 @@ class Tracer(fx.Tracer):
                 # an assignment into a part of a tensor: the graph would not show it
                 if value is None:
                     raise self.refusal(
-                        f"{self._where()}: {_target_name(target)} writes into a tensor"
+                        f"{self.where()}: {target_name(target)} writes into a tensor"
                     )
                 raise self.refusal(
-                    f"{self._where()}: {_target_name(target)} reads a tensor's value back into Python"
+                    f"{self.where()}: {target_name(target)} reads a tensor's value back into Python"
                 )
             if (
                 kind != "call_module"
@@ -284,7 +289,7 @@ class Tracer(fx.Tracer):
         if any(tensor._version != version for tensor, version in fixed):
             # its name in the graph would still mean a constant
             raise self.refusal(
-                f"{self._where()}: {_target_name(target)} writes into a tensor what depends on the image"
+                f"{self.where()}: {target_name(target)} writes into a tensor what depends on the image"
             )
         return value
 
@@ -295,10 +300,10 @@ class Tracer(fx.Tracer):
         if type(part) is not Proxy:
             return part
         if part.versions != tuple(tensor._version for tensor in tensors_in(part.value)):
-            raise self.refusal(f"{self._where()}: uses a tensor after it was overwritten in place")
+            raise self.refusal(f"{self.where()}: uses a tensor after it was overwritten in place")
         return part.value
 
-    def _where(self) -> str:
+    def where(self) -> str:
         return self.state.stack[-1] if self.state.stack and self.state.stack[-1] else "the network"
 
 
@@ -310,8 +315,18 @@ def _shape_of_value(value: Any) -> Any:
     return None
 
 
-def _target_name(target: Any) -> str:
-    return target if isinstance(target, str) else getattr(target, "__name__", str(target))
+_FAMILIES = ("fft", "linalg", "special")
+_SYMBOLS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "eq": "==", "ne": "!=", "mod": "%",
+            "floordiv": "//", "and_": "&", "or_": "|", "xor": "^", "invert": "~"}  # fmt: skip
+
+
+def target_name(target: Any) -> str:
+    """Return an operation's name as a network writes it."""
+    name = target if isinstance(target, str) else getattr(target, "__name__", str(target))
+    family, _, rest = name.partition("_")
+    if family in _FAMILIES and rest:
+        return f"torch.{family}.{rest}"
+    return _SYMBOLS.get(name, name) if getattr(target, "__module__", "") == "_operator" else name
 
 
 def failure_reason(failure: Exception) -> str:

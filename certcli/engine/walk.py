@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from certcli.engine.table import NoRule, Rule, RuleTable
 from certcli.engine.trace import Trace
+from certcli.engine.tracer import target_name
 from certcli.system.errors import CertvitError
 from certcli.system.memory import out_of_memory
 
@@ -135,7 +136,8 @@ def _visit(
     where = call.path or "the network"
     kind = node.meta.get("written", kind)
     if rule is None:
-        what = kind if node.op == "call_module" else f"the operation '{kind}'"
+        operation = node.meta.get("written", target_name(node.target))
+        what = kind if node.op == "call_module" else f"the operation '{operation}'"
         why = ", a staircase, which is not Lipschitz" if kind in STAIRCASES else ""
         raise NoRule(f"{where}: no theorem for {what}{why}")
     try:

@@ -13,20 +13,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from certcli.checkpoint import record, schema
-from certcli.evaluation.evidence_schema import (
-    COMMANDS,
-    OPTIONS,
-    UNVERIFIED_FIELDS,
-    AttackResult,
-    CertifyParameters,
-    CertifyResult,
-    FinetuneResult,
-    JudgedImages,
-    KeptResult,
-    LipschitzResult,
-    SmoothingOptions,
-)
-from certcli.evaluation.record_lines import PatchOptions, Run
+from certcli.evaluation import evidence_schema, record_lines
 from certcli.evaluation.threat import Threat, confidence
 from certcli.system.errors import DataError, Refused
 
@@ -109,9 +96,9 @@ class Decoded:
 
 def decode_evidence(entry: record.Evidence) -> Decoded:
     """Refused, with the reason, for what no command of certvit writes."""
-    if entry.command not in COMMANDS:
+    if entry.command not in evidence_schema.COMMANDS:
         raise Refused("no command of certvit writes such evidence")
-    parameters, result = COMMANDS[entry.command]
+    parameters, result = evidence_schema.COMMANDS[entry.command]
     evidence = Decoded(
         entry.command,
         schema.convert_json(entry.parameters, parameters),
@@ -130,16 +117,16 @@ def understood(entry: record.Evidence) -> Decoded | None:
         return None
 
 
-def method_of(run: Run, path: Path) -> str:
+def method_of(run: record_lines.Run, path: Path) -> str:
     """Return the method of a file's certificates; DataError where it has no such parameters."""
-    if not isinstance(run.method, str) or run.method not in OPTIONS:
+    if not isinstance(run.method, str) or run.method not in evidence_schema.OPTIONS:
         raise DataError(
             f"{path} names no method of certify", "certvit certify ... --records FILE writes them"
         )
     parameters = {name: value for name, value in run.parameters.items() if name not in COMMON}
     common = {name: run.parameters[name] for name in COMMON if name in run.parameters}
     try:
-        schema.convert_json(parameters, OPTIONS[run.method])
+        schema.convert_json(parameters, evidence_schema.OPTIONS[run.method])
         schema.convert_json(common, dict[str, str])
     except Refused as refusal:
         raise DataError(
@@ -150,7 +137,7 @@ def method_of(run: Run, path: Path) -> str:
 
 def command_of(entry: record.Evidence) -> str:
     """The command's name; a name that certvit does not know is not repeated."""
-    return entry.command if entry.command in COMMANDS else "unknown"
+    return entry.command if entry.command in evidence_schema.COMMANDS else "unknown"
 
 
 def count_of(share: float, images: int) -> int:
@@ -179,7 +166,7 @@ def evidence_document(entry: record.Evidence, network: str) -> schema.Json:
         "parameters": msgspec.to_builtins(evidence.parameters),
         "result": msgspec.to_builtins(evidence.result),
         "authors_word": list(
-            UNVERIFIED_FIELDS[entry.command]
+            evidence_schema.UNVERIFIED_FIELDS[entry.command]
             if entry.digest == network
             else ("parameters", "result")
         ),
@@ -189,7 +176,7 @@ def evidence_document(entry: record.Evidence, network: str) -> schema.Json:
 def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
     result = entry.result
     about = entry.parameters
-    bound = isinstance(result, (LipschitzResult, FinetuneResult))
+    bound = isinstance(result, (evidence_schema.LipschitzResult, evidence_schema.FinetuneResult))
     if bound and result.log10_upper is None and result.upper not in ("inf", 0):
         yield "a bound without its logarithm"
     if bound:
@@ -198,8 +185,8 @@ def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
             yield "upper_finite is not what the bound says"
         if result.upper_text is not UNSET and (result.upper_text == "inf") is finite:
             yield "upper_text is not what the bound says"
-    if isinstance(result, FinetuneResult):
-        if isinstance(result.dataset, JudgedImages):
+    if isinstance(result, evidence_schema.FinetuneResult):
+        if isinstance(result.dataset, evidence_schema.JudgedImages):
             count = result.dataset.images
             if count_of(result.certified, count) > count_of(result.clean, count):
                 yield "more images are certified than are classified correctly"
@@ -207,9 +194,9 @@ def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
                 yield "the numbers of images differ"
         elif result.certified > result.clean:
             yield "more images are certified than are classified correctly"
-    elif isinstance(result, CertifyResult):
+    elif isinstance(result, evidence_schema.CertifyResult):
         yield from _certify_contradictions(about, result)
-    elif isinstance(result, AttackResult):
+    elif isinstance(result, evidence_schema.AttackResult):
         for part in (result, *result.parts):
             withstood = [
                 count_of(share, part.images) for share in (part.robust, *part.attacks.values())
@@ -225,17 +212,19 @@ def _evidence_contradictions(entry: Decoded) -> Iterator[str]:
             Threat.from_key(key, result.norm)
             if share > result.clean and not result.parts:
                 yield "an attack leaves no more images than were right before it"
-    elif isinstance(result, KeptResult):
+    elif isinstance(result, evidence_schema.KeptResult):
         for figure in (result.agreement, result.accuracy_before, result.accuracy_after):
             count_of(figure or 0.0, result.images)
 
 
-def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> Iterator[str]:
+def _certify_contradictions(
+    about: evidence_schema.CertifyParameters, result: evidence_schema.CertifyResult
+) -> Iterator[str]:
     options = result.options
     images = result.images
     promise = "proof"
     failure = 0.0
-    if isinstance(options, SmoothingOptions):
+    if isinstance(options, evidence_schema.SmoothingOptions):
         promise = f"probability {confidence(options.alpha)}"
         failure = options.alpha
     if (result.promise, result.failure) != (promise, failure):
@@ -248,9 +237,13 @@ def _certify_contradictions(about: CertifyParameters, result: CertifyResult) -> 
         yield "parameters and result are not about the same images and method"
     if images != result.dataset.images or (about.limit is not None and images > about.limit):
         yield "the numbers of images differ"
-    if isinstance(result.average_radius, UnsetType) is not isinstance(options, PatchOptions):
+    if isinstance(result.average_radius, UnsetType) is not isinstance(
+        options, record_lines.PatchOptions
+    ):
         yield "a mean radius is stated of radii, and of no patches"
-    if isinstance(options, PatchOptions) and set(options.patches) != set(result.certified):
+    if isinstance(options, record_lines.PatchOptions) and set(options.patches) != set(
+        result.certified
+    ):
         yield "its parameters are about other patches"
     hits = count_of(result.clean, images)
     for threat, share in result.shares:

@@ -12,6 +12,7 @@ from certcli.checkpoint.schema import (
     Json,
     Log10,
     Measured,
+    NoArgs,
     Number,
     Seed,
     Share,
@@ -85,10 +86,6 @@ class CertifyParameters(_Closed):
     method: Text
 
 
-class NoOptions(_Closed):
-    """Most methods have none."""
-
-
 class LocalOptions(_Closed):
     effort: Literal["norms", "tokens", "zonotope", "backward", "branch", "auto"]
     norm: Norm
@@ -116,11 +113,11 @@ class SmoothingOptions(_Closed):
 
 
 OPTIONS: Mapping[str, type[Struct]] = {
-    "lipschitz": NoOptions,
-    "box": NoOptions,
+    "lipschitz": NoArgs,
+    "box": NoArgs,
     "local": LocalOptions,
-    "local-lip": NoOptions,
-    "bcp": NoOptions,
+    "local-lip": NoArgs,
+    "bcp": NoArgs,
     "smoothing": SmoothingOptions,
     "patch": PatchOptions,
 }

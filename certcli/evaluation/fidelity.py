@@ -11,7 +11,7 @@ from certcli.checkpoint.record import Record
 from certcli.evaluation.image_doubts import chance_doubt, image_doubts
 from certcli.evaluation.intervals import share_interval, upper_confidence
 from certcli.images import calibration, datasets, labelled
-from certcli.system import errors, products
+from certcli.system import errors, torch_modes
 
 CACHED_BYTES = 2**27
 """Most bytes of images that are cached between networks: 220 images of 224 x 224 pixels."""
@@ -229,7 +229,7 @@ class ReferenceLogits:
 
 def _logits_of(model: nn.Module, batches: Iterable[Tensor]) -> Tensor:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    with torch.inference_mode(), products.fast_products(model):
+    with torch.inference_mode(), torch_modes.fast_products(model):
         logits = torch.cat([model(pixels.to(device)) for pixels in batches]).double().cpu()
     return logits.clone()
 

@@ -14,24 +14,29 @@ generator draws it when the run has ended: no author of the file can have known 
 import contextlib
 import json
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 from unicodedata import normalize
 
-from certcli.evaluation.record_lines import Run, parse_records
+from msgspec import UNSET, UnsetType
+from msgspec.structs import replace
+
+from certcli.checkpoint.schema import Json, convert_json
+from certcli.evaluation import record_lines
+from certcli.evaluation.image_records import ImageRecord, parse_records
 from certcli.images.labelled import DIGESTED, SPLITS, Images
-from certcli.system import processes, reading
-from certcli.system.errors import DataError, OutputError, Refused, UsageError
+from certcli.system import errors, processes, reading
 from certcli.system.files import is_stream, open_alone, open_stream, require_absent
 
+Piece = TypeVar("Piece")
+Kind = TypeVar("Kind", bound=ImageRecord)
 LARGEST_RECORDS = 2 * 2**30
 """Bytes of a file of records: some ten million images."""
 
-PIXELS = "pixels"
-FILE = "file"
 NETWORK = "network"
 
 
@@ -47,14 +52,43 @@ def digested(images: Images, team: processes.Team) -> Images:
     return images.with_digests(team.agree(lambda: rows))
 
 
-def packed(rows: Iterable[Any]) -> list[dict[str, Any]]:
+def packed(rows: Iterable[ImageRecord]) -> list[Json]:
     """Return records as plain values, for another process."""
     return [row.to_json() for row in rows]
 
 
-def unpacked(kind: Any, rows: Iterable[Mapping[str, Any]]) -> list[Any]:
+def unpacked(kind: type[Kind], rows: Iterable[Json]) -> list[Kind]:
     """Return the records of this type that another process packed."""
-    return [kind.from_json(row) for row in rows]
+    return [convert_json(row, kind) for row in rows]
+
+
+def deal_records(
+    pieces: Sequence[Piece],
+    keys: Callable[[Piece], Sequence[tuple[Any, ...]]],
+    find: Callable[[Piece], list[Kind]],
+    kind: type[Kind],
+    file: "RecordFile | None" = None,
+    team: processes.Team = processes.ALONE,
+    require: Callable[[Piece, list[Kind]], None] = lambda piece, rows: None,
+) -> Iterator[list[Kind]]:
+    """Yield the records of each piece, in order: those that `file` holds are read, others found by
+    the processes, each a piece in turn, and written. Only the leader is handed records.
+
+    Args:
+        keys: of the records of a piece, as `RecordFile` has them.
+        require: raises DataError for records of the file that no such run writes.
+    """
+
+    def read(piece: Piece) -> list[Kind] | None:
+        earlier = None if file is None else file.take(keys(piece))
+        if earlier is not None:
+            require(piece, earlier)
+        return earlier
+
+    for new, rows in team.deal(pieces, find, read, packed, partial(unpacked, kind)):
+        if new and file is not None:
+            file.write(rows)
+        yield rows
 
 
 class RecordFile:
@@ -74,7 +108,7 @@ class RecordFile:
     def __init__(
         self,
         path: Path | None,
-        run: Run,
+        run: record_lines.Run,
         images: Images,
         keys: Sequence[str] = ("index",),
         *,
@@ -83,7 +117,7 @@ class RecordFile:
         network: Mapping[str, Any] = {},
     ) -> None:
         self.path, self._run, self._keys, self._images = path, run, tuple(keys), images
-        self._earlier: list[dict[str, Any]] = []
+        self._earlier: list[Any] = []
         self._ends: list[int] = []
         self.taken = 0
         self.earlier = 0
@@ -92,14 +126,14 @@ class RecordFile:
         self._streamed = False
         if path is None:
             if resume:
-                raise UsageError(
+                raise errors.UsageError(
                     "--resume continues a file of records, and none is named",
                     "--records FILE.jsonl",
                 )
             return
         self._streamed = is_stream(path)
         if self._streamed and resume:
-            raise UsageError(
+            raise errors.UsageError(
                 f"--resume reads {path} again, and it is no file", "--records FILE.jsonl"
             )
         require_absent(path, force or resume, "--records")
@@ -108,7 +142,7 @@ class RecordFile:
                 path.unlink()  # the records replace a link, never what it points to
             self._handle = handle = open_stream(path) if self._streamed else open_alone(path)
         except OSError as failure:
-            raise OutputError(
+            raise errors.OutputError(
                 f"cannot write {path}: {failure.strerror}", "choose another --records"
             ) from failure
         try:
@@ -132,19 +166,19 @@ class RecordFile:
         differences = list(self._run.differences(header))
         if differences:
             more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise UsageError(
+            raise errors.UsageError(
                 f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
         require_same_images(rows, self._images, path, all_of_them=True)
         self._earlier, self.earlier = rows, len(rows)
 
-    def take(self, keys: Sequence[tuple[Any, ...]]) -> list[dict[str, Any]] | None:
+    def take(self, keys: Sequence[tuple[Any, ...]]) -> list[Any] | None:
         """The stored records with these keys, in order; None when some are missing."""
         if not self._reading:
             return None
         rows = self._earlier[self.taken : self.taken + len(keys)]
-        if [tuple(row.get(key) for key in self._keys) for row in rows] != list(keys):
+        if [tuple(getattr(row, key) for key in self._keys) for row in rows] != list(keys):
             self._drop()
             return None
         self.taken += len(keys)
@@ -159,13 +193,16 @@ class RecordFile:
         self._earlier = self._earlier[: self.taken]
         self._ends = self._ends[: self.taken + 1]
 
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> None:
+    def write(self, rows: Iterable[ImageRecord]) -> None:
         """Append records and flush them, each with the digest and the file of its image."""
         if self._handle is not None:
             files = self._images.file_of
             digests = self._images.digests
-            named = ({**row, FILE: files[row["index"]]} if files else row for row in rows)
-            self._append([{**row, PIXELS: digests[row["index"]]} for row in named])
+            named = (
+                replace(row, file=files.get(row.index, UNSET), pixels=digests[row.index])
+                for row in rows
+            )
+            self._append(packed(named))
 
     def _append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         assert self._handle is not None
@@ -178,7 +215,7 @@ class RecordFile:
             handle, self._handle = self._handle, None
             with contextlib.suppress(OSError):  # it would try to write what is buffered once more
                 handle.close()
-            raise OutputError(
+            raise errors.OutputError(
                 f"cannot write {self.path}: {failure.strerror}",
                 "free some space, then repeat the command with --resume",
             ) from failure
@@ -196,25 +233,27 @@ class RecordFile:
             self._handle.close()
 
 
-def read_records(path: Path, command: str) -> tuple[Run, list[dict[str, Any]]]:
+def read_records(path: Path, command: str) -> tuple[record_lines.Run, list[Any]]:
     """The run and the records of a file by `command`, but for a torn last line; else DataError."""
     try:
         data = reading.read_bounded(path, LARGEST_RECORDS)
-    except Refused as refusal:
-        raise DataError(f"cannot read {path}: {refusal}", "is it a file of records?") from refusal
+    except errors.Refused as refusal:
+        raise errors.DataError(
+            f"cannot read {path}: {refusal}", "is it a file of records?"
+        ) from refusal
     except OSError as failure:
-        raise DataError(
+        raise errors.DataError(
             f"cannot read {path}: {failure.strerror}",
             f"certvit {command} ... --records FILE writes it",
         ) from failure
     run, rows, _ = parse_records(data, path)
     if run.command != command:
-        raise DataError(f"{path} holds records of {run.command}, not of {command}")
+        raise errors.DataError(f"{path} holds records of {run.command}, not of {command}")
     return run, rows
 
 
 def require_same_images(
-    rows: Iterable[Mapping[str, Any]],
+    rows: Iterable[ImageRecord],
     images: Images,
     where: Path | str,
     *,
@@ -227,37 +266,37 @@ def require_same_images(
     """
     labels = dict(zip(images.indices.tolist(), images.labels.tolist(), strict=True))
     for row in rows:
-        index = row["index"]
+        index = row.index
         if index not in labels:
             if all_of_them:
-                raise DataError(
+                raise errors.DataError(
                     f"{where} has a record of image {index}, which is not among these images"
                 )
-        elif row[PIXELS] != images.digests[index] or row["label"] != labels[index]:
-            raise DataError(
+        elif row.pixels != images.digests[index] or row.label != labels[index]:
+            raise errors.DataError(
                 f"{images.named(index)} is another one in {where}: its pixels or its label differ",
                 "give the --dataset, --data-dir and --split of those records",
             )
-        elif not _same_file_name(row.get(FILE), images.file_of.get(index)):
-            raise DataError(
-                f"{where} says that image {index} is {row[FILE]}; its pixels are those of {images.file_of[index]}",
+        elif not _same_file_name(row.file, images.file_of.get(index)):
+            raise errors.DataError(
+                f"{where} says that image {index} is {row.file}; its pixels are those of {images.file_of[index]}",
                 "the records were edited, or the files were renamed: certify or attack again",
             )
 
 
-def _same_file_name(stated_name: str | None, current: str | None) -> bool:
+def _same_file_name(stated_name: str | UnsetType, current: str | None) -> bool:
     """Tell whether two names are one: alike, or one from further up, with the splits' folder."""
-    if stated_name is None or current is None:
+    if stated_name is UNSET or current is None:
         return True
     # file systems differ in how they spell accents
     short, long = sorted((normalize("NFC", name) for name in (stated_name, current)), key=len)
     return short == long or long in (f"{split}/{short}" for split in SPLITS)
 
 
-def require_same_network(run: Run, checkpoint: str, where: Path | str) -> None:
+def require_same_network(run: record_lines.Run, checkpoint: str, where: Path | str) -> None:
     """DataError when records speak of another function than the checkpoint with this digest."""
     if run.checkpoint != checkpoint:
-        raise DataError(
+        raise errors.DataError(
             f"{where} holds records of another network: digest {run.checkpoint[:16]}, this one has {checkpoint[:16]}",
             f"certvit {run.command} this checkpoint with --records",
         )
@@ -315,7 +354,7 @@ def compute_again(
     """
     chosen = places_to_repeat([piece.hits for piece in pieces], gate, every, usual)
     for problem in disagreements(chosen):
-        raise DataError(problem, HINT)
+        raise errors.DataError(problem, HINT)
     counts = [piece.records for piece in pieces]
     return Resumed(sum(counts), sum(counts[place] for place in chosen))
 

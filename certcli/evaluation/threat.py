@@ -187,7 +187,8 @@ class Patch:
     def __post_init__(self) -> None:
         if min(self.height, self.width, self.count) < 1:
             raise UsageError(
-                f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none"
+                f"a patch of {self.width} x {self.height} pixels, {self.count} times, is none",
+                "--patch 32 (pixels a side), 16x64, 2%, or 2:32 (two of them)",
             )
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ from certcli.system.errors import (
     raise_if,
 )
 from certcli.system.processes import ALONE, Team
-from certcli.system.products import fast_products
+from certcli.system.torch_modes import fast_products
 
 AVERAGE_ITERATIONS = 10
 """Power iterations, once an epoch, from the singular vectors of the weights in training to those of
@@ -126,7 +126,7 @@ class Trainer:
         self.optimisers = make_optimisers(model.parameters(), self.orthogonal, settings)
         chain: ChainBound | None = None
         if settings.loss in NEEDS_CHAIN:
-            drop = settings.loss == "local-lip"
+            drop = settings.loss != "bcp"
             chain = ChainBound(model, lambda: self.arithmetic, drop=drop)
         enclosure = enclosure_of(model, settings)
         # the run's own generator draws the order of the images, the same in all processes

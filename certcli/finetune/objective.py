@@ -228,10 +228,13 @@ class Objective:
     def _through_chain(
         self, chain: ChainBound, batch: Batch, images: Tensor, logits: Tensor, epsilon: float
     ) -> Tensor:
-        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises."""
+        """Return a CE(z) + (1 - a) CE(worst logits); a falls to 0 as the radius rises.
+
+        GloRo's form has both in itself.
+        """
         slopes = chain.slopes(images, batch.labels, epsilon)
         worst = self.loss(logits, batch.labels, slopes, epsilon)
         share = 1.0 if self.settings.epsilon == 0 else epsilon / self.settings.epsilon
-        if share == 1:
+        if share == 1 or self.settings.loss == "local-lip-gloro":
             return worst
         return share * worst + (1 - share) * cross_entropy(logits, batch.labels)

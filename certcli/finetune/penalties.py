@@ -33,7 +33,7 @@ from torch import Generator, Tensor, nn
 
 from certcli.lipschitz.numerics.trainable import estimated_block_norms
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm, Spread, spread_of
+from certcli.nn.blocks import FloorNorm, Spread, spread_of
 from certcli.system.errors import ArchitectureError, raise_if
 
 KINDS = ("q", "k", "v")

@@ -38,15 +38,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "attack_epsilon": (0.0, 1e6),
     "attack_ramp": (0.0, 1.0),
     "ard_prm": (0.0, 1.0),
+    **dict.fromkeys(
+        ("epochs", "steps", "batch_size", "attack_steps", "validation_limit", "enclosed"),
+        (1, math.inf),
+    ),
 }
-COUNTS = (
-    "epochs",
-    "steps",
-    "batch_size",
-    "attack_steps",
-    "validation_limit",
-    "enclosed",
-)
 
 SWITCHES: dict[str, tuple[str, ...]] = {
     "steps": (),
@@ -124,7 +120,7 @@ class FinetuneSettings:
     loss: str = option(
         "margin",
         "ce; certified training: margin, gloro, lmt, emma, trades, hinge-kr; chains: bcp, "
-        "local-lip; local certificates: local.",
+        "local-lip, local-lip-gloro; local certificates: local.",
     )
     epsilon: float = option(
         0.5,
@@ -305,10 +301,6 @@ def require_ranges(settings: FinetuneSettings) -> None:
         value = getattr(settings, name)
         wrong = value is not None and not low <= value <= high
         raise_if(wrong, UsageError, f"{option_of(name)} {value} is outside [{low:g}, {high:g}]")
-    for name in COUNTS:
-        value = getattr(settings, name)
-        wrong = value is not None and value < 1
-        raise_if(wrong, UsageError, f"{option_of(name)} must be at least 1, not {value}")
     for name in ("msvp", "enclosure_penalty"):
         weights = getattr(settings, name)
         wrong = not all(0 <= weight < math.inf for weight in weights or ())

@@ -18,8 +18,7 @@ from certcli.images.labelled import Images
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import CertvitError, raise_if
 from certcli.system.processes import ALONE, Team
-from certcli.system.products import fast_products
-from certcli.system.torch_modes import seed_all
+from certcli.system.torch_modes import fast_products, seed_all
 
 SCALAR_RATE = 10.0
 """Learning rate of residual weights, relative to --lr."""

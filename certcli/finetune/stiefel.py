@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from certcli.models.build import multiplies_bf16
+from certcli.nn.blocks import CenterNorm
 from certcli.nn.layers import FlatHead
-from certcli.nn.norms import CenterNorm
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _QUINTIC_STEPS = 4

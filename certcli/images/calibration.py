@@ -141,8 +141,7 @@ def _noise(size: tuple[int, int, int], slope: float, random: np.random.Generator
     mixed = np.tensordot(mixing.astype(np.float32), shaped, 1)
     mixed /= mixed.std() + 1e-12
     level = 0.45 + 0.1 * random.standard_normal((channels, 1, 1))
-    image: Array = (level + 0.22 * mixed).clip(0.0, 1.0).astype(np.float32)
-    return image
+    return (level + 0.22 * mixed).clip(0.0, 1.0).astype(np.float32)
 
 
 def _blurred(image: Array, times: int) -> Array:

@@ -18,7 +18,7 @@ from certcli.checkpoint.schema import is_name, surgery_arguments
 from certcli.models.origins import NOTHING_ASSUMED, Reading
 from certcli.models.pixels import PixelModel
 from certcli.models.weights import Building, load_weights
-from certcli.nn import norms
+from certcli.nn import blocks
 from certcli.nn.reference import SHAPES  # which registers our reference nets with timm
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import (
@@ -125,7 +125,7 @@ def _create(arch: str, arch_args: Mapping[str, Any]) -> nn.Module:
         )
     try:
         arguments = arch_arguments(arch_args)
-        return _construct(arch, norms.with_layers(arguments)).eval()
+        return _construct(arch, blocks.with_layers(arguments)).eval()
     except Refused as refusal:
         raise ArchitectureError(
             str(refusal), "an architecture is described by numbers, switches and words"
@@ -144,11 +144,11 @@ def _construct(arch: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         return timm.create_model(arch, pretrained=False, **arguments)
     except TypeError as failure:
-        if norms.NORM_EPS not in arguments or not norms.takes_no_norm_eps(failure):
+        if blocks.NORM_EPS not in arguments or not blocks.takes_no_norm_eps(failure):
             raise
-    eps = arguments.pop(norms.NORM_EPS)
+    eps = arguments.pop(blocks.NORM_EPS)
     net = timm.create_model(arch, pretrained=False, **arguments)
-    norms.set_norm_eps(net, eps)
+    blocks.set_norm_eps(net, eps)
     return net
 
 

@@ -6,9 +6,11 @@ value that leaves the function as it is.
 A field that is unknown here is refused: it may change the function.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
@@ -18,13 +20,14 @@ from torch import Tensor
 
 from certcli.checkpoint.file import read_tensors, tensors_digest
 from certcli.checkpoint.schema import convert_json, decode_json
+from certcli.models.converters.base import read_config
 from certcli.models.converters.prefixes import without_wrapping
 from certcli.models.converters.wrapping import TORCH_SUFFIXES, Bare, read_torch
 from certcli.models.hub import DIFFUSERS as WEIGHTS
 from certcli.models.weights import load_weights
-from certcli.nn.unet import BETAS, UNet, UNetShape, alpha_bars
+from certcli.nn.unet import UNet, UNetShape
 from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
-from certcli.system.reading import is_absent, read_bounded
+from certcli.system.reading import is_absent
 
 T = TypeVar("T")
 
@@ -43,6 +46,8 @@ FIXED: Mapping[str, tuple[Any, ...]] = {
     "num_class_embeds": (None,),
     "mid_block_type": ("UNetMidBlock2D",),
     "time_embedding_type": ("positional",),
+    "center_input_sample": (False,),
+    "mid_block_scale_factor": (1.0,),
 }
 """Fields of a UNet -> the values that certvit's has; absent is the first."""
 IDLE = ("sample_size", "dropout", "num_train_timesteps")
@@ -61,6 +66,8 @@ IDLE_OF_SCHEDULE = (
 FIXED_OF_SCHEDULE: Mapping[str, tuple[Any, ...]] = {
     "thresholding": (False,),
     "clip_sample_range": (1.0,),
+    "trained_betas": (None,),
+    "rescale_betas_zero_snr": (False,),
 }
 LATENT = ("vae", "vqvae", "text_encoder")
 """Parts of a pipeline whose UNet takes no pixels, or texts beside them."""
@@ -74,32 +81,35 @@ OLD_NAMES = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_o
 
 @dataclass(frozen=True)
 class Schedule:
-    """The noise of each step, and what the network predicts. Names and defaults are diffusers'."""
+    """The noise of each step, and what the network predicts. Names and defaults are diffusers'.
+
+    Source: Ho, Jain & Abbeel 2020 (linear); Nichol & Dhariwal 2021 (cosine).
+    """
 
     num_train_timesteps: Steps = 1000
     beta_start: Beta = 0.0001
     beta_end: Beta = 0.02
-    beta_schedule: Literal["linear", "scaled_linear", "squaredcos_cap_v2", "sigmoid"] = "linear"
-    trained_betas: Annotated[tuple[Beta, ...], Meta(min_length=2)] | None = None
+    beta_schedule: Literal["linear", "squaredcos_cap_v2"] = "linear"
     prediction_type: Prediction = EPSILON
-    rescale_betas_zero_snr: bool = False
 
     @property
     def alpha_bars(self) -> Tensor:
-        """Return alpha_bar of each step, (steps,) float64."""
-        if self.trained_betas is not None:
-            betas = torch.tensor(self.trained_betas, dtype=torch.float64)
+        """Return alpha_bar of each step, the share of the image's variance that is left: prod_{s <=
+        t} (1 - beta_s), (steps,) float64. The cosine reads the number of steps alone.
+        """
+        steps = self.num_train_timesteps
+        if self.beta_schedule == "linear":
+            betas = torch.linspace(self.beta_start, self.beta_end, steps, dtype=torch.float64)
         else:
-            shape = BETAS[self.beta_schedule]
-            betas = shape(self.beta_start, self.beta_end, self.num_train_timesteps)
-        return alpha_bars(betas, self.rescale_betas_zero_snr)
+            times = torch.arange(steps + 1, dtype=torch.float64) / steps
+            left = torch.cos((times + 0.008) / 1.008 * math.pi / 2).square()
+            betas = (1 - left[1:] / left[:-1]).clamp_max(0.999)
+        return (1 - betas).cumprod(0)
 
     @property
     def name(self) -> str:
         """Return the schedule's name, for a person."""
-        if self.trained_betas is not None:
-            return "trained"
-        return self.beta_schedule.replace("squaredcos_cap_v2", "cosine").replace("_", " ")
+        return self.beta_schedule.replace("squaredcos_cap_v2", "cosine")
 
     def time_of(self, step: int) -> float:
         """Return the number that the network gets for this step."""
@@ -214,10 +224,7 @@ def _json_fields(path: Path) -> dict[str, Any]:
         f"{path} is missing: without it the denoiser's function is not known",
         "a folder of diffusers has config.json, scheduler_config.json and " + WEIGHTS,
     )
-    try:
-        return decode_json(read_bounded(path), dict[str, Any])
-    except (Refused, OSError, ValueError) as failure:
-        raise CheckpointError(f"{path} is no JSON object: {one_line(str(failure))}") from failure
+    return read_config(path, partial(decode_json, kind=dict[str, Any]), "fetch it again, whole")
 
 
 def _diffusers_shape(config: Mapping[str, Any], path: str) -> UNetShape:
@@ -247,13 +254,6 @@ def _diffusers_schedule(config: Mapping[str, Any], path: str) -> Schedule:
         f"certvit reads {', '.join(SCHEDULERS)}",
     )
     schedule = _closed(config, Schedule, FIXED_OF_SCHEDULE, IDLE_OF_SCHEDULE, path)
-    betas = schedule.trained_betas
-    steps = schedule.num_train_timesteps if betas is None else len(betas)
-    raise_if(
-        steps != schedule.num_train_timesteps,
-        ArchitectureError,
-        f"{path}: {steps} steps make no schedule",
-    )
     signal = schedule.alpha_bars
     raise_if(
         not bool((signal.diff() < 0).all() and signal[0] < 1 and signal[-1] >= 0),
@@ -275,7 +275,7 @@ def _closed(
     for name, value in config.items():
         is_known = name in names or name in idle or name.startswith("_")
         usual = fixed.get(name, (value,))
-        other = f"{path}: {name} is {one_line(value)}, and certvit's UNet has {usual[0]}"
+        other = f"{path}: {name} is {one_line(value)}, and certvit has {usual[0]} alone"
         raise_if(value not in usual, ArchitectureError, other)
         raise_if(
             not is_known and name not in fixed,

@@ -21,11 +21,10 @@ from certcli.models.onnx.call import Call, read_call
 from certcli.models.onnx.layers import linear_module
 from certcli.models.onnx.patterns import join
 from certcli.models.onnx.program import Program, on_meta, shape_of
+from certcli.models.weights import MISFITS
 from certcli.system.errors import ArchitectureError, Refused, one_line, raise_if
 
 OPSET = 20
-_MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""Errors of torch and Python where an operation does not fit its inputs."""
 _MODULES: dict[str, type[nn.Module]] = {
     "relu": nn.ReLU,
     "sigmoid": nn.Sigmoid,
@@ -61,7 +60,7 @@ def network_of_program(module: fx.GraphModule) -> tuple[nn.Module, Any]:
     for node in module.graph.nodes:
         try:
             reader.read(node)
-        except _MISFITS as failure:
+        except MISFITS as failure:
             raise ArchitectureError(
                 f"the program's {one_line(node)} ({one_line(node.target)}): {one_line(failure)}",
                 "torch.export.export(model.eval(), (one image,)), without decompositions",
@@ -125,8 +124,8 @@ class _Reader:
         if reader is None or not inputs:
             builtins = [getattr(place, name, None) for place in (torch, functional) if inputs]
             own = (each for each in builtins if isinstance(each, BuiltinFunctionType))
-            function = next(own, target)  # torch's function that is aten's operation
-            return self.program.apply(function, *args, **kwargs)
+            # torch's function that is aten's operation
+            return self.program.apply(next(own, target), *args, **kwargs)
         if name in _RESHAPED:
             return _aten_reshape(self.program, target, *args, **kwargs)
         return reader(self.program, *args, **kwargs)
@@ -187,8 +186,7 @@ def _aten_binary(function: Callable[..., Any]) -> Callable[..., Any]:
             Refused,
             "a factor, or a quotient that is rounded",
         )
-        numbers = [_as_number(*each) for each in ((a, b), (b, a))]
-        return program.apply(function, *numbers)
+        return program.apply(function, _as_number(a, b), _as_number(b, a))
 
     return reader
 

@@ -13,6 +13,7 @@ values for the published files).
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from certcli.checkpoint.file import tensors_digest
 from certcli.checkpoint.schema import StrictStruct, decode_json
+from certcli.models.converters.base import read_config
 from certcli.models.diffusion import (
     EPSILON,
     SAMPLE,
@@ -30,8 +32,8 @@ from certcli.models.diffusion import (
 )
 from certcli.models.weights import load_weights, misfit
 from certcli.nn.unet import DEEPEST, RESNET_DOWN, RESNET_UP, Resampling, UNet, UNetShape, Width
-from certcli.system.errors import ArchitectureError, CheckpointError, Refused, one_line, raise_if
-from certcli.system.reading import is_absent, read_bounded
+from certcli.system.errors import ArchitectureError, one_line, raise_if
+from certcli.system.reading import is_absent
 
 MARK = "input_blocks.0.0.weight"
 """A tensor of every such UNet, and of no other network that is read."""
@@ -145,13 +147,9 @@ def _flags(path: Path) -> Flags:
     """Return the flags beside the file, or those of a published file of that name."""
     description = path.with_suffix(".json")
     if not is_absent(description):
-        try:
-            return decode_json(read_bounded(description), Flags)
-        except (Refused, OSError) as failure:
-            raise CheckpointError(
-                f"{description} holds no flags of guided-diffusion: {one_line(failure)}",
-                f"it may hold {', '.join(Flags.__struct_fields__)}: the tensors say the rest",
-            ) from failure
+        names = ", ".join(Flags.__struct_fields__)
+        hint = f"it may hold flags of guided-diffusion, {names}: the tensors say the rest"
+        return read_config(description, partial(decode_json, kind=Flags), hint)
     raise_if(
         path.name not in PUBLISHED,
         ArchitectureError,

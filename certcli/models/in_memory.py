@@ -259,7 +259,7 @@ def _are(values: Statistics | None, statistics: Tensor) -> bool:
 
 
 def statistics_per_channel(values: Statistics | None) -> tuple[float, ...] | None:
-    """Return one value, or one a channel, as a tuple."""
+    """Return a mean or a standard deviation, of one number or one a channel, as a tuple."""
     if values is None:
         return None
     return (

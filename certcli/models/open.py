@@ -43,7 +43,12 @@ from certcli.models.hub import cache_if_unreachable, fetched, hub_failure_reason
 from certcli.models.origins import KEY as ASSUMED
 from certcli.models.origins import Fact, Hints, Reading
 from certcli.models.timm_file import open_timm_file
-from certcli.models.weights import require_classifier, require_computed, require_fitting
+from certcli.models.weights import (
+    MISFITS,
+    require_classifier,
+    require_computed,
+    require_fitting,
+)
 from certcli.system.errors import (
     ArchitectureError,
     CertvitError,
@@ -172,10 +177,6 @@ def _from_file(path: Path, hints: Hints) -> OpenCheckpoint:
     )
 
 
-_MISFITS = (LookupError, ValueError, RuntimeError, ArithmeticError, TypeError, AttributeError)
-"""Errors of torch and Python where a tensor is missing or has another shape than a converter expects."""
-
-
 _ANCHORS = re.compile(
     r"((?:[^.]+\.)*?)(?:encoder\.layers\.encoder_layer_0\.ln_1\.weight"
     r"|features\.1\.0\.(attn\.qkv|block\.0)\.weight"
@@ -197,7 +198,7 @@ def _of_another_library(
         return None if family is None else convert_torchvision(tensors, family, hints)
     except CertvitError:
         raise
-    except _MISFITS as failure:
+    except MISFITS as failure:
         if isinstance(failure, LookupError) and (why := cause(tensors)):
             raise ArchitectureError(f"{path}: {why[0]}", why[1]) from failure
         lacks = "lacks " if isinstance(failure, LookupError) else ""

@@ -91,8 +91,7 @@ class ResizedPixels(nn.Module):
         return self.normalize.std
 
     def forward(self, pixels: Tensor) -> Tensor:
-        normalised: Tensor = self.normalize(self.resize(pixels))
-        return normalised
+        return self.normalize(self.resize(pixels))
 
 
 class PixelModel(nn.Module):
@@ -169,9 +168,9 @@ def _ring(cells: int, width: int) -> Tensor:
     return torch.zeros(cells, cells, dtype=torch.bool).scatter_(1, places, True)
 
 
-def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
-    """Views (m, rows, columns), each without a square of `side` pixels, at places x places places
-    from border to border.
+def square_views(grid: Grid, side: int) -> Tensor:
+    """Views (m, rows, columns), each without a square of `side` pixels, at 3 x 3 places from
+    border to border.
 
     On a grid of tokens the square covers whole tokens. UsageError where it does not fit.
     """
@@ -183,7 +182,7 @@ def square_views(grid: Grid, side: int, places: int = 3) -> Tensor:
         "smaller",
     )
     corners = [
-        sorted({round(step * (cells - size) / (places - 1)) for step in range(places)})
+        sorted({round(step * (cells - size) / 2) for step in range(3)})
         for size, cells in zip(shape, grid.shape, strict=True)
     ]
     views = torch.ones(len(corners[0]) * len(corners[1]), *grid.shape, dtype=torch.bool)
@@ -224,8 +223,7 @@ class SeenPart(nn.Module):
         whole = views.repeat_interleave(down, 1).repeat_interleave(across, 2)
         shown = whole[:, None, :height, :width]
         grey = self.model.normalize.mean.to(pixels.dtype)
-        logits: Tensor = self.model(torch.where(shown, pixels, grey))
-        return logits
+        return self.model(torch.where(shown, pixels, grey))
 
     def alike(self, views: Tensor) -> Tensor:
         """Tell which views can be in one batch, by equal numbers: (m, rows, columns) -> (m,)"""
@@ -265,8 +263,7 @@ class KeptTokens(SeenPart):
             tokens = tokens + net.pos_embed[0, before:][indices]
             first = first + net.pos_embed[:, :before] if before else first
         whole = torch.cat([first.expand(len(tokens), -1, -1), tokens], dim=1)
-        logits: Tensor = net.forward_head(net.norm(net.blocks(net.norm_pre(whole))))
-        return logits
+        return net.forward_head(net.norm(net.blocks(net.norm_pre(whole))))
 
     def alike(self, views: Tensor) -> Tensor:
         return views.flatten(1).sum(dim=1)

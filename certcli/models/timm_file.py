@@ -152,8 +152,7 @@ def _advised(net: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, s
         named = _DISTILLED.get(width, "deit_tiny")
         advised.append(("dist_token", f"--arch {named}_distilled_patch16_224{size}"))
     if "reg_token" in tensors and "reg_token" not in expected:
-        count = tensors["reg_token"].shape[1]
-        advised.append(("reg_token", f"--arch-arg reg_tokens={count}"))
+        advised.append(("reg_token", f"--arch-arg reg_tokens={tensors['reg_token'].shape[1]}"))
     if _PATCHES in tensors and _PATCHES in expected:
         first = tensors[_PATCHES].shape
         usual = expected[_PATCHES].shape

@@ -21,6 +21,8 @@ from certcli.system.errors import ArchitectureError, UsageError, one_line, raise
 from certcli.system.memory import free_bytes
 from certcli.system.torch_modes import OperationMode
 
+MISFITS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""Errors of torch and Python where a tensor is missing, or does not fit an operation."""
 MOST_VALUES = 2**33  # of a new network: 32 GiB of float32
 SPARE_VALUES = 2**26  # for values beside the parameters: position indices, window masks
 # for computations: some constructors run their first layers once, to learn a shape
@@ -322,6 +324,7 @@ class Spool:
 
 
 def _copied_in_memory(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a copy of the tensor in this dtype, in memory, its entries in rows."""
     return value.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 

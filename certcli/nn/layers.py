@@ -39,10 +39,11 @@ class MaxMin(nn.Module):
             )
         if torch.is_grad_enabled() and x.requires_grad:
             return _Sorted.apply(x)
-        return _sorted(x)
+        return _larger_then_smaller(x)
 
 
-def _sorted(x: Tensor) -> Tensor:
+def _larger_then_smaller(x: Tensor) -> Tensor:
+    """Return the larger of each x[..., i] and x[..., i + m], then the smaller: both (..., 2m)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([torch.maximum(first, second), torch.minimum(first, second)], dim=-1)
 
@@ -54,7 +55,7 @@ class _Sorted(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor) -> Tensor:
-        return _sorted(x)
+        return _larger_then_smaller(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:

@@ -104,13 +104,19 @@ def _reference_vit(
     return net
 
 
-def _sized(
+def _changeable(
     make: Callable[..., nn.Module],
     config: dict[str, Any],
     shape: dict[str, Any],
     options: dict[str, Any],
 ) -> nn.Module:
-    """Build make(channels, side, classes, **shape), `given` changing each; one statistic if so."""
+    """Build make(channels=, side=, classes=, **shape), or the mean of `members` such networks.
+
+    Args:
+        config: The architecture's own inputs, their statistics, and its number of classes.
+        options: What the caller of timm.create_model passes, which changes each of these. Other
+            channels than the config's all have its first channel's statistics.
+    """
     arguments = _network_arguments(options)
     channels = arguments.pop("in_chans", config["input_size"][0])
     side = arguments.pop("img_size", config["input_size"][1])
@@ -145,7 +151,7 @@ def _convnet(
     unknown = sorted(_network_arguments(options).keys() - argument_names)
     raise_if(unknown, TypeError, f"unknown arguments {unknown}")
     shape = {"convolutions": convolutions, "widths": widths, **form}
-    return _sized(SmallConvNet, config, shape, options)
+    return _changeable(SmallConvNet, config, shape, options)
 
 
 _clipped = partial(_convnet, bias=False, clipped=True)
@@ -198,7 +204,7 @@ def _covit(depth: int, kernels: int, options: dict[str, Any]) -> nn.Module:
 
 def _pyramid(widths: Sequence[int], depths: Sequence[int], options: dict[str, Any]) -> nn.Module:
     shape = {"patch": 4, "widths": widths, "depths": depths, "windows": 4, "head": [256]}
-    return _sized(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, options)
+    return _changeable(LipschitzPyramid, _config(3, 32, 10, *_COLOUR), shape, options)
 
 
 _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
@@ -276,19 +282,19 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "covit_t3": partial(_covit, 8, 1),
     "covit_t4": partial(_covit, 8, 4),
     "lip_digits": partial(
-        _sized,
+        _changeable,
         LipschitzMixer,
         _config(1, 8, 10, (0.0,), (1.0,)),
         {"patch": 2, "width": 32, "depth": 1, "head": [128, 128]},
     ),
     "lip_mnist": partial(
-        _sized,
+        _changeable,
         LipschitzMixer,
         _config(*_GREY),
         {"patch": 7, "width": 64, "depth": 2, "head": [512, 512, 256]},
     ),
     "lip_cifar10": partial(
-        _sized,
+        _changeable,
         LipschitzMixer,
         _config(3, 32, 10, *_COLOUR),
         {"patch": 4, "width": 96, "depth": 2, "head": [512, 512, 256]},
@@ -298,13 +304,15 @@ _NETWORKS: dict[str, Callable[[dict[str, Any]], nn.Module]] = {
     "lip_pyramid_cifar10_base": partial(_pyramid, [96, 384], [2, 3]),
     "lip_pyramid_cifar10_large": partial(_pyramid, [192, 768], [3, 5]),
     "lip_attention_mnist": partial(
-        _sized,
+        _changeable,
         PlaceMixer,
         _config(*_GREY),
         {"patch": 14, "width": 256, "depth": 6, "mixing": "sort", "across": 128},
     ),
-    "sort_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "sort"}),
-    "mix_mnist": partial(_sized, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}),
+    "sort_mnist": partial(_changeable, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "sort"}),
+    "mix_mnist": partial(
+        _changeable, TokenMixer, _config(*_GREY), {**_TOKENS, "mixing": "orthogonal"}
+    ),
 }
 
 SHAPES: dict[str, dict[str, Any]] = {

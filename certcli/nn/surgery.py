@@ -46,28 +46,26 @@ REPLACEMENTS = Registry(
     ),
     Entry(
         "center-norm",
-        "certcli.nn.norms:build_center_norm",
+        "certcli.nn.blocks:build_center_norm",
         "LayerNorm without the division",
         "Qi et al. 2023",
     ),
     Entry(
         "floor-norm",
-        "certcli.nn.norms:build_floor_norm",
+        "certcli.nn.blocks:build_floor_norm",
         "LayerNorm whose deviation stays above a floor: slope 1 / floor",
     ),
     Entry(
         "identity",
-        "certcli.nn.norms:build_identity",
+        "certcli.nn.blocks:build_identity",
         "nothing in place of a module that was folded into the next",
     ),
     Entry(
         "convex-block",
-        "certcli.nn.residual:build_convex",
+        "certcli.nn.blocks:build_convex",
         "residuals (1 - t) x + t f(x), 0 <= t <= 1",
     ),
-    Entry(
-        "weighted-block", "certcli.nn.residual:build_weighted", "residuals x + a f(x), a learned"
-    ),
+    Entry("weighted-block", "certcli.nn.blocks:build_weighted", "residuals x + a f(x), a learned"),
     Entry(
         "relu",
         "certcli.nn.layers:build_relu",
@@ -79,7 +77,7 @@ REPLACEMENTS = Registry(
         "MaxMin in place of GELU or ReLU",
         "Anil et al. 2019",
     ),
-    Entry("norm-eps", "certcli.nn.norms:build_norm_eps", "the same norm with an eps of its own"),
+    Entry("norm-eps", "certcli.nn.blocks:build_norm_eps", "the same norm with an eps of its own"),
     Entry(
         "flat-head",
         "certcli.nn.layers:build_flat_head",

@@ -1,15 +1,12 @@
 """The unconditional UNet of published diffusion models, with the tensor names of diffusers'
-`UNet2DModel`, and their noise schedules: step t -> alpha_bar_t, how much of the image's
-variance is left.
+`UNet2DModel`.
 
-Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models (the network, linear);
-Dhariwal & Nichol 2021 (scale and shift by the time, residual blocks that resample); Rombach et al.
-2022 (scaled linear); Nichol & Dhariwal 2021 (cosine); Lin et al. 2024 (no signal at the last step);
-diffusers 0.42 (names, and the meaning of each field).
+Source: Ho, Jain & Abbeel 2020, Denoising diffusion probabilistic models; Dhariwal & Nichol 2021
+(scale and shift by the time, residual blocks that resample); diffusers 0.42 (names, and the meaning
+of each field).
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -40,7 +37,6 @@ class UNetShape:
 
     in_channels: Width = 3
     out_channels: Width = 3
-    center_input_sample: bool = False
     freq_shift: Annotated[int, Meta(ge=-WIDEST, le=WIDEST)] = 0
     flip_sin_to_cos: bool = True
     down_block_types: Down = ("DownBlock2D", *("AttnDownBlock2D",) * 3)
@@ -52,7 +48,6 @@ class UNetShape:
         896,
     )
     layers_per_block: Annotated[int, Meta(ge=1, le=DEEPEST)] = 2
-    mid_block_scale_factor: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     downsample_padding: Literal[0, 1] = 1
     downsample_type: Resampling = "conv"
     upsample_type: Resampling = "conv"
@@ -85,15 +80,12 @@ class UNetShape:
 
 
 class Attention(nn.Module):
-    """Attention over an image's pixels: (x + out(attention(norm(x)))) / scale."""
+    """Attention over an image's pixels: x + out(attention(norm(x)))."""
 
-    def __init__(
-        self, width: int, shape: UNetShape, groups: int | None, scale: float = 1.0
-    ) -> None:
+    def __init__(self, width: int, shape: UNetShape, groups: int | None) -> None:
         super().__init__()
         head = shape.head_width(width)
         self.heads = width // head
-        self.scale = scale
         self.group_norm = None if groups is None else nn.GroupNorm(groups, width, shape.norm_eps)
         self.to_q = nn.Linear(width, self.heads * head)
         self.to_k = nn.Linear(width, self.heads * head)
@@ -109,7 +101,7 @@ class Attention(nn.Module):
         )
         mixed = functional.scaled_dot_product_attention(query, key, value)
         out: Tensor = self.to_out[0](mixed.transpose(1, 2).flatten(2))
-        return (maps + out.transpose(1, 2).unflatten(2, maps.shape[2:])) / self.scale
+        return maps + out.transpose(1, 2).unflatten(2, maps.shape[2:])
 
 
 class ResnetBlock(nn.Module):
@@ -122,12 +114,10 @@ class ResnetBlock(nn.Module):
         time: int,
         shape: UNetShape,
         resample: str = "",
-        scale: float = 1.0,
     ) -> None:
         super().__init__()
         self.scales = shape.scales
         self.resample = resample
-        self.scale = scale
         self.norm1 = nn.GroupNorm(shape.norm_num_groups, inputs, shape.norm_eps)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
         self.time_emb_proj = nn.Linear(time, (1 + self.scales) * outputs)
@@ -146,8 +136,7 @@ class ResnetBlock(nn.Module):
         straight = self._resampled(maps)
         if self.conv_shortcut is not None:
             straight = self.conv_shortcut(straight)
-        out: Tensor = straight + self.conv2(functional.silu(hidden))
-        return out / self.scale
+        return straight + self.conv2(functional.silu(hidden))
 
     def _resampled(self, maps: Tensor) -> Tensor:
         if self.resample == "down":
@@ -172,8 +161,7 @@ class Resample(nn.Module):
     def forward(self, maps: Tensor, time: Tensor) -> Tensor:
         if self.up:
             maps = functional.interpolate(maps, scale_factor=2.0, mode="nearest")
-        out: Tensor = self.conv(functional.pad(maps, (0, 1, 0, 1)) if self.uneven else maps)
-        return out
+        return self.conv(functional.pad(maps, (0, 1, 0, 1)) if self.uneven else maps)
 
 
 class Level(nn.Module):
@@ -232,23 +220,19 @@ class MidBlock(nn.Module):
 
     def __init__(self, width: int, time: int, shape: UNetShape) -> None:
         super().__init__()
-        scale = shape.mid_block_scale_factor
         groups = shape.attn_norm_num_groups
         if groups is None and not shape.scales:
             groups = shape.norm_num_groups
-        self.resnets = nn.ModuleList(
-            ResnetBlock(width, width, time, shape, scale=scale) for _ in range(2)
-        )
+        self.resnets = nn.ModuleList(ResnetBlock(width, width, time, shape) for _ in range(2))
         self.attentions = nn.ModuleList()
         if shape.add_attention:
-            self.attentions.append(Attention(width, shape, groups, scale))
+            self.attentions.append(Attention(width, shape, groups))
 
     def forward(self, maps: Tensor, time: Tensor) -> Tensor:
         maps = self.resnets[0](maps, time)
         for layer in self.attentions:
             maps = layer(maps)
-        out: Tensor = self.resnets[1](maps, time)
-        return out
+        return self.resnets[1](maps, time)
 
 
 class TimeEmbedding(nn.Module):
@@ -271,8 +255,7 @@ class TimeEmbedding(nn.Module):
         if self.flip_sin_to_cos:
             parts.reverse()
         waves = torch.cat(parts, dim=1).to(self.linear_1.weight.dtype)
-        out: Tensor = self.linear_2(functional.silu(self.linear_1(waves)))
-        return out
+        return self.linear_2(functional.silu(self.linear_1(waves)))
 
 
 class UNet(nn.Module):
@@ -308,45 +291,11 @@ class UNet(nn.Module):
 
     def forward(self, noisy: Tensor, steps: Tensor) -> Tensor:
         time = self.time_embedding(steps)
-        maps = self.conv_in(2 * noisy - 1 if self.shape.center_input_sample else noisy)
+        maps = self.conv_in(noisy)
         skips = [maps]
         for down in self.down_blocks:
             maps = down(maps, skips, time)
         maps = self.mid_block(maps, time)
         for up in self.up_blocks:
             maps = up(maps, skips, time)
-        out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(maps)))
-        return out
-
-
-def _linear_betas(start: float, end: float, steps: int) -> Tensor:
-    return torch.linspace(start, end, steps, dtype=torch.float64)
-
-
-def _cosine_betas(start: float, end: float, steps: int) -> Tensor:
-    times = torch.arange(steps + 1, dtype=torch.float64) / steps
-    left = torch.cos((times + 0.008) / 1.008 * math.pi / 2).square()
-    return (1 - left[1:] / left[:-1]).clamp_max(0.999)
-
-
-BETAS: Mapping[str, Callable[[float, float, int], Tensor]] = {
-    "linear": _linear_betas,
-    "scaled_linear": lambda start, end, n: _linear_betas(start**0.5, end**0.5, n).square(),
-    "squaredcos_cap_v2": _cosine_betas,
-    "sigmoid": lambda start, end, n: torch.sigmoid(_linear_betas(-6, 6, n)) * (end - start) + start,
-}
-"""Name -> (first beta, last beta, number of steps) -> beta of each step. The cosine reads the number alone."""
-
-
-def alpha_bars(betas: Tensor, zero_snr: bool = False) -> Tensor:
-    """prod_{s <= t} (1 - beta_s), float64; `zero_snr`: its root, moved and scaled, ends at 0."""
-    left = (1 - betas.double()).cumprod(0)
-    if not zero_snr:
-        return left
-    root = left.sqrt()
-    return ((root - root[-1]) * root[0] / (root[0] - root[-1])).square()
-
-
-def noise_to_signal(alphas: Tensor) -> Tensor:
-    """sqrt((1 - alpha_bar) / alpha_bar): the noise's deviation at each step, images in [-1, 1]."""
-    return ((1 - alphas) / alphas).sqrt()
+        return self.conv_out(functional.silu(self.conv_norm_out(maps)))

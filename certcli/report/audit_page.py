@@ -224,7 +224,7 @@ def _tables(audit: document.Audit) -> Iterator[page.Table]:
 
 
 def lineage_table(
-    steps: Iterable[tuple[Any, Mapping[str, Any]]], title: str = "Lineage, as the file tells it"
+    steps: Iterable[tuple[Any, Mapping[str, Any]]],
 ) -> page.Table:
     """Return a row a step with a command, seed, parent and the parameters that are shown."""
     rows = [
@@ -237,7 +237,9 @@ def lineage_table(
         ]
         for number, (step, parameters) in enumerate(steps, 1)
     ]
-    return page.Table(title, ["step", "command", "seed", "parent", "parameters"], rows)
+    return page.Table(
+        "Lineage, as the file tells it", ["step", "command", "seed", "parent", "parameters"], rows
+    )
 
 
 def _fact(value: object) -> str:

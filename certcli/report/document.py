@@ -350,16 +350,14 @@ def schema() -> dict[str, Any]:
 
 
 def to_json(part: Struct) -> dict[str, Any]:
-    plain: dict[str, Any] = json.loads(msgspec.json.encode(part))
-    return plain
+    return json.loads(msgspec.json.encode(part))
 
 
 def from_json(text: str | bytes) -> Audit:
     """Inverse of `to_json`, checked; Refused when it is no such document."""
     from certcli.checkpoint.schema import decode_json
 
-    audit: Audit = decode_json(text, Audit)
-    return audit
+    return decode_json(text, Audit)
 
 
 def written_schema() -> str:

@@ -63,7 +63,7 @@ class Precision:
     Attributes:
         tiny: What a result below the normal range loses, kept or flushed to zero.
         largest: The largest finite number.
-        function: Relative error of exp, erf, tanh and roots.
+        function: Relative error of exp, log, erf, tanh, roots and reciprocals.
         factor: Relative error of each factor of a product in a matrix product or a convolution.
         wide: The arithmetic in which sums and what happens inside softmax are kept; itself where
             None.

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from certcli.enclosure.zonotopes.space import Bounds
+from certcli.enclosure.zonotopes.space import Bounds, Enclosed
 from certcli.engine.table import NoRule, runs_known_code
 from certcli.engine.trace import Trace, last_of
 from certcli.lipschitz.numerics.real import INF, ZERO, Real, as_real
 from certcli.rounding.arithmetics import LinearMap, Precision, compounded
-from certcli.rounding.operation_errors import Executed, Sizes
+from certcli.rounding.operation_errors import Executed, OfResult, Sizes
 
 
 @dataclass(frozen=True)
@@ -159,52 +159,48 @@ class EnclosedErrors:
         if missing := sorted(enclosed - set(self.places)):
             raise NoRule(f"the rounding of '{missing[0]}' is not known")
 
-    def walk(self, images: int) -> "EnclosedWalk":
-        """Return the rounding of one walk around this many images."""
-        return EnclosedWalk(self, images)
+    def walk(self) -> "EnclosedWalk":
+        """Return the rounding of one walk around an image."""
+        return EnclosedWalk(self)
 
 
 class EnclosedWalk:
-    """A walk around some images; it calls `found` with each value's bounds, in order."""
+    """A walk around an image; it calls `observe` with each value's bounds, in order."""
 
-    def __init__(self, errors: EnclosedErrors, images: int) -> None:
+    def __init__(self, errors: EnclosedErrors) -> None:
         self.errors = errors
-        self.sizes: list[dict[int, Executed]] = [{} for _ in range(images)]
-        self.holds = [True] * images
+        self.sizes: dict[int, Executed] = {}
+        self.holds = True
 
     def observe(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the values of a node; "" is the image. What may overflow has no enclosure."""
         for place, bounds in zip(self.errors.places[node], parts, strict=True):
-            box = self.errors.steps[place].box
-            rows = zip(*(part.tolist() for part in bounds), strict=True)
-            for image, (total, fibre, peak, deviation) in enumerate(rows):
-                # not where it is NaN
-                largest = [as_real(x) if x >= 0 else INF for x in (total, fibre, peak)]
-                size = box.within_all(largest[0], largest[1], largest[2], deviation)
-                self.sizes[image][place] = size
-                self.holds[image] &= size.peak < self.errors.precision.largest
+            # not where it is NaN
+            total, fibre, peak = (as_real(x) if x >= 0 else INF for x in bounds[:3])
+            size = self.errors.steps[place].box.within_all(total, fibre, peak, bounds.deviation)
+            self.sizes[place] = size
+            self.holds &= size.peak < self.errors.precision.largest
 
-    def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of rounding in each result of a node, by image: (b,) each."""
-        return [
-            torch.tensor(
-                [self._lost(image, self.errors.steps[place]) for image in range(len(self.sizes))]
-            ).double()
-            for place in self.errors.places[node]
-        ]
+    def lost(self, node: str, results: Sequence[Enclosed]) -> list[float]:
+        """Return the l2 norm of rounding in each result of a node."""
+        places = zip(self.errors.places[node], results, strict=True)
+        return [self._lost(self.errors.steps[place], result) for place, result in places]
 
-    def _lost(self, image: int, step: ErrorStep) -> float:
-        added = step.rounding(lambda x: self.sizes[image][x.place])
-        self.holds[image] &= added.finite
+    def _lost(self, step: ErrorStep, result: Enclosed) -> float:
+        if isinstance(step.rounding, OfResult):
+            bounds = result.bounds()
+            finite = bounds.total < math.inf  # not where it is NaN
+            near = step.rounding.near
+            added = near(as_real(bounds.total), as_real(bounds.peak)) if finite else INF
+        else:
+            added = step.rounding(lambda x: self.sizes[x.place])
+        self.holds &= added.finite
         return float(added) if added.finite else 0.0
 
     def pairs(self) -> Tensor:
-        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (b, k, k), or inf."""
-        return torch.stack([self._pairs(image) for image in range(len(self.sizes))])
-
-    def _pairs(self, image: int) -> Tensor:
+        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (k, k), or inf."""
         analysis = self.errors
-        sizes = dict(self.sizes[image])
+        sizes = dict(self.sizes)
         errors: dict[int, Real] = dict.fromkeys(sizes, ZERO)
         for place, step in enumerate(analysis.steps):
             if place in sizes or any(source not in sizes for source in step.sources):
@@ -221,4 +217,4 @@ class EnclosedWalk:
         errors_of = errors_of_pairs(
             analysis.steps, analysis.last, analysis.head, analysis.precision, sizes, errors
         )
-        return errors_of if self.holds[image] else torch.full_like(errors_of, torch.inf)
+        return errors_of if self.holds else torch.full_like(errors_of, torch.inf)

@@ -21,7 +21,7 @@ from torch.nn import functional
 from certcli.engine import moves
 from certcli.engine.activations import clipped_relu_curve, parametric_relu_curve
 from certcli.engine.averages import Separable, register_averages
-from certcli.engine.curves import NAMED, SQUARE, Curve, Line, register_curves
+from certcli.engine.curves import NAMED, SQUARE, STEEP, Curve, Line, register_curves
 from certcli.engine.table import runs_known_code
 from certcli.engine.walk import Constant
 from certcli.lipschitz.numerics.convolution import Geometry
@@ -40,6 +40,7 @@ from certcli.nn.layers import (
 from certcli.rounding.arithmetics import BlockMap, Stored, compounded, covers, largest, length
 from certcli.rounding.operation_errors import (
     Followed,
+    OfResult,
     Operand,
     Operation,
     Rounding,
@@ -56,6 +57,8 @@ def executed_curve(op: Operation, x: Followed, curve: Curve) -> Rounding:
         return lambda sizes: (
             sizes(x).peak * sizes(x).total * (2 * op.precision.unit) + op.underflow()
         )
+    if curve.units:
+        return _steep_curve(op, x, curve)
     if curve.rounded is None:
         op.require(curve.line is not None, f"the curve {curve.name}")
         assert curve.line is not None
@@ -71,6 +74,17 @@ def executed_curve(op: Operation, x: Followed, curve: Curve) -> Rounding:
         return error + op.underflow() * (of_one / 4.0 + 2.0)
 
     return rounding
+
+
+def _steep_curve(op: Operation, x: Followed, curve: Curve) -> Rounding:
+    """Within `units` of itself. An operand below the normal range may count as 0: where f has no limit
+    there, |f| says that there is none; else f is next to 0."""
+    p = op.precision
+    smallest = torch.tensor(p.tiny, dtype=torch.float64)
+    at_smallest = abs(float(curve.value(smallest))) if curve.relative else 0.0
+    vanishes = at_smallest < 1.0
+    rest = op.underflow() + as_real(float(x.entries)).sqrt() * (at_smallest * 2.0 * vanishes)
+    return OfResult(curve.units * p.function, rest, p.largest if vanishes else at_smallest)
 
 
 def _broken_line(op: Operation, x: Followed, line: Line) -> Rounding:
@@ -97,7 +111,11 @@ register_curves(
     rules,
     Followed,
     executed_curve,
-    [named for named in NAMED if named.describe not in (parametric_relu_curve, clipped_relu_curve)],
+    [
+        named
+        for named in NAMED + STEEP
+        if named.describe not in (parametric_relu_curve, clipped_relu_curve)
+    ],
     covers("moves", "entries", "function"),
 )
 

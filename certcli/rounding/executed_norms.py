@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from certcli.engine.curves import curve_of
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
-from certcli.nn.norms import CenterNorm, FloorNorm
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.rounding.arithmetics import FLOAT32, compounded, covers, largest, length
 from certcli.rounding.operation_errors import (
     Executed,

@@ -24,24 +24,29 @@ ones; what was float64 has the precision of the arithmetic.
 
 import copy
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
 from torch import Tensor, fx, nn
 
-from certcli.engine.replay import noise_like, replayed
+from certcli.engine.replay import first_other_step, noise_like, replayed
 from certcli.engine.table import NoRule, RuleTable
 from certcli.engine.trace import Trace, example_of, executed, of_margins, trace_model
 from certcli.engine.tracer import Untraceable
 from certcli.engine.walk import walk
-from certcli.engine.watched_run import first_other_step
 from certcli.lipschitz.context import rules as slopes
 from certcli.lipschitz.network import deep_recursion
 from certcli.lipschitz.numerics.real import INF, ONE, Real, as_real
 from certcli.rounding.arithmetics import FLOAT64, Precision, error_of
-from certcli.rounding.enclosed import EnclosedErrors, carried, errors_of_pairs, head_of
+from certcli.rounding.enclosed import (
+    EnclosedErrors,
+    EnclosedWalk,
+    carried,
+    errors_of_pairs,
+    head_of,
+)
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Steep
 from certcli.rounding.stepwise import Stepwise, plain_kernels
 from certcli.system.memory import out_of_memory
@@ -236,11 +241,12 @@ class NeighbourErrors:
         """Return bounds on the rounding of all z_i - z_j at every image of the box: (k, k)."""
         return self._pairs([math.inf] * len(self._steps)).to(self._profiles[0])
 
-    def beside(self, enclosed: Collection[str]) -> EnclosedErrors:
-        """Return what rounding adds to these nodes' results and the margins behind them."""
-        return EnclosedErrors(
+    def beside(self, enclosed: Collection[str]) -> Callable[[], EnclosedWalk]:
+        """Return what makes a walk's rounding of these nodes' results and the margins behind them."""
+        errors = EnclosedErrors(
             self._steps, frozenset(enclosed), self._last.place, self._head, self.precision
         )
+        return errors.walk
 
     def __call__(self, pixels: Tensor, radii: Tensor, predictions: Tensor) -> Tensor:
         """Return bounds on the rounding of z_i - z_j, i the top class: (b, c, h, w), (b,), (b,) ->
@@ -338,24 +344,29 @@ def require_same_program(
     converted = copy.deepcopy(model).to(precision.dtype).eval()
     try:
         other = trace_model(converted, example_of(converted, size), *tables)
-        steps = _program_of(traced, precision.dtype)
-        others = _program_of(other, torch.float64)
+        steps, others = _program_of(traced, precision.dtype), _program_of(other, torch.float64)
         if steps != others:
             raise Untraceable(first_other_step(others, steps))
-        for name in (str(node.target) for node in other.graph.nodes if node.op == "get_attr"):
-            if not _is_stored(traced, name, other.constants[name], precision):
-                raise Untraceable(f"the constant '{name}' is another one")
-        for name in (str(node.target) for node in other.graph.nodes if node.op == "call_module"):
-            leaves = (graph.root.get_submodule(name) for graph in (traced, other))
-            exact, stored = (
-                dict([*leaf.named_parameters(), *leaf.named_buffers()]) for leaf in leaves
-            )
-            if exact.keys() != stored.keys() or not all(
-                torch.equal(exact[part].to(tensor.dtype), tensor) for part, tensor in stored.items()
+        for node in other.graph.nodes:
+            name = str(node.target)
+            if node.op == "get_attr" and not _is_stored(
+                traced, name, other.constants[name], precision
             ):
-                raise Untraceable(f"the weights of '{name}' are other ones")
+                raise Untraceable(f"the constant '{name}' is another one")
+            if node.op == "call_module":
+                _require_same_weights(name, traced.root, converted)
     except Untraceable as reason:
         raise NoRule(f"the network in {precision.name} is not the proven one: {reason}") from reason
+
+
+def _require_same_weights(leaf: str, *roots: nn.Module) -> None:
+    """Untraceable unless a module's tensors are the first network's, cast to the second's types."""
+    modules = [root.get_submodule(leaf) for root in roots]
+    exact, stored = (dict([*one.named_parameters(), *one.named_buffers()]) for one in modules)
+    if exact.keys() != stored.keys() or not all(
+        torch.equal(exact[name].to(tensor.dtype), tensor) for name, tensor in stored.items()
+    ):
+        raise Untraceable(f"the weights of '{leaf}' are other ones")
 
 
 def _program_of(traced: Trace, precision: torch.dtype) -> list[str]:
@@ -373,14 +384,13 @@ def _program_of(traced: Trace, precision: torch.dtype) -> list[str]:
 
 def _is_stored(proven: Trace, name: str, stored: Tensor, precision: Precision) -> bool:
     """Tell whether a constant is the stored one: by bits, or within a computed one's error."""
-    exact = proven.constants[name]
+    exact = proven.constants[name].detach()
     if not exact.is_floating_point():
         return exact.dtype == stored.dtype and torch.equal(exact, stored)
-    expected = exact.detach().to(precision.dtype).double()
     number = stored.detach().double()
-    if number.shape != expected.shape or torch.equal(expected, number):
-        return number.shape == expected.shape
-    if not name.startswith("."):
+    if torch.equal(exact.to(precision.dtype).double(), number):
+        return True
+    if number.shape != exact.shape or not name.startswith("."):
         return False
     error = error_of(exact, FLOAT64, proven.made) + error_of(exact, precision, proven.made)
-    return bool(((exact.detach().double() - number).abs() <= error).all())
+    return bool(((exact.double() - number).abs() <= error).all())

@@ -19,7 +19,7 @@ from certcli.engine.walk import Call, Constant
 from certcli.lipschitz.numerics.convolution import Geometry
 from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.blocks import ConvexResidual, WeightedResidual
 from certcli.rounding.arithmetics import (
     FLOAT64,
     LinearMap,
@@ -114,6 +114,22 @@ class Steep:
 
     def __call__(self, sizes: Sizes) -> Real:
         return self.rounding(sizes)
+
+
+@dataclass(frozen=True)
+class OfResult:
+    """A rounding by the size of the exact function of executed operands, which is finite only near an
+    image: share |f| + rest, where no |f| is above `largest`."""
+
+    share: float
+    rest: Real
+    largest: float
+
+    def __call__(self, sizes: Sizes) -> Real:
+        return INF
+
+    def near(self, total: Real, peak: Real) -> Real:
+        return total * self.share + self.rest if peak < self.largest else INF
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,10 +20,15 @@ from certcli.lipschitz.context import Context
 from certcli.lipschitz.context import rules as slopes
 from certcli.lipschitz.network import GlobalDomain
 from certcli.lipschitz.numerics.arithmetic import Arithmetic
-from certcli.lipschitz.numerics.real import ONE, ZERO, Real
+from certcli.lipschitz.numerics.real import INF, ONE, ZERO, Real
 from certcli.lipschitz.value import Size, Value
 from certcli.rounding.enclosed import ErrorStep, carried
 from certcli.rounding.operation_errors import Executed, Followed, Operation, Sizes, rules
+
+
+def _slope_near_images(ctx: Context, x: Any) -> Value:
+    """What has a rounding, and a slope near an image only."""
+    return Value(INF, Size(ctx.arith, x.shape), None, None, x.shape)
 
 
 class _Rules:
@@ -37,8 +42,10 @@ class _Rules:
     def _with_errors(
         self, of_slopes: dict[Any, Rule], roundings: dict[Any, Rule]
     ) -> dict[Any, Rule]:
-        followed = self.domain.followed
-        return {name: followed(slope, roundings.get(name)) for name, slope in of_slopes.items()}
+        return {
+            name: self.domain.followed(of_slopes.get(name, _slope_near_images), roundings.get(name))
+            for name in of_slopes | roundings
+        }
 
     def find(self, module: nn.Module) -> Any:
         slope = slopes.find(module)

@@ -8,10 +8,8 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from certcli.checkpoint.record import Evidence
-from certcli.checkpoint.schema import Digest, Json, ReportFields, Share, convert_json
-from certcli.evaluation.evidence import Claim, count_of
-from certcli.evaluation.evidence_schema import AttackResult, CertifyResult, ImageCount, JudgedImages
+from certcli.checkpoint import record, schema
+from certcli.evaluation import evidence, evidence_schema
 from certcli.evaluation.intervals import share_interval
 from certcli.lipschitz.bound import FEATURES, check_proof_laws
 from certcli.lipschitz.numerics.real import ZERO, Real
@@ -21,24 +19,24 @@ LAWS = "the steps of its proof follow from each other"
 WEIGHTS = "its theorems hold of the weights"
 
 
-def verify_laws(report: ReportFields) -> list[Claim]:
+def verify_laws(report: schema.ReportFields) -> list[evidence.Claim]:
     """Return a report's claims by itself: does it hang together; theorems are unverified."""
-    problems = [Claim(LAWS, "refuted", problem) for problem in check_laws(report)]
+    problems = [evidence.Claim(LAWS, "refuted", problem) for problem in check_laws(report)]
     if problems:
         return problems
     why = "nobody checked them here: give the checkpoint too"
     return [
-        Claim(LAWS, "verified", f"{len(report.proof)} steps"),
-        Claim(WEIGHTS, "unverified", f"{theorems(report)} theorems; {why}", asked=False),
+        evidence.Claim(LAWS, "verified", f"{len(report.proof)} steps"),
+        evidence.Claim(WEIGHTS, "unverified", f"{theorems(report)} theorems; {why}", asked=False),
     ]
 
 
-def theorems(report: ReportFields) -> int:
+def theorems(report: schema.ReportFields) -> int:
     """Return the number of leaves that follow from weights."""
     return sum(row.law == "theorem" for row in report.proof)
 
 
-def check_laws(report: ReportFields) -> Iterator[str]:
+def check_laws(report: schema.ReportFields) -> Iterator[str]:
     """Yield the report's own errors: a law that fails, a root that is not the headline."""
     if not report.proof:
         yield "the proof is empty"
@@ -108,9 +106,14 @@ def unread_of(document: Mapping[str, Any]) -> str:
     checked = {"schema", "command", "checkpoint"}
     kind = kind_of(document)
     if kind == "certify":
-        checked |= {"dataset", *CertifyResult.__struct_fields__, *OF_THE_METHOD, *DERIVED}
+        checked |= {
+            "dataset",
+            *evidence_schema.CertifyResult.__struct_fields__,
+            *OF_THE_METHOD,
+            *DERIVED,
+        }
     elif kind == "attack":
-        checked |= {*AttackResult.__struct_fields__}
+        checked |= {*evidence_schema.AttackResult.__struct_fields__}
     else:
         checked |= {"bound", "slope", "certificates", "patched", "attack"}
     words = {WORDS_OF_AUDITS} if kind == "audit" else set()
@@ -129,23 +132,28 @@ def document_contradictions(document: Mapping[str, Any]) -> Iterator[str]:
             yield f"{one_line(name)[:40]} is another one in its methods"
     for part in parts:
         intervals = part.get("intervals")
-        claimed = {"clean": part.get("clean"), **convert_json(part.get("certified"), Json)}
-        shares = convert_json(claimed, dict[str, Share])
-        images = convert_json(part.get("images"), ImageCount)
+        claimed = {
+            "clean": part.get("clean"),
+            **schema.convert_json(part.get("certified"), schema.Json),
+        }
+        shares = schema.convert_json(claimed, dict[str, schema.Share])
+        images = schema.convert_json(part.get("images"), evidence_schema.ImageCount)
         if intervals is None:
             continue
         if not isinstance(intervals, dict) or intervals.keys() != shares.keys():
             yield "its intervals are not those of its shares"
             return
         for key, share in shares.items():
-            interval = convert_json(intervals[key], tuple[Share, Share])
-            ends = share_interval(count_of(share, images), images)
+            interval = schema.convert_json(intervals[key], tuple[schema.Share, schema.Share])
+            ends = share_interval(evidence.count_of(share, images), images)
             pairs = zip(interval, ends, strict=True)
             if not all(math.isclose(one, end, rel_tol=1e-9, abs_tol=1e-9) for one, end in pairs):
                 yield f"the interval at {one_line(key)[:40]} is not that of its share"
 
 
-def method_fields(document: Mapping[str, Any], entries: Sequence[Evidence]) -> dict[int, Json]:
+def method_fields(
+    document: Mapping[str, Any], entries: Sequence[record.Evidence]
+) -> dict[int, schema.Json]:
     """Return, by the number of the entry, what the report says of each method beside the evidence."""
     parts = iter(_methods(document))
     return {
@@ -155,7 +163,7 @@ def method_fields(document: Mapping[str, Any], entries: Sequence[Evidence]) -> d
     }
 
 
-def evidence_of_document(document: Mapping[str, Any], seed: int) -> list[Evidence]:
+def evidence_of_document(document: Mapping[str, Any], seed: int) -> list[record.Evidence]:
     """Return the evidence that a report of certify or attack states. seed: of the choice of its
     images.
 
@@ -163,13 +171,13 @@ def evidence_of_document(document: Mapping[str, Any], seed: int) -> list[Evidenc
         Refused: it names no network or no images.
     """
     kind = kind_of(document)
-    digest = convert_json(document.get("checkpoint"), Digest)
-    images = convert_json(document.get("dataset"), JudgedImages)
+    digest = schema.convert_json(document.get("checkpoint"), schema.Digest)
+    images = schema.convert_json(document.get("dataset"), evidence_schema.JudgedImages)
     if kind == "attack":
-        result = _kept(document, AttackResult.__struct_fields__)
-        return [Evidence("attack", {}, result, digest)]
+        result = _kept(document, evidence_schema.AttackResult.__struct_fields__)
+        return [record.Evidence("attack", {}, result, digest)]
     bounds = [
-        Evidence("lipschitz", {}, convert_json(part["bound"], Json), digest)
+        record.Evidence("lipschitz", {}, schema.convert_json(part["bound"], schema.Json), digest)
         for part in _methods(document)
         if "bound" in part
     ]
@@ -180,7 +188,7 @@ def evidence_of_document(document: Mapping[str, Any], seed: int) -> list[Evidenc
         "seed": seed,
     }
     return bounds + [
-        Evidence("certify", {**about, "method": result.get("method")}, result, digest)
+        record.Evidence("certify", {**about, "method": result.get("method")}, result, digest)
         for result in _method_results(document)
     ]
 
@@ -198,7 +206,10 @@ def _methods(document: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _method_results(document: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the result of each method, with the shares at radii for which the method was drawn."""
     for part in _methods(document):
-        result = _kept({**part, "dataset": document["dataset"]}, CertifyResult.__struct_fields__)
+        result = _kept(
+            {**part, "dataset": document["dataset"]},
+            evidence_schema.CertifyResult.__struct_fields__,
+        )
         shares, left_out = result.get("certified"), part.get("not_drawn_for", [])
         if isinstance(shares, dict) and isinstance(left_out, list):
             drawn = {key: share for key, share in shares.items() if key not in left_out}

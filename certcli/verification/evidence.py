@@ -12,25 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
-from certcli.checkpoint.file import Checkpoint
-from certcli.checkpoint.record import Evidence
-from certcli.evaluation.evidence import (
-    MEASURED,
-    MOST_DRAWS,
-    Claim,
-    Decoded,
-    Status,
-    command_of,
-    count_of,
-    decode_evidence,
-)
-from certcli.evaluation.evidence_schema import (
-    AttackResult,
-    CertifyResult,
-    JudgedImages,
-    SmoothingOptions,
-)
-from certcli.evaluation.intervals import number_of, share_interval
+from certcli.checkpoint import file, record
+from certcli.evaluation import evidence, evidence_schema, intervals
 from certcli.evaluation.threat import Threat, proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES
 from certcli.lipschitz.network import prove_checkpoint
@@ -86,12 +69,12 @@ method).
 
 
 def check_record_evidence(
-    checkpoint: Checkpoint,
+    checkpoint: file.Checkpoint,
     certify: Certify,
     device: torch.device | str = "cpu",
     *,
     measured: bool = True,
-) -> list[Claim]:
+) -> list[evidence.Claim]:
     """Return every claim of the checkpoint's record. measured: results of attacks, too."""
     entries = checkpoint.record.evidence
     claims = check_entries(checkpoint, entries, certify, device, measured=measured)
@@ -99,27 +82,27 @@ def check_record_evidence(
 
 
 def check_entries(
-    checkpoint: Checkpoint,
-    entries: Sequence[Evidence],
+    checkpoint: file.Checkpoint,
+    entries: Sequence[record.Evidence],
     certify: Certify,
     device: torch.device | str = "cpu",
     *,
     measured: bool = True,
     further: Mapping[int, Mapping[str, Any]] = {},
-) -> list[Claim]:
+) -> list[evidence.Claim]:
     """Return every claim that these entries make about the checkpoint's network, each with its
     entry and number. further: what a report says of the method of an entry, by its number.
     """
-    claims: list[Claim] = []
+    claims: list[evidence.Claim] = []
     proven: Real | None = None
     for number, entry in enumerate(entries):
-        command = command_of(entry)
-        about: list[Claim] = []
+        command = evidence.command_of(entry)
+        about: list[evidence.Claim] = []
         try:
             if entry.digest != checkpoint.digest:
                 about = [_stale(checkpoint, entry)]
             else:
-                decoded = decode_evidence(entry)
+                decoded = evidence.decode_evidence(entry)
                 if decoded.command in ("lipschitz", "finetune") and proven is None:
                     proven = prove_checkpoint(checkpoint, device).upper
                 also = further.get(number, {})
@@ -131,54 +114,54 @@ def check_entries(
     return claims
 
 
-def _not_understood(entry: Evidence, refusal: Refused) -> Claim:
+def _not_understood(entry: record.Evidence, refusal: Refused) -> evidence.Claim:
     statement = "not understood, not shown"
-    if command_of(entry) != entry.command:
-        return Claim(statement, "unverified", str(refusal))
-    return Claim(statement, "refuted", f"not what {entry.command} writes ({refusal})")
+    if evidence.command_of(entry) != entry.command:
+        return evidence.Claim(statement, "unverified", str(refusal))
+    return evidence.Claim(statement, "refuted", f"not what {entry.command} writes ({refusal})")
 
 
-def _stale(checkpoint: Checkpoint, entry: Evidence) -> Claim:
+def _stale(checkpoint: file.Checkpoint, entry: record.Evidence) -> evidence.Claim:
     """Evidence of a network in the lineage is history; of any other, something was changed."""
     if entry.digest in {step.parent for step in checkpoint.record.lineage}:
         why = "about an earlier network of the lineage, not this one"
-        return Claim("a result", "stale", why, asked=False)
+        return evidence.Claim("a result", "stale", why, asked=False)
     other = f"neither this one ({checkpoint.digest[:16]}) nor one of its lineage"
-    return Claim("a result", "refuted", f"about network {entry.digest[:16]}: {other}")
+    return evidence.Claim("a result", "refuted", f"about network {entry.digest[:16]}: {other}")
 
 
 def _entry_claims(
-    checkpoint: Checkpoint,
-    entry: Decoded,
+    checkpoint: file.Checkpoint,
+    entry: evidence.Decoded,
     proven: Real | None,
     certify: Certify,
     measured: bool,
     also: Mapping[str, Any],
-) -> Iterator[Claim]:
+) -> Iterator[evidence.Claim]:
     if entry.command == "lipschitz" and proven is not None:
         if (entry.result.bound_of == FEATURES) is not (checkpoint.record.classes == 0):
             statement = f"a bound of the {entry.result.bound_of}"
-            yield Claim(statement, "refuted", "this network ends in other outputs")
+            yield evidence.Claim(statement, "refuted", "this network ends in other outputs")
         yield from _bound_claims(entry.result, proven)
     elif entry.command == "finetune" and proven is not None:
         yield from _bound_claims(entry.result, proven)
         yield from _training(checkpoint, entry, certify)
-    elif isinstance(entry.result, CertifyResult):
+    elif isinstance(entry.result, evidence_schema.CertifyResult):
         yield from _certified_claims(entry.parameters, entry.result, certify, also)
-    elif isinstance(entry.result, AttackResult):
+    elif isinstance(entry.result, evidence_schema.AttackResult):
         statement = f"robust {rounded_up(entry.result.robust, 4)} of clean {entry.result.clean:.4f}"
-        why = f"{MEASURED}: run `certvit attack` again"
-        yield Claim(statement, "unverified", why, asked=measured)
+        why = f"{evidence.MEASURED}: run `certvit attack` again"
+        yield evidence.Claim(statement, "unverified", why, asked=measured)
     else:
         why = "measured on images, the author's word: run the command again"
-        yield Claim("what was kept", "unverified", why, asked=measured)
+        yield evidence.Claim("what was kept", "unverified", why, asked=measured)
 
 
-def _bound_claims(result: Any, proven: Real) -> Iterator[Claim]:
+def _bound_claims(result: Any, proven: Real) -> Iterator[evidence.Claim]:
     """Yield the bound itself; a measured slope above it is a contradiction."""
     if result.log10_upper is None and result.upper == "inf":
         why = f"nothing is stated; proven is {proven}"
-        yield Claim("no bound", "unverified", why, asked=False)
+        yield evidence.Claim("no bound", "unverified", why, asked=False)
         return
     if isinstance(result.upper, str):
         statement = f"bound 10^{result.log10_upper}"
@@ -194,20 +177,24 @@ def _bound_claims(result: Any, proven: Real) -> Iterator[Claim]:
     lower = getattr(result, "lower", None)
     if wrong:
         why = f"it does not follow from the weights; proven is {proven}"
-        yield Claim(statement, "refuted", why)
+        yield evidence.Claim(statement, "refuted", why)
     elif lower is not None and proven * (1 + SLACK) < Real(lower):
         why = f"the measured slope {rounded_down(lower, 6)} is above what is proven, {proven}"
-        yield Claim(statement, "refuted", why)
+        yield evidence.Claim(statement, "refuted", why)
     else:
-        yield Claim(statement, "verified", f"proven again: {proven}")
+        yield evidence.Claim(statement, "verified", f"proven again: {proven}")
     if lower is not None:
-        yield Claim(f"slope {rounded_down(lower, 6)}", "unverified", MEASURED, asked=False)
+        yield evidence.Claim(
+            f"slope {rounded_down(lower, 6)}", "unverified", evidence.MEASURED, asked=False
+        )
 
 
-def _training(checkpoint: Checkpoint, entry: Decoded, certify: Certify) -> Iterator[Claim]:
+def _training(
+    checkpoint: file.Checkpoint, entry: evidence.Decoded, certify: Certify
+) -> Iterator[evidence.Claim]:
     steps = checkpoint.record.lineage
     result = entry.result
-    images = result.dataset if isinstance(result.dataset, JudgedImages) else None
+    images = result.dataset if isinstance(result.dataset, evidence_schema.JudgedImages) else None
     digest = None if images is None else images.digest
     seed = steps[-1].seed if steps else 0
     recorded = {"arithmetic": result.arithmetic}
@@ -217,12 +204,15 @@ def _training(checkpoint: Checkpoint, entry: Decoded, certify: Certify) -> Itera
 
 
 def _certified_claims(
-    about: Any, result: CertifyResult, certify: Certify, also: Mapping[str, Any]
-) -> Iterator[Claim]:
+    about: Any, result: evidence_schema.CertifyResult, certify: Certify, also: Mapping[str, Any]
+) -> Iterator[evidence.Claim]:
     options = result.options
-    if isinstance(options, SmoothingOptions) and max(options.samples, options.n0) > MOST_DRAWS:
-        why = f"more than {MOST_DRAWS:,} draws an image: verify a sample of its records instead"
-        yield Claim("certificates", "unverified", why)
+    if (
+        isinstance(options, evidence_schema.SmoothingOptions)
+        and max(options.samples, options.n0) > evidence.MOST_DRAWS
+    ):
+        why = f"more than {evidence.MOST_DRAWS:,} draws an image: verify a sample of its records instead"
+        yield evidence.Claim("certificates", "unverified", why)
         return
     parameters = msgspec.to_builtins(options)
     recorded = {
@@ -249,20 +239,20 @@ def _compare_counts(
     clean: float,
     shares: Sequence[tuple[Threat, float]],
     mean_radius: float | None,
-    images: JudgedImages | None,
+    images: evidence_schema.JudgedImages | None,
     recorded: Mapping[str, Any],
     request: Request,
     certify: Certify,
-) -> Iterator[Claim]:
+) -> Iterator[evidence.Claim]:
     """Compare counts with images certified again. shares: (threat, certified share)."""
     try:
         recomputed = certify(request)
     except CertvitError as failure:
-        yield Claim("certificates", "unverified", failure.message)
+        yield evidence.Claim("certificates", "unverified", failure.message)
         return
     total = request.limit or recomputed.total if images is None else images.images
     if total != recomputed.total:
-        yield Claim(f"{total} images", "refuted", f"they are {recomputed.total}")
+        yield evidence.Claim(f"{total} images", "refuted", f"they are {recomputed.total}")
         return
     yield _names_images(images, recomputed, request)
     different = [
@@ -272,23 +262,24 @@ def _compare_counts(
     ]
     if different:
         why = f"{request.method} states another {' and '.join(different)}"
-        yield Claim("how it was certified", "refuted", why)
+        yield evidence.Claim("how it was certified", "refuted", why)
         return
-    yield Claim(
-        f"clean {count_of(clean, total)} of {total}", *_share_claim(None, clean, recomputed)
+    yield evidence.Claim(
+        f"clean {evidence.count_of(clean, total)} of {total}",
+        *_share_claim(None, clean, recomputed),
     )
     for threat, share in shares:
-        count = f"certified {count_of(share, total)} of {total}"
-        yield Claim(
+        count = f"certified {evidence.count_of(share, total)} of {total}"
+        yield evidence.Claim(
             f"{count} at {threat.norm} {threat.proven()}", *_share_claim(threat, share, recomputed)
         )
     if len(recomputed.rows) < recomputed.total:
         # who asks for a sample does not ask for what none can tell
         why = "a sample bounds shares, and no mean"
-        yield Claim("the counts themselves", "unverified", why, asked=False)
+        yield evidence.Claim("the counts themselves", "unverified", why, asked=False)
     elif mean_radius is not None:
         statement = f"mean radius {proven_radius(mean_radius)}"
-        yield Claim(statement, *_judge_mean(mean_radius, recomputed))
+        yield evidence.Claim(statement, *_judge_mean(mean_radius, recomputed))
 
 
 def _states_the_same(claimed: Any, recomputed: Any) -> bool:
@@ -298,30 +289,32 @@ def _states_the_same(claimed: Any, recomputed: Any) -> bool:
     return bool(claimed == recomputed) and type(claimed) is type(recomputed)
 
 
-def _names_images(images: JudgedImages | None, recomputed: Recertified, request: Request) -> Claim:
+def _names_images(
+    images: evidence_schema.JudgedImages | None, recomputed: Recertified, request: Request
+) -> evidence.Claim:
     """Tell whether the images are those of the dataset and the split that the evidence names."""
     here = f"{recomputed.name} ({recomputed.split})"
     if images is None or (images.name, images.split) == (recomputed.name, recomputed.split):
         why = "no digest is stated" if images is None else "the same pixels and labels"
         if request.limit is not None:
             why += f"; which of them, its author chose (seed {request.seed})"
-        return Claim(f"{number_of(recomputed.total)} of {here}", "verified", why)
-    statement = f"{number_of(recomputed.total)} of {images.name} ({images.split})"
+        return evidence.Claim(f"{intervals.number_of(recomputed.total)} of {here}", "verified", why)
+    statement = f"{intervals.number_of(recomputed.total)} of {images.name} ({images.split})"
     if recomputed.registered or recomputed.split != images.split:
-        return Claim(statement, "refuted", f"they are of {here}")
+        return evidence.Claim(statement, "refuted", f"they are of {here}")
     why = f"the same pixels and labels, in a folder that is named {here} here"
-    return Claim(statement, "unverified", why)
+    return evidence.Claim(statement, "unverified", why)
 
 
 def _share_claim(
     threat: Threat | None, share: float, recomputed: Recertified
-) -> tuple[Status, str]:
+) -> tuple[evidence.Status, str]:
     """Judge a share of the images. threat: None for those that are classified correctly."""
     hits = _hits(threat, recomputed.rows)
     count = len(recomputed.rows)
-    claimed = count_of(share, recomputed.total)
+    claimed = evidence.count_of(share, recomputed.total)
     if count < recomputed.total:
-        low, high = share_interval(hits, count, SAMPLE_ALPHA)
+        low, high = intervals.share_interval(hits, count, SAMPLE_ALPHA)
         wrong = share > high or (threat is None and share < low)
         ends = f"{rounded_down(low, 4)} and {rounded_up(high, 4)}"
         between = f"between {ends} ({1 - SAMPLE_ALPHA:.1%})"
@@ -345,7 +338,7 @@ def _hits(threat: Threat | None, rows: Sequence[tuple[bool, Certified]]) -> int:
     return sum(correct and holds(certified) for correct, certified in rows)
 
 
-def _judge_mean(mean_radius: float, recomputed: Recertified) -> tuple[Status, str]:
+def _judge_mean(mean_radius: float, recomputed: Recertified) -> tuple[evidence.Status, str]:
     radii = [
         certified if correct else 0.0
         for correct, certified in recomputed.rows

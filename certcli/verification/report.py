@@ -7,16 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from msgspec import UNSET
 
-from certcli.checkpoint.file import Checkpoint
+from certcli.checkpoint import file, schema
 from certcli.checkpoint.record import MEAN, LineageStep
-from certcli.checkpoint.schema import LayerFields, ReportFields
-from certcli.evaluation.evidence import Claim, Status
-from certcli.evaluation.threat import rounded_down
+from certcli.evaluation import evidence, threat
 from certcli.lipschitz.bound import FEATURES, LOGITS
 from certcli.lipschitz.network import NetworkBound, prove_checkpoint
 from certcli.lipschitz.numerics.real import ZERO, Real
-from certcli.models.build import with_network
-from certcli.models.in_memory import mean_of
+from certcli.models import build, in_memory
 from certcli.system.errors import CertvitError
 from certcli.verification.documents import WEIGHTS, theorems, verify_laws
 
@@ -33,8 +30,11 @@ SHAPES = "layers' shapes"
 
 
 def verify_report(
-    report: ReportFields, checkpoint: Checkpoint, unread: str, device: torch.device | str = "cpu"
-) -> list[Claim]:
+    report: schema.ReportFields,
+    checkpoint: file.Checkpoint,
+    unread: str,
+    device: torch.device | str = "cpu",
+) -> list[evidence.Claim]:
     """Return the claims of a report: its laws and headline, and its leaves, root and layers, proven
     again. unread: its other fields.
     """
@@ -42,15 +42,20 @@ def verify_report(
     if any(claim.status == "refuted" for claim in laws):
         return laws
     problems = [
-        Claim(WEIGHTS, "refuted", problem) for problem in check_weights(report, checkpoint, device)
+        evidence.Claim(WEIGHTS, "refuted", problem)
+        for problem in check_weights(report, checkpoint, device)
     ]
     why = f"{theorems(report)} theorems are proven again"
-    weights = problems or [Claim(WEIGHTS, "verified", why)]
-    return [laws[0], *weights, Claim(unread, "unverified", "the author's word", asked=False)]
+    weights = problems or [evidence.Claim(WEIGHTS, "verified", why)]
+    return [
+        laws[0],
+        *weights,
+        evidence.Claim(unread, "unverified", "the author's word", asked=False),
+    ]
 
 
 def check_weights(
-    report: ReportFields, checkpoint: Checkpoint, device: torch.device | str = "cpu"
+    report: schema.ReportFields, checkpoint: file.Checkpoint, device: torch.device | str = "cpu"
 ) -> Iterator[str]:
     """Yield statements that do not follow from these weights: the engine proves all again."""
     record = checkpoint.record
@@ -67,7 +72,7 @@ def check_weights(
     network_bound = prove_checkpoint(checkpoint, device)
     upper = network_bound.upper
     if isinstance(report.lower, float) and upper * (1 + SLACK) < Real(report.lower):
-        yield f"the measured slope {rounded_down(report.lower, 6)} is above what is proven, {upper}"
+        yield f"the measured slope {threat.rounded_down(report.lower, 6)} is above what is proven, {upper}"
     rows = network_bound.bound.to_json()
     if len(rows) != len(report.proof):
         yield f"the report's proof has {len(report.proof)} steps, that of these weights {len(rows)}"
@@ -89,7 +94,7 @@ def check_weights(
     yield from _check_layers(report.layers, network_bound)
 
 
-def _check_layers(layers: list[LayerFields], bound: NetworkBound) -> Iterator[str]:
+def _check_layers(layers: list[schema.LayerFields], bound: NetworkBound) -> Iterator[str]:
     if [layer.path for layer in layers] != [charge.path for charge in bound.charges]:
         yield "the report's layers are not those that these weights have"
         return
@@ -137,14 +142,14 @@ def below_log10(claimed: float | None, proven: Real) -> bool:
     return not proven.finite or (proven > ZERO and claimed < proven.log10() - SLACK / 3)
 
 
-def check_lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
+def check_lineage(checkpoint: file.Checkpoint) -> Iterator[evidence.Claim]:
     """Yield each contradiction of a file's steps; that they happened, no file can prove."""
     record = checkpoint.record
     commands = [step.command for step in record.lineage]
     statement = " -> ".join(commands) or "no step"
 
-    def refuted(why: str) -> Claim:
-        return Claim(statement, "refuted", why, entry="lineage")
+    def refuted(why: str) -> evidence.Claim:
+        return evidence.Claim(statement, "refuted", why, entry="lineage")
 
     if record.surgery and "adapt" not in commands:
         yield refuted("the network has replaced modules, and no step `adapt`")
@@ -156,7 +161,7 @@ def check_lineage(checkpoint: Checkpoint) -> Iterator[Claim]:
     if late is not None:
         yield refuted(f"step {late + 1} is `init`, which only begins")
     why = "stated by the file; give the earlier files too, to compare"
-    yield Claim(statement, "unverified", why, asked=False, entry="lineage")
+    yield evidence.Claim(statement, "unverified", why, asked=False, entry="lineage")
 
 
 def _late_beginning(commands: Sequence[str]) -> int | None:
@@ -168,7 +173,9 @@ def _late_beginning(commands: Sequence[str]) -> int | None:
     return None
 
 
-def compare_lineages(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
+def compare_lineages(
+    checkpoints: Mapping[str, file.Checkpoint],
+) -> Iterator[tuple[str, evidence.Claim]]:
     """Yield (file, claim) for each step whose parent, or member of a mean, is one of the other
     files.
 
@@ -205,7 +212,9 @@ def _steps_agree(
     return any(lineage == steps[:end] for end in ends)
 
 
-def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, Claim]]:
+def remake_means(
+    checkpoints: Mapping[str, file.Checkpoint],
+) -> Iterator[tuple[str, evidence.Claim]]:
     """Yield (file, claim) for each mean whose members are all among the files: made again, it must
     be the same network.
 
@@ -230,13 +239,13 @@ def remake_means(checkpoints: Mapping[str, Checkpoint]) -> Iterator[tuple[str, C
 
 
 def _remake(
-    arch: str, step: LineageStep, members: Mapping[str, Checkpoint], digest: str | None
+    arch: str, step: LineageStep, members: Mapping[str, file.Checkpoint], digest: str | None
 ) -> tuple[bool, str]:
     """Return whether the mean of the members has this digest, and what it is."""
     try:
-        opened = {name: with_network(member) for name, member in members.items()}  # each once
+        opened = {name: build.with_network(member) for name, member in members.items()}  # each once
         mirror = step.parameters.get("mirror", False)
-        mean = mean_of(arch, [opened[name] for name in _members(step)], mirror)
+        mean = in_memory.mean_of(arch, [opened[name] for name in _members(step)], mirror)
     except CertvitError as failure:
         return False, f"refused: {failure.message}"
     if mean.digest == digest:
@@ -244,9 +253,9 @@ def _remake(
     return False, f"network {mean.digest[:16]}, not that of this step"
 
 
-def _step(number: int, statement: str, same: bool, why: str) -> Claim:
-    status: Status = "verified" if same else "refuted"
-    return Claim(statement, status, why, asked=False, entry=f"lineage, step {number + 1}")
+def _step(number: int, statement: str, same: bool, why: str) -> evidence.Claim:
+    status: evidence.Status = "verified" if same else "refuted"
+    return evidence.Claim(statement, status, why, asked=False, entry=f"lineage, step {number + 1}")
 
 
 def _origins(steps: Sequence[LineageStep]) -> Iterator[tuple[int, str]]:

@@ -9,47 +9,32 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from certcli.attack import checks
-from certcli.attack.catalogue import ATTACKS
+from certcli.attack import catalogue, checks, run, watched_model
 from certcli.attack.families.smallest import projection
-from certcli.attack.run import attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import undisturbed
 from certcli.evaluation.perturbation import Norm, Region, image_norms
-from tests.helpers.attack_nets import (
-    CASES,
-    GENERAL,
-    MODELS,
-    NORMS,
-    ROUNDING,
-    SHORT,
-    batches,
-    exact_distances,
-    hole_around,
-    labelled,
-    linear_classifier,
-    random_pictures,
-    scaled_logits,
-    small_convolution,
-    small_perceptron,
-    unreached_favourite,
-)
-from tests.helpers.grids import crossed
+from tests.helpers import attack_nets, grids
 
 
-@pytest.mark.parametrize(("name", "norm"), CASES)
+@pytest.mark.parametrize(("name", "norm"), attack_nets.CASES)
 def test_no_attack_succeeds_below_the_exact_distance(name: str, norm: Norm) -> None:
     """Of images with inner pixels, and with all pixels at 0 and 1."""
-    model = linear_classifier(5)
-    images = torch.cat([random_pictures(5), random_pictures(5, seed=2).round()])
-    labels = labelled(model, images)
-    distance = exact_distances(model, images, labels, norm)
+    model = attack_nets.linear_classifier(5)
+    images = torch.cat(
+        [attack_nets.random_pictures(5), attack_nets.random_pictures(5, seed=2).round()]
+    )
+    labels = attack_nets.labelled(model, images)
+    distance = attack_nets.exact_distances(model, images, labels, norm)
     radius = float(distance.median())
-    for record in attack_images(
-        model, batches(images, labels, 10), [name], Region(norm, radius), SHORT
+    for record in run.attack_images(
+        model,
+        attack_nets.batches(images, labels, 10),
+        [name],
+        Region(norm, radius),
+        attack_nets.SHORT,
     ):
         if record.norm is not None:
-            assert distance[record.index] * (1 - ROUNDING) <= record.norm <= radius
+            assert distance[record.index] * (1 - attack_nets.ROUNDING) <= record.norm <= radius
         assert record.withstood or distance[record.index] <= radius
 
 
@@ -60,12 +45,12 @@ SHARP = [
     *(
         (name, norm, 2)
         for name in ("pgd", "eot-pgd", "margin-pgd", "apgd-ce", "apgd-dlr")
-        for norm in NORMS
+        for norm in attack_nets.NORMS
     ),
     *(
         (name, norm, 5)
         for name in ("apgd-t", "fab", "autoattack", "autoattack-full")
-        for norm in NORMS
+        for norm in attack_nets.NORMS
     ),
     ("cw", "l2", 2),
 ]
@@ -73,38 +58,46 @@ SHARP = [
 
 @pytest.mark.parametrize(("name", "norm", "classes"), SHARP)
 def test_strong_attacks_reach_the_exact_distance(name: str, norm: Norm, classes: int) -> None:
-    model = linear_classifier(classes)
-    images = random_pictures(4)
+    model = attack_nets.linear_classifier(classes)
+    images = attack_nets.random_pictures(4)
     images[2:] = images[2:].round()
-    labels = labelled(model, images)
-    distance = exact_distances(model, images, labels, norm)
+    labels = attack_nets.labelled(model, images)
+    distance = attack_nets.exact_distances(model, images, labels, norm)
     settings = AttackSettings(steps={"cw": None, "fab": 20}.get(name, 40), queries=40)
     region = Region.each(norm, (1.05 * distance).tolist())
     assert region.own.max() > 1.5 * region.own.min()  # each image has a radius of its own
-    for record in attack_images(model, batches(images, labels), [name], region, settings):
+    for record in run.attack_images(
+        model, attack_nets.batches(images, labels), [name], region, settings
+    ):
         row = record.index
         assert record.epsilon == float(1.05 * distance[row])
         assert not record.withstood, (row, float(distance[row]))
         assert record.norm <= record.epsilon
 
 
-@pytest.mark.parametrize(("name", "norm"), CASES)
+@pytest.mark.parametrize(("name", "norm"), attack_nets.CASES)
 def test_no_attack_leaves_the_ball_of_its_own_image(name: str, norm: Norm) -> None:
     """Radii just below each image's distance, in one batch: the largest of them would break most of
     the others.
     """
-    model = linear_classifier(5)
-    images = random_pictures(6)
-    labels = labelled(model, images)
-    radii = (exact_distances(model, images, labels, norm) * (1 - ROUNDING)).tolist()
-    for record in attack_images(
-        model, batches(images, labels, 6), [name], Region.each(norm, radii), SHORT
+    model = attack_nets.linear_classifier(5)
+    images = attack_nets.random_pictures(6)
+    labels = attack_nets.labelled(model, images)
+    radii = (
+        attack_nets.exact_distances(model, images, labels, norm) * (1 - attack_nets.ROUNDING)
+    ).tolist()
+    for record in run.attack_images(
+        model,
+        attack_nets.batches(images, labels, 6),
+        [name],
+        Region.each(norm, radii),
+        attack_nets.SHORT,
     ):
         assert record.withstood, name
         assert record.epsilon == radii[record.index]
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", attack_nets.NORMS)
 def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
     """The closed form against bisection of the same curve; out of reach, every pixel goes to its
     end.
@@ -138,23 +131,32 @@ def test_the_projection_on_a_hyperplane_in_the_box(norm: Norm) -> None:
 @pytest.mark.parametrize(
     ("case", "kind"),
     [
-        *((case, "perceptron-2") for case in CASES),
-        *crossed([(n, m) for n, m in CASES if m == "l2"], [*MODELS][1:]),
+        *((case, "perceptron-2") for case in attack_nets.CASES),
+        *grids.crossed(
+            [(n, m) for n, m in attack_nets.CASES if m == "l2"], [*attack_nets.MODELS][1:]
+        ),
     ],
 )
 def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
     """Successes flip the label inside ball and box, misclassified images stay themselves, a seed
     fixes all of it.
     """
-    (name, norm), model = case, MODELS[kind]
-    images = torch.cat([random_pictures(3), random_pictures(3, seed=2).round()])
-    labels = labelled(model, images, wrong=2)
+    (name, norm), model = case, attack_nets.MODELS[kind]
+    images = torch.cat(
+        [attack_nets.random_pictures(3), attack_nets.random_pictures(3, seed=2).round()]
+    )
+    labels = attack_nets.labelled(model, images, wrong=2)
     region = Region(norm, 0.3 if norm == "l2" else 0.05)
-    settings = replace(SHORT, seed=7)
+    settings = replace(attack_nets.SHORT, seed=7)
     runs = [
         list(
-            attack_images(
-                model, batches(images, labels, 6), [name], region, settings, keep_images=True
+            run.attack_images(
+                model,
+                attack_nets.batches(images, labels, 6),
+                [name],
+                region,
+                settings,
+                keep_images=True,
             )
         )
         for _ in range(2)
@@ -182,29 +184,29 @@ def test_every_attack_on_every_net(case: tuple[str, Norm], kind: str) -> None:
         json.dumps(record.to_json())
 
 
-@pytest.mark.parametrize("name", GENERAL)
+@pytest.mark.parametrize("name", attack_nets.GENERAL)
 def test_an_attack_leaves_no_trace(name: str) -> None:
     """Modes, buffers, gradients, requires_grad, the caller's tensors and the global random numbers
     are as before.
     """
-    model = small_convolution(4)
+    model = attack_nets.small_convolution(4)
     model[0][0].weight.requires_grad_(False)
     model[1].weight.grad = torch.ones_like(model[1].weight)
     model[0][1].track_running_stats = True
     model[0][4].train()  # a part that the caller has left in training mode on purpose
-    images = random_pictures(5)
-    labels = labelled(model, images)
+    images = attack_nets.random_pictures(5)
+    labels = attack_nets.labelled(model, images)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     modes = [module.training for module in model.modules()]
     wanted = [parameter.requires_grad for parameter in model.parameters()]
     kept = images.clone(), labels.clone()
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    with torch.no_grad(), undisturbed(model, images, 0):
+    with torch.no_grad(), watched_model.undisturbed(model, images, 0):
         assert torch.is_grad_enabled()
-    craft = ATTACKS.load(name)
+    craft = catalogue.ATTACKS.load(name)
     with torch.no_grad():
-        craft(model, images, labels, Region("l2", 0.2), SHORT)
+        craft(model, images, labels, Region("l2", 0.2), attack_nets.SHORT)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert [module.training for module in model.modules()] == modes
@@ -220,17 +222,17 @@ def test_an_attack_leaves_no_trace(name: str) -> None:
     ("name", "restart"),
     [
         (name, 1 if name in ("pgd", "fab") else 0)
-        for name in GENERAL
-        if ATTACKS[name].random and name != "margin-pgd"
+        for name in attack_nets.GENERAL
+        if catalogue.ATTACKS[name].random and name != "margin-pgd"
     ],
 )
 def test_another_seed_is_another_run(name: str, restart: int) -> None:
     """pgd and FAB draw in restarts only, margin-pgd once its targets are used up."""
-    model = small_perceptron(5)
-    images = random_pictures(6)
-    labels = labelled(model, images)
-    craft = ATTACKS.load(name)
-    settings = replace(SHORT, stop_early=False, restart=restart)
+    model = attack_nets.small_perceptron(5)
+    images = attack_nets.random_pictures(6)
+    labels = attack_nets.labelled(model, images)
+    craft = catalogue.ATTACKS.load(name)
+    settings = replace(attack_nets.SHORT, stop_early=False, restart=restart)
     first, second = (
         craft(model, images, labels, Region("l2", 2.0), replace(settings, seed=s)) for s in (0, 1)
     )
@@ -240,7 +242,7 @@ def test_another_seed_is_another_run(name: str, restart: int) -> None:
 @pytest.mark.parametrize(("norm", "share"), [("l2", 0.02), ("linf", 0.08)])
 def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, share: float) -> None:
     """The second class wins within a small share of the radius around a point of the ball."""
-    images = random_pictures(3) * 0.4 + 0.3
+    images = attack_nets.random_pictures(3) * 0.4 + 0.3
     radius = 0.2
     target = Region(norm, 0.7 * radius).random_point(images, torch.Generator().manual_seed(3))
     label = torch.zeros(1, dtype=torch.long)
@@ -250,9 +252,9 @@ def test_steps_that_fall_reach_what_steps_of_one_length_leap_over(norm: Norm, sh
         rows = [
             record
             for row in range(len(images))
-            for record in attack_images(
-                hole_around(target[row], share * radius).eval(),
-                batches(images[row : row + 1], label, 1),
+            for record in run.attack_images(
+                attack_nets.hole_around(target[row], share * radius).eval(),
+                attack_nets.batches(images[row : row + 1], label, 1),
                 ["pgd"],
                 Region(norm, radius),
                 settings,
@@ -266,7 +268,7 @@ OF_THE_SOFTMAX = ("fgsm", "eot-pgd", "apgd-ce", "autoattack", "autoattack-full")
 """Attacks that are published for the softmax of the logits as they are: of two classes only is its direction the margin's."""
 SCALE_FREE = [
     (name, norm, 2 if name in OF_THE_SOFTMAX else 4)
-    for name, norm in CASES
+    for name, norm in attack_nets.CASES
     if name != "cw"  # weighs the margin against the distance
 ]
 
@@ -276,14 +278,16 @@ def test_the_scale_of_the_logits_decides_nothing(name: str, norm: Norm, classes:
     """Powers of two scale without rounding, so verdicts and norms are the same to the last bit. At
     the largest the softmax is exactly 1.
     """
-    images = random_pictures(10)
+    images = attack_nets.random_pictures(10)
     smallest = 0.02 if norm == "l2" else 0.004
     region = Region.each(norm, [smallest * 2.0**row for row in range(len(images))])
-    nets = [scaled_logits(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)]
+    nets = [
+        attack_nets.scaled_logits(factor, classes).eval() for factor in (1.0, 2.0**-10, 2.0**17)
+    ]
     for net in nets:  # no class is far away
         net.parts[0][-1].bias.data -= net.parts[0](images).mean(dim=0)
-    data = batches(images, labelled(nets[0], images), len(images))
-    runs = [list(attack_images(net, data, [name], region, SHORT)) for net in nets]
+    data = attack_nets.batches(images, attack_nets.labelled(nets[0], images), len(images))
+    runs = [list(run.attack_images(net, data, [name], region, attack_nets.SHORT)) for net in nets]
     assert 0 < sum(record.withstood for record in runs[0]) < len(images)
     assert runs[0] == runs[1] == runs[2]
 
@@ -297,18 +301,18 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
     only the margin to it leads to.
     """
     images = torch.full((1, 1, 4, 4), 0.5)
-    model = unreached_favourite().eval()
+    model = attack_nets.unreached_favourite().eval()
     with torch.no_grad():
         assert model(images).topk(3).indices.tolist() == [[0, 1, 2]]
     passes: list[bool] = []
     model.register_forward_hook(lambda _, __, output: passes.append(output.requires_grad))
     settings = AttackSettings(steps=steps, stop_early=False, classes=3)
     label = torch.zeros(1, dtype=torch.long)
-    point = ATTACKS.load(name)(model, images, label, Region("l2", 1.0), settings)
+    point = catalogue.ATTACKS.load(name)(model, images, label, Region("l2", 1.0), settings)
     stretches = len(passes) - steps
     assert 1 < stretches <= 1 + 6
     passes.clear()
-    ATTACKS.load(name)(
+    catalogue.ATTACKS.load(name)(
         model, images, label, Region("l2", 1.0), replace(settings, relative_step=2.5)
     )
     assert len(passes) == steps + 1
@@ -316,24 +320,34 @@ def test_an_ascent_spends_its_steps_and_aims_at_the_likeliest_classes(
 
 
 def test_transfer_crafts_on_one_net_and_tests_on_another() -> None:
-    model = small_perceptron(4)
-    source = small_perceptron(4, seed=5)
-    images = random_pictures(10)
-    labels = labelled(model, images)
+    model = attack_nets.small_perceptron(4)
+    source = attack_nets.small_perceptron(4, seed=5)
+    images = attack_nets.random_pictures(10)
+    labels = attack_nets.labelled(model, images)
     calls: list[bool] = []
     model.register_forward_hook(lambda _, __, output: calls.append(output.requires_grad))
     for name in ("pgd", "autoattack"):
         records = list(
-            attack_images(
-                model, batches(images, labels), [name], Region("l2", 0.5), SHORT, source=source
+            run.attack_images(
+                model,
+                attack_nets.batches(images, labels),
+                [name],
+                Region("l2", 0.5),
+                attack_nets.SHORT,
+                source=source,
             )
         )
         assert len(records) == 10
     seen: list[int] = []
     source.register_forward_hook(lambda _, inputs, __: seen.append(len(inputs[0])))
     list(
-        attack_images(
-            model, batches(images, labels, 10), ["pgd-9"], Region("l2", 2.0), SHORT, source=source
+        run.attack_images(
+            model,
+            attack_nets.batches(images, labels, 10),
+            ["pgd-9"],
+            Region("l2", 2.0),
+            attack_nets.SHORT,
+            source=source,
         )
     )
     # after one image, which tells the number of classes, no row rests when the source is fooled:
@@ -346,21 +360,25 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
     class Noisy(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net = small_perceptron(3)
+            self.net = attack_nets.small_perceptron(3)
 
         def forward(self, images: Tensor) -> Tensor:
             logits = self.net(images)
             return logits + 0.1 * torch.randn_like(logits)
 
     model = Noisy().eval()
-    images = random_pictures(8)
-    labels = labelled(model.net, images)
+    images = attack_nets.random_pictures(8)
+    labels = attack_nets.labelled(model.net, images)
     torch.manual_seed(0)  # the verdict draws from the caller's generator, as the net itself does
     settings = AttackSettings(steps=10, samples=8)
     for norm, radius in (("l2", 1.5), ("linf", 0.3)):
-        summary = robust_accuracy(
-            attack_images(
-                model, batches(images, labels), ["eot-pgd"], Region(norm, radius), settings
+        summary = run.robust_accuracy(
+            run.attack_images(
+                model,
+                attack_nets.batches(images, labels),
+                ["eot-pgd"],
+                Region(norm, radius),
+                settings,
             )
         )
         assert summary.robust < summary.clean
@@ -372,14 +390,20 @@ def test_random_nets_are_attacked_and_judged_on_averages() -> None:
 
 
 def test_radius_zero_and_empty_batches() -> None:
-    model = small_perceptron(3)
-    images = random_pictures(4)
-    labels = labelled(model, images)
-    for name in GENERAL:
-        (summary,) = robust_curve(
-            attack_images(model, batches(images, labels), [name], Region("l2", 0.0), SHORT)
+    model = attack_nets.small_perceptron(3)
+    images = attack_nets.random_pictures(4)
+    labels = attack_nets.labelled(model, images)
+    for name in attack_nets.GENERAL:
+        (summary,) = run.robust_curve(
+            run.attack_images(
+                model,
+                attack_nets.batches(images, labels),
+                [name],
+                Region("l2", 0.0),
+                attack_nets.SHORT,
+            )
         )
         assert summary.robust == summary.clean == 1.0
-        assert ATTACKS.load(name)(
-            model, images[:0], labels[:0], Region("l2", 0.1), SHORT
+        assert catalogue.ATTACKS.load(name)(
+            model, images[:0], labels[:0], Region("l2", 0.1), attack_nets.SHORT
         ).shape == (0, 1, 6, 6)

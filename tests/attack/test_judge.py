@@ -12,46 +12,30 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from certcli.attack import judge, run, watched_model
 from certcli.attack.families import ascent
-from certcli.attack.judge import (
-    judge_points,
-    nearest_within,
-    predict_classes,
-    rounded_to_8bit,
-    tuck_in,
-)
-from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Norm, Region, image_norms
-from certcli.models import build
-from certcli.models.open import open_checkpoint
+from certcli.models import build, open
 from certcli.system.errors import ArchitectureError, DataError, UsageError
-from tests.helpers.attack_nets import (
-    NORMS,
-    exact_distances,
-    labelled,
-    linear_classifier,
-    random_pictures,
-)
-from tests.helpers.commands import attempt, document, record_lines
+from tests.helpers import attack_nets, commands
 
 
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", attack_nets.NORMS)
 def test_judge_clips_before_it_believes(norm: Norm) -> None:
     """Points far outside the ball, outside the box, NaN and infinite points are never a success as
     they stand.
     """
-    model = linear_classifier(2)
-    images = random_pictures(6)
-    labels = labelled(model, images)
-    distance = exact_distances(model, images, labels, norm)
+    model = attack_nets.linear_classifier(2)
+    images = attack_nets.random_pictures(6)
+    labels = attack_nets.labelled(model, images)
+    distance = attack_nets.exact_distances(model, images, labels, norm)
     region = Region(norm, float(distance.min()) * 0.99)
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
     candidates = images + 100 * direction
     candidates[1, 0, 0, 0] = float("nan")
     candidates[2, 0, 0, 0] = float("inf")
-    verdict = judge_points(model, images, labels, candidates, region)
+    verdict = judge.judge_points(model, images, labels, candidates, region)
     assert verdict.robust.all()
     assert not verdict.success.any()
     assert torch.equal(verdict.adversarial, images)
@@ -59,15 +43,20 @@ def test_judge_clips_before_it_believes(norm: Norm) -> None:
 
 
 @pytest.mark.parametrize("radius", [0.0, 1e-7, 2 / 255, 0.5, 3.0])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", attack_nets.NORMS)
 def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float) -> None:
     """Float32 clipping leaves points 1e-8 outside; they come inside without giving up more than 1
     part in 10,000.
     """
-    images = torch.cat([random_pictures(20, size=16), random_pictures(20, seed=2, size=16).round()])
+    images = torch.cat(
+        [
+            attack_nets.random_pictures(20, size=16),
+            attack_nets.random_pictures(20, seed=2, size=16).round(),
+        ]
+    )
     region = Region(norm, radius)
     away = images + 10 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
-    point = tuck_in(away, images, region)
+    point = judge.tuck_in(away, images, region)
     assert region.contains(point, images).all()
     if norm == "linf" and 2 / 255 <= radius <= 0.5:
         # 3e-8 is the rounding of a pixel near 1: relative to the radius at most 4e-6, and shrinks
@@ -76,31 +65,33 @@ def test_tucked_points_are_inside_by_exact_comparison(norm: Norm, radius: float)
 
 
 def test_judge_refuses_what_it_cannot_judge() -> None:
-    images = random_pictures(3)
+    images = attack_nets.random_pictures(3)
     labels = torch.zeros(3, dtype=torch.long)
     region = Region("l2", 1.0)
     with pytest.raises(DataError, match="outside"):
-        judge_points(
-            linear_classifier(2),
+        judge.judge_points(
+            attack_nets.linear_classifier(2),
             torch.where(images == images.max(), 1.5, images),
             labels,
             images,
             region,
         )  # one pixel
     with pytest.raises(DataError, match="disagree"):
-        judge_points(linear_classifier(2), images, labels[:2], images, region)
+        judge.judge_points(attack_nets.linear_classifier(2), images, labels[:2], images, region)
     with pytest.raises(DataError, match="disagree"):
-        judge_points(linear_classifier(2), images, labels, images[:2], region)
-    middle = float(linear_classifier(2)(images).detach().median())
+        judge.judge_points(attack_nets.linear_classifier(2), images, labels, images[:2], region)
+    middle = float(attack_nets.linear_classifier(2)(images).detach().median())
     for broken in (
         nn.Flatten(0),
-        nn.Sequential(linear_classifier(2), nn.Unflatten(1, (2, 1))),  # a grid of classes
+        nn.Sequential(
+            attack_nets.linear_classifier(2), nn.Unflatten(1, (2, 1))
+        ),  # a grid of classes
         nn.Sequential(nn.Flatten(0), nn.Unflatten(0, (1, -1))),  # one answer for all images
-        nn.Sequential(linear_classifier(2), nn.Linear(2, 1)),
-        nn.Sequential(linear_classifier(2), nn.Threshold(middle, float("nan"))),
+        nn.Sequential(attack_nets.linear_classifier(2), nn.Linear(2, 1)),
+        nn.Sequential(attack_nets.linear_classifier(2), nn.Threshold(middle, float("nan"))),
     ):
         with pytest.raises(ArchitectureError):
-            judge_points(broken, images, labels, images, region)
+            judge.judge_points(broken, images, labels, images, region)
 
 
 class Wavering(nn.Module):
@@ -120,17 +111,17 @@ def test_of_random_networks_the_mean_of_the_samples_counts() -> None:
     """The first answer, the last and what is left of the first have another class than the sum of
     the three.
     """
-    images = random_pictures(2)
+    images = attack_nets.random_pictures(2)
     waver = Wavering((4, 0, 3), (0, 4, 3), (0.5, 0, 0))
-    assert predict_classes(waver, images, samples=3).tolist() == [2, 2]
+    assert judge.predict_classes(waver, images, samples=3).tolist() == [2, 2]
     assert waver.calls == 3
 
 
 def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
-    model = linear_classifier(2)
-    images = random_pictures(3)
-    labels = 1 - labelled(model, images)
-    verdict = judge_points(model, images, labels, images.round(), Region("l2", 9.0))
+    model = attack_nets.linear_classifier(2)
+    images = attack_nets.random_pictures(3)
+    labels = 1 - attack_nets.labelled(model, images)
+    verdict = judge.judge_points(model, images, labels, images.round(), Region("l2", 9.0))
     assert not verdict.success.any()
     assert not verdict.robust.any()
     assert torch.equal(verdict.adversarial, images)
@@ -139,12 +130,12 @@ def test_a_misclassified_image_is_not_robust_and_its_norm_is_zero() -> None:
 
 
 def test_watched_model_keeps_the_first_success_of_a_row() -> None:
-    model = linear_classifier(2)
-    images = random_pictures(4)
-    labels = labelled(model, images)
+    model = attack_nets.linear_classifier(2)
+    images = attack_nets.random_pictures(4)
+    labels = attack_nets.labelled(model, images)
     direction = (model[1].weight[1 - labels] - model[1].weight[labels]).detach().view_as(images)
     region = Region("l2", 5.0)
-    watched = Watched(model, images, labels, region, True)
+    watched = watched_model.Watched(model, images, labels, region, True)
     watched(images)
     flip = images.clone()
     flip[:2] = (images + 5 * direction).clamp(0, 1)[:2]
@@ -154,7 +145,7 @@ def test_watched_model_keeps_the_first_success_of_a_row() -> None:
     logits = watched(
         images
     )  # the solved rows rest on their last logits although their pixels went back
-    verdict = judge_points(model, images, labels, watched.harvest(images), region)
+    verdict = judge.judge_points(model, images, labels, watched.harvest(images), region)
     assert verdict.success.tolist() == [True, True, False, False]
     assert (logits.argmax(dim=1) != labels).tolist() == [True, True, False, False]
     watched.train()
@@ -182,7 +173,11 @@ def pixels() -> Tensor:
     """Images of 8 bits: noise, black and white, nearly so."""
     noise = torch.rand(3, 1, 6, 6, generator=torch.Generator().manual_seed(2))
     return torch.stack(
-        [rounded_to_8bit(noise[0]), noise[1].round(), rounded_to_8bit(1 - 0.02 * noise[2])]
+        [
+            judge.rounded_to_8bit(noise[0]),
+            noise[1].round(),
+            judge.rounded_to_8bit(1 - 0.02 * noise[2]),
+        ]
     )
 
 
@@ -230,7 +225,7 @@ def regions(norm: Norm) -> list[Region]:
 
 
 @pytest.mark.parametrize("exactly", [False, True])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", attack_nets.NORMS)
 def test_the_judge_counts_nothing_outside(norm: Norm, exactly: bool) -> None:
     """Also of single and double precision."""
     counted = set()
@@ -240,7 +235,7 @@ def test_the_judge_counts_nothing_outside(norm: Norm, exactly: bool) -> None:
         images = pixels().to(dtype)
         labels = torch.zeros(len(images), dtype=torch.long)
         model = Elsewhere(images).eval()
-        verdict = judge_points(
+        verdict = judge.judge_points(
             model, images, labels, returned(images, region), region, exactly=exactly
         )
         for row in verdict.success.nonzero().flatten().tolist():
@@ -253,7 +248,7 @@ def test_the_judge_counts_nothing_outside(norm: Norm, exactly: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["8bit", "float"])
-@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("norm", attack_nets.NORMS)
 def test_a_run_counts_nothing_outside(
     norm: Norm, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -264,7 +259,7 @@ def test_a_run_counts_nothing_outside(
     growing, own = regions(norm)[:-1], regions(norm)[-1:]
     for returned, several in itertools.product(RETURNED.values(), (growing, own)):
         monkeypatch.setattr(ascent, "fgsm", lambda m, x, y, r, s, of=returned: of(x, r))
-        for record in attack_images(
+        for record in run.attack_images(
             Elsewhere(images).eval(), batch, ["fgsm"], several, settings, keep_images=True
         ):
             assert record.correct
@@ -273,7 +268,9 @@ def test_a_run_counts_nothing_outside(
                 require_inside(record.adversarial, record.image, several[0], record.epsilon)
                 assert not torch.equal(record.adversarial, record.image)
                 if kind == "8bit":
-                    assert torch.equal(record.adversarial, rounded_to_8bit(record.adversarial))
+                    assert torch.equal(
+                        record.adversarial, judge.rounded_to_8bit(record.adversarial)
+                    )
                     assert record.as_8bit
     assert fell > 30
 
@@ -285,11 +282,11 @@ RUN = ("--dataset", "digits", "-a", "pgd", "--limit", 20, "--no-checks")
 @pytest.mark.parametrize("radius", [0.004, 0.02, 0.12, 0.5])
 def test_images_with_8_bits_stay_in_the_region_and_use_it(norm: str, radius: float) -> None:
     draw = torch.Generator().manual_seed(1)
-    images = rounded_to_8bit(torch.rand(6, 1, 8, 8, generator=draw))
+    images = judge.rounded_to_8bit(torch.rand(6, 1, 8, 8, generator=draw))
     ascent = images + 0.01 * torch.randn(images.shape, generator=draw)
     region = Region(norm, radius)
-    found = nearest_within(ascent, images, region)
-    assert torch.equal(found, rounded_to_8bit(found))
+    found = judge.nearest_within(ascent, images, region)
+    assert torch.equal(found, judge.rounded_to_8bit(found))
     assert bool(region.contains(found, images).all())
     moved = (found - images).flatten(1).abs().amax(1) > 0
     if radius >= 0.02:  # 0.004 is one level
@@ -301,26 +298,28 @@ def test_images_with_8_bits_stay_in_the_region_and_use_it(norm: str, radius: flo
 def test_records_examples_and_document_say_both(workshop: Path, tmp_path: Path) -> None:
     net, records, saved = (tmp_path / name for name in ("n", "r.jsonl", "e.safetensors"))
     net = workshop / "plain.safetensors"
-    found = document("attack", net, *RUN, "-e", 0.2, "--records", records, "--save-examples", saved)
-    rows = [row for row in record_lines(records) if row["broken_by"]]
+    found = commands.document(
+        "attack", net, *RUN, "-e", 0.2, "--records", records, "--save-examples", saved
+    )
+    rows = [row for row in commands.record_lines(records) if row["broken_by"]]
     assert found["fooled"] == len(rows) > 0
     assert found["fooled_8bit"] == sum(row["as_8bit"] for row in rows)
     tensors = load_file(saved)
-    model = build.load(open_checkpoint(str(net)))
+    model = build.load(open.open_checkpoint(str(net)))
     with torch.no_grad():
-        classes = model(rounded_to_8bit(tensors["adversarial"])).argmax(1)
+        classes = model(judge.rounded_to_8bit(tensors["adversarial"])).argmax(1)
     assert torch.equal(classes != tensors["labels"], tensors["as_8bit"])
-    told = attempt("attack", net, *RUN, "-e", 0.2).stdout
+    told = commands.attempt("attack", net, *RUN, "-e", 0.2).stdout
     assert f"As 8-bit files, {found['fooled_8bit']} of {found['fooled']}" in told
 
 
 def test_an_attack_among_images_of_8_bits_finds_such_images(workshop: Path, tmp_path: Path) -> None:
     saved = tmp_path / "e.safetensors"
     words = ("attack", workshop / "plain.safetensors", *RUN, "-e", 0.2, "--pixels", "8bit")
-    found = document(*words, "--save-examples", saved)
+    found = commands.document(*words, "--save-examples", saved)
     assert found["fooled_8bit"] == found["fooled"] > 0
     tensors = load_file(saved)
-    assert torch.equal(tensors["adversarial"], rounded_to_8bit(tensors["adversarial"]))
+    assert torch.equal(tensors["adversarial"], judge.rounded_to_8bit(tensors["adversarial"]))
     assert bool(tensors["as_8bit"].all())
     assert float(tensors["l2_norms"].max()) <= 0.2
-    assert isinstance(attempt(*words[:-1], "16bit").exception, UsageError)
+    assert isinstance(commands.attempt(*words[:-1], "16bit").exception, UsageError)

@@ -7,12 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from certcli.attack import checks, findings
-from certcli.attack.catalogue import ATTACKS
+from certcli.attack import catalogue, checks, findings, run
 from certcli.attack.families.ascent import lost_margin
-from certcli.attack.run import AttackRecord, attack_images, robust_accuracy, robust_curve
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
-from certcli.evaluation.perturbation import Norm, Region, growing, image_norms
+from certcli.evaluation import image_records, perturbation
 from certcli.system.errors import DataError, UsageError
 from tests.helpers.attack_nets import (
     NORMS,
@@ -35,9 +33,9 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
     labels = labelled(model, images, wrong=3)
     names = ["fgsm", "margin-pgd", "pgd-5"]
     data = batches(images, labels, 20)
-    region = Region("l2", 0.15)
-    cascade = list(attack_images(model, data, names, region, AttackSettings()))
-    alone = list(attack_images(model, data, names, region, AttackSettings(), independent=True))
+    region = perturbation.Region("l2", 0.15)
+    cascade = list(run.attack_images(model, data, names, region, AttackSettings()))
+    alone = list(run.attack_images(model, data, names, region, AttackSettings(), independent=True))
     for record in cascade:
         outcomes = [record.robust[name] for name in names]
         if record.correct and not record.withstood:
@@ -46,19 +44,23 @@ def test_cascade_asks_each_image_once_and_independence_asks_all() -> None:
             assert record.broken_by == names[fallen]
     assert all(None not in record.robust.values() for record in alone)
     nearest = [
-        *attack_images(
+        *run.attack_images(
             model,
             data,
             ["fab", "fgsm"],
-            Region("l2", 1.0),
+            perturbation.Region("l2", 1.0),
             AttackSettings(steps=20),
             independent=True,
         )
     ]
-    least = [*attack_images(model, data, ["fab"], Region("l2", 1.0), AttackSettings(steps=20))]
+    least = [
+        *run.attack_images(
+            model, data, ["fab"], perturbation.Region("l2", 1.0), AttackSettings(steps=20)
+        )
+    ]
     assert [record.norm for record in nearest] == [record.norm for record in least]
-    in_turn = robust_accuracy(cascade)
-    separate = robust_accuracy(alone)
+    in_turn = run.robust_accuracy(cascade)
+    separate = run.robust_accuracy(alone)
     assert in_turn.clean == separate.clean == 17 / 20
     assert (
         in_turn.robust
@@ -82,18 +84,22 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
     labels = labelled(model, images, wrong=3)
     radii = (0.4, 0.05, 0.1, 0.2)
     records = list(
-        attack_images(
-            model, batches(images, labels), ["fgsm", "pgd"], growing("l2", radii), AttackSettings()
+        run.attack_images(
+            model,
+            batches(images, labels),
+            ["fgsm", "pgd"],
+            perturbation.growing("l2", radii),
+            AttackSettings(),
         )
     )
-    summaries = robust_curve(records)
+    summaries = run.robust_curve(records)
     assert [summary.epsilon for summary in summaries] == sorted(radii)
     robust = [summary.robust for summary in summaries]
     assert robust == sorted(robust, reverse=True)
     assert robust[0] > robust[-1]
     assert all(summary.attacks["pgd"] <= summary.attacks["fgsm"] for summary in summaries)
     assert any(record.robust["fgsm"] is False for record in records)
-    first: dict[int, AttackRecord] = {}
+    first: dict[int, image_records.AttackRecord] = {}
     for record in records:
         if record.broken_by == "fgsm":
             assert record.robust == {"fgsm": False, "pgd": None}
@@ -105,7 +111,7 @@ def test_a_curve_falls_and_carries_what_fell() -> None:
         elif record.norm is not None:
             first[record.index] = record
     with pytest.raises(DataError, match="several radii"):
-        robust_accuracy(records)
+        run.robust_accuracy(records)
 
 
 def test_plans() -> None:
@@ -143,17 +149,25 @@ def test_misuse_is_refused() -> None:
     images = random_pictures(4)
     data = batches(images, labelled(model, images))
     with pytest.raises(UsageError, match="l2"):
-        list(attack_images(model, data, ["cw"], Region("linf", 0.1), SHORT))
+        list(run.attack_images(model, data, ["cw"], perturbation.Region("linf", 0.1), SHORT))
     with pytest.raises(UsageError, match="radius"):
-        list(attack_images(model, data, ["pgd"], growing("l2", ()), SHORT))
+        list(run.attack_images(model, data, ["pgd"], perturbation.growing("l2", ()), SHORT))
     with pytest.raises(UsageError, match="training"):
-        list(attack_images(small_perceptron(3).train(), data, ["pgd"], Region("l2", 0.1), SHORT))
+        list(
+            run.attack_images(
+                small_perceptron(3).train(), data, ["pgd"], perturbation.Region("l2", 0.1), SHORT
+            )
+        )
     with pytest.raises(UsageError, match="Square"):
-        ATTACKS.load("square")(
-            model, torch.rand(1, 1, 4, 9), torch.zeros(1).long(), Region("l2", 0.1), SHORT
+        catalogue.ATTACKS.load("square")(
+            model,
+            torch.rand(1, 1, 4, 9),
+            torch.zeros(1).long(),
+            perturbation.Region("l2", 0.1),
+            SHORT,
         )
     with pytest.raises(DataError):
-        robust_accuracy([])
+        run.robust_accuracy([])
 
 
 def test_preset_radii_are_the_papers() -> None:
@@ -194,7 +208,7 @@ def test_preset_steps_are_the_papers() -> None:
     plans = [part.plan for paper in PRESETS.values() for part in paper.parts]
     settings = [entry.settings for plan in plans for entry in plan if entry.attack != "cw"]
     assert {each.relative_step for each in settings} == {2.5}
-    region = Region("l2", 0.5)
+    region = perturbation.Region("l2", 0.5)
     lengths = [settings[0].step(region, turn, 50, random_pictures(1)).item() for turn in range(50)]
     assert lengths == pytest.approx([2.5 * 0.5 / 50] * 50)
 
@@ -226,12 +240,15 @@ def test_checks_of_the_model() -> None:
 
 
 def flags_of(
-    model: nn.Module, region: Region, settings: AttackSettings, attacks: Sequence[str] = ("pgd",)
+    model: nn.Module,
+    region: perturbation.Region,
+    settings: AttackSettings,
+    attacks: Sequence[str] = ("pgd",),
 ) -> list[checks.Flag]:
     images = random_pictures(40)
     labels = labelled(model, images)
     plan = planned_attacks(attacks, settings)
-    records = list(attack_images(model, batches(images, labels, 40), plan, region, settings))
+    records = list(run.attack_images(model, batches(images, labels, 40), plan, region, settings))
     attacked = checks.Attacked(images, labels, records, plan, region)
     return list(
         checks.inspect_attacks(
@@ -254,20 +271,24 @@ class Waves(nn.Module):
 def test_at_two_radii_all_attacks_are_tried() -> None:
     """FGSM alone breaks fewer images at .2 than at .1, where its one step is too long."""
     model = Waves().eval()
-    flags = flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm", "pgd-20"])
+    flags = flags_of(model, perturbation.Region("l2", 0.1), AttackSettings(), ["fgsm", "pgd-20"])
     assert not checks.raised(flags)
-    (rising,) = checks.raised(flags_of(model, Region("l2", 0.1), AttackSettings(), ["fgsm"]))
+    (rising,) = checks.raised(
+        flags_of(model, perturbation.Region("l2", 0.1), AttackSettings(), ["fgsm"])
+    )
     assert "of 40 images from radius 0.1 to 0.2" in rising.measured
 
 
 def test_checks_of_the_attacks() -> None:
-    flags = flags_of(small_perceptron(4), Region("l2", 0.15), AttackSettings())
+    flags = flags_of(small_perceptron(4), perturbation.Region("l2", 0.15), AttackSettings())
     assert not checks.raised(flags)
     assert [flag.check.name for flag in flags] == ["rising accuracy", "weak iteration"]
     # a step so small that PGD never leaves the neighbourhood of its start, while FGSM goes the
     # whole way
     flags = flags_of(
-        small_perceptron(4), Region("linf", 0.05), AttackSettings(step_size=1e-6, steps=2)
+        small_perceptron(4),
+        perturbation.Region("linf", 0.05),
+        AttackSettings(step_size=1e-6, steps=2),
     )
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised
@@ -277,13 +298,13 @@ def test_checks_of_the_attacks() -> None:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_certified_above_attacked_is_fatal(norm: Norm) -> None:
+def test_certified_above_attacked_is_fatal(norm: perturbation.Norm) -> None:
     model = linear_classifier(2)
     images = random_pictures(10)
     labels = labelled(model, images, wrong=2)
     exact = exact_distances(model, images, labels, "l2")
-    region = Region(norm, 2.0 if norm == "l2" else 0.5)
-    records = list(attack_images(model, batches(images, labels), ["margin-pgd"], region, SHORT))
+    region = perturbation.Region(norm, 2.0 if norm == "l2" else 0.5)
+    records = list(run.attack_images(model, batches(images, labels), ["margin-pgd"], region, SHORT))
     honest = {index: float(exact[index]) * (1 - ROUNDING) for index in range(10)}
     honest |= dict.fromkeys(
         range(2), 1.0
@@ -305,13 +326,13 @@ def test_examples_are_proofs_by_themselves() -> None:
     model = small_perceptron(5)
     images = random_pictures(12)
     labels = labelled(model, images, wrong=2)
-    region = Region("l2", 0.2)
+    region = perturbation.Region("l2", 0.2)
     records = list(
-        attack_images(
+        run.attack_images(
             model,
             batches(images, labels),
             ["margin-pgd"],
-            growing("l2", (0.1, 0.2)),
+            perturbation.growing("l2", (0.1, 0.2)),
             SHORT,
             keep_images=True,
         )
@@ -328,7 +349,9 @@ def test_examples_are_proofs_by_themselves() -> None:
     )
     assert torch.equal(saved["images"], images[saved["indices"]])
     assert region.contains(saved["adversarial"], saved["images"]).all()
-    measured = image_norms(saved["adversarial"].double() - saved["images"].double(), "l2")
+    measured = perturbation.image_norms(
+        saved["adversarial"].double() - saved["images"].double(), "l2"
+    )
     assert torch.equal(measured, saved["norms"])
     assert (saved["norms"] <= saved["epsilons"]).all()
     with torch.no_grad():

@@ -10,13 +10,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 import certvit
-from certcli.attack.catalogue import ATTACKS
+from certcli.attack import catalogue, judge, run, watched_model
 from certcli.attack.families import ascent
-from certcli.attack.families.ascent import FLOOR, rollout
-from certcli.attack.judge import judge_points
-from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import Watched
 from certcli.evaluation.perturbation import Norm, Region
 from certcli.nn.attention_variants import build_l2_attention
 from certcli.system.errors import UsageError
@@ -34,7 +30,10 @@ from tests.helpers.attack_nets import (
 REACH = 1.5
 LONG = AttackSettings(steps=60, queries=500, searches=5, targets=4)
 CASES = [
-    (attack.name, norm) for attack in ATTACKS if not attack.needs_attention for norm in attack.norms
+    (attack.name, norm)
+    for attack in catalogue.ATTACKS
+    if not attack.needs_attention
+    for norm in attack.norms
 ]
 
 
@@ -48,7 +47,7 @@ def share_broken(name: str, norm: Norm) -> float:
     for row in range(len(images)):
         part = slice(row, row + 1)
         region = Region(norm, REACH * float(distances[row]))
-        (record,) = attack_images(
+        (record,) = run.attack_images(
             model, batches(images[part], labels[part], 1), [name], region, LONG
         )
         broken += not record.withstood
@@ -58,7 +57,7 @@ def share_broken(name: str, norm: Norm) -> float:
 @pytest.mark.parametrize(("name", "norm"), CASES)
 def test_an_attack_breaks_what_lies_within_its_reach(name: str, norm: Norm) -> None:
     share = share_broken(name, norm)
-    assert share > 0 if ATTACKS[name].weak else share == 1.0
+    assert share > 0 if catalogue.ATTACKS[name].weak else share == 1.0
 
 
 def test_an_attack_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +120,7 @@ def test_saga_attacks_vits_of_either_attention(norm: str, l2: bool, pool: str) -
     labels = labelled(model, images, wrong=1)
     region = Region(norm, 3.0 if norm == "l2" else 0.6)
     records = list(
-        attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True)
+        run.attack_images(model, batches(images, labels), ["saga"], region, SHORT, keep_images=True)
     )
     assert len(records) == 6
     assert any(record.fell for record in records)  # a random net at half of the box's diagonal
@@ -143,8 +142,8 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
     model(images)
     eye = torch.eye(10)
     seen = ((maps[1] + eye) / 2 @ ((maps[0] + eye) / 2))[:, 0, 1:]
-    wanted = (seen / seen.amax(1, keepdim=True)).clamp_min(FLOOR).view(3, 3, 3)
-    found = rollout(model, images)
+    wanted = (seen / seen.amax(1, keepdim=True)).clamp_min(ascent.FLOOR).view(3, 3, 3)
+    found = ascent.rollout(model, images)
     assert found.shape == (3, 1, 6, 6)
     # patch (i, j) covers the pixels 2i, 2i+1 x 2j, 2j+1; float32 softmax in two orders
     torch.testing.assert_close(found[:, 0, ::2, ::2], wanted, rtol=1e-5, atol=1e-6)
@@ -157,7 +156,9 @@ def test_rollout_is_the_product_of_half_attention_and_half_identity() -> None:
 def test_saga_refuses_a_net_without_attention(model: nn.Module) -> None:
     images = random_pictures(2)
     with pytest.raises(UsageError, match="saga needs"):
-        ATTACKS.load("saga")(model, images, labelled(model, images), Region("l2", 0.5), SHORT)
+        catalogue.ATTACKS.load("saga")(
+            model, images, labelled(model, images), Region("l2", 0.5), SHORT
+        )
 
 
 class Threshold(nn.Module):
@@ -181,12 +182,12 @@ def test_a_flip_in_half_precision_alone_is_no_success() -> None:
     images = torch.full((1, 1, 6, 6), 0.4995)
     labels = torch.zeros(1, dtype=torch.long)
     region = Region("linf", 0.0004)
-    half = Watched(model, images, labels, region, True, "bf16")
+    half = watched_model.Watched(model, images, labels, region, True, "bf16")
     nearly = images + 0.0004
     assert half(nearly)[0, 1] == 0.5  # rounded: 0.4999 has no neighbour nearer in bfloat16
     settings = AttackSettings(steps=4, precision="bf16")
     for name in ("fgsm", "pgd", "margin-pgd"):
-        (record,) = attack_images(model, batches(images, labels), [name], region, settings)
+        (record,) = run.attack_images(model, batches(images, labels), [name], region, settings)
         assert record.withstood
 
 
@@ -197,9 +198,9 @@ def test_half_precision_crafts_points_that_the_model_itself_confirms(name: str) 
     labels = labelled(model, images)
     region = Region("l2", 3.0)
     settings = AttackSettings(steps=6, queries=20, searches=2, precision="bf16")
-    points = ATTACKS.load(name)(model, images, labels, region, settings)
+    points = catalogue.ATTACKS.load(name)(model, images, labels, region, settings)
     assert points.dtype == torch.float32
-    verdict = judge_points(model, images, labels, points, region)
+    verdict = judge.judge_points(model, images, labels, points, region)
     with torch.no_grad():
         assert (
             model(verdict.adversarial[verdict.success]).argmax(1) != labels[verdict.success]

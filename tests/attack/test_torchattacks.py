@@ -11,14 +11,12 @@ import torch
 from torch import nn
 
 from certcli.attack.catalogue import ATTACKS, signature, torchattacks_library, torchattacks_names
-from certcli.attack.run import AttackRecord, attack_images
+from certcli.attack.run import attack_images
 from certcli.attack.settings import AttackSettings, planned_attacks
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.evidence import decode_evidence
-from certcli.evaluation.perturbation import Norm, Region
+from certcli.evaluation import evidence, image_records, perturbation
 from certcli.system.errors import UsageError
-from tests.helpers.attack_nets import labelled
-from tests.helpers.commands import attempt, certvit, document, record_lines
+from tests.helpers import attack_nets, commands
 
 try:
     torchattacks_library()
@@ -44,7 +42,7 @@ def colour() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         nn.Flatten(), nn.Linear(3 * 8 * 8, 16), nn.ReLU(), nn.Linear(16, 10)
     ).eval()
     images = torch.rand(2, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-    return model, images, labelled(model, images)
+    return model, images, attack_nets.labelled(model, images)
 
 
 def short(name: str) -> str:
@@ -56,14 +54,17 @@ def short(name: str) -> str:
     ("name", "norm"), [(name, norm) for name in AVAILABLE for norm in signature(name).norms]
 )
 def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
-    colour: tuple[nn.Module, torch.Tensor, torch.Tensor], name: str, norm: Norm
+    colour: tuple[nn.Module, torch.Tensor, torch.Tensor], name: str, norm: perturbation.Norm
 ) -> None:
     model, images, labels = colour
-    region, settings = Region(norm, 1.5 if norm == "l2" else 0.1), AttackSettings(seed=3)
+    region, settings = (
+        perturbation.Region(norm, 1.5 if norm == "l2" else 0.1),
+        AttackSettings(seed=3),
+    )
     before = {key: value.clone() for key, value in model.state_dict().items()}
     drawn = torch.get_rng_state()
 
-    def run() -> list[AttackRecord]:
+    def run() -> list[image_records.AttackRecord]:
         batch = [(torch.arange(2), images, labels)]
         return list(attack_images(model, batch, [short(name)], region, settings, keep_images=True))
 
@@ -86,7 +87,7 @@ def test_found_images_lie_in_the_ball_are_judged_anew_and_follow_the_seed(
 def test_most_attacks_find_something(colour: tuple[nn.Module, torch.Tensor, torch.Tensor]) -> None:
     """A wrong call would leave the images as they are, which the law over all attacks lets pass."""
     model, images, labels = colour
-    region = Region("linf", 0.2)
+    region = perturbation.Region("linf", 0.2)
     for name in ("PGD", "APGD", "Jitter", "FAB", "MIFGSM"):
         batch = [(torch.arange(2), images, labels)]
         assert all(
@@ -101,11 +102,15 @@ def test_a_failure_of_the_library_is_one_line() -> None:
     """TIFGSM blurs with three kernels, whatever the number of channels."""
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 3)).eval()
     images = torch.rand(1, 1, 8, 8)
-    batch = [(torch.arange(1), images, labelled(model, images))]
+    batch = [(torch.arange(1), images, attack_nets.labelled(model, images))]
     with pytest.raises(UsageError, match="torchattacks:TIFGSM fails on these images: RuntimeError"):
         list(
             attack_images(
-                model, batch, ["torchattacks:TIFGSM"], Region("linf", 0.1), AttackSettings()
+                model,
+                batch,
+                ["torchattacks:TIFGSM"],
+                perturbation.Region("linf", 0.1),
+                AttackSettings(),
             )
         )
 
@@ -163,24 +168,25 @@ def test_the_command_writes_records_and_evidence_like_any_other(
         "linf",
     )
     words = (*words, "-e", "8/255", "--limit", 12, "--no-checks", "--records", path)
-    found = document(*words, "-o", out)
+    found = commands.document(*words, "-o", out)
     (label,) = found["attacks"]
     assert label == "torchattacks:Jitter,steps=3"
-    rows = record_lines(path)
+    rows = commands.record_lines(path)
     assert found["robust"] == sum(row["robust"][label] is True for row in rows) / 12
     assert (
-        decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust == found["robust"]
+        evidence.decode_evidence(Checkpoint.read(out).record.evidence[-1]).result.robust
+        == found["robust"]
     )
-    again = document(*words, "--resume")
+    again = commands.document(*words, "--resume")
     assert {**again, "resumed": None} == {**found, "resumed": None}
     assert again["resumed"]["computed_again"] == 12
-    other = attempt("attack", workshop / "plain.safetensors", "-a", "torchattacks:Jitter")
+    other = commands.attempt("attack", workshop / "plain.safetensors", "-a", "torchattacks:Jitter")
     assert isinstance(other.exception, UsageError)
     assert "attack in linf, not in l2" in other.exception.message
 
 
 def test_the_list_shows_every_attack_with_its_arguments_and_norms() -> None:
-    shown = " ".join(certvit("attack", "--list").stdout.split())
+    shown = " ".join(commands.certvit("attack", "--list").stdout.split())
     assert all(
         f"{name} " in shown
         for name in (*ATTACKS.names(), *(f"torchattacks:{name}" for name in torchattacks_names()))
@@ -194,8 +200,8 @@ def test_without_torchattacks_everything_else_works(
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchattacks", None)
     words = ("attack", workshop / "plain.safetensors", "-e", 0.1, "--limit", 4, "--no-checks")
-    document(*words, "-a", "cw", "-a", "pgd")
-    failure = attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
+    commands.document(*words, "-a", "cw", "-a", "pgd")
+    failure = commands.attempt(*words, "--norm", "linf", "-a", "torchattacks:Jitter").exception
     assert isinstance(failure, UsageError)
     assert "pip install --no-deps torchattacks" in failure.hint
-    assert "torchattacks, which is not installed" in certvit("attack", "--list").stdout
+    assert "torchattacks, which is not installed" in commands.certvit("attack", "--list").stdout

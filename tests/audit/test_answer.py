@@ -12,15 +12,7 @@ import torch
 from timm.data.constants import IMAGENET_DEFAULT_MEAN
 
 from certcli.api.results import AuditReport
-from certcli.audit import gates
-from certcli.audit.answer import (
-    grey_levels,
-    headline,
-    magnitude,
-    next_steps,
-    scale,
-    verdict_sentences,
-)
+from certcli.audit import answer, gates
 from certcli.audit.plan import AuditPlan, Typed
 from certcli.evaluation.image_doubts import better_statistics
 from certcli.images.labelled import OWN, Images
@@ -134,7 +126,7 @@ SMALL = (1, 8, 8)
 def test_one_sentence_says_it(
     findings: gates.AuditFindings, size: tuple[int, int, int], said: list[str]
 ) -> None:
-    sentence = headline(findings, AuditPlan(radii=(0.12,)), size)
+    sentence = answer.headline(findings, AuditPlan(radii=(0.12,)), size)
     assert [words for words in said if words not in sentence] == []
     assert sentence[:1].isupper()
     assert sentence.endswith(".")
@@ -188,8 +180,8 @@ def test_no_share_of_few_images_stands_alone(
     )
     judged = gates.judge_gates(plan.gates, findings, (8, 8))
     for text in (
-        headline(findings, plan, LARGE),
-        *verdict_sentences(findings, plan),
+        answer.headline(findings, plan, LARGE),
+        *answer.verdict_sentences(findings, plan),
         *(row.reason for row in judged.judged),
     ):
         assert standing_alone(text.rpartition(", found ")[2]) == [], text
@@ -207,9 +199,9 @@ def test_no_share_of_few_images_stands_alone_in_evidence(
 
 def test_the_scale_is_the_length_of_an_even_change() -> None:
     for size in (LARGE, SMALL):
-        change = torch.full(size, grey_levels(0.12, size) / 255, dtype=torch.float64)
+        change = torch.full(size, answer.grey_levels(0.12, size) / 255, dtype=torch.float64)
         assert float(change.norm()) == pytest.approx(0.12, rel=1e-12)
-    assert "l2 0.12 is 0.079 of 255 grey levels on average" in scale(
+    assert "l2 0.12 is 0.079 of 255 grey levels on average" in answer.scale(
         found(42, 45), AuditPlan(radii=(0.12,)), LARGE
     )
 
@@ -299,11 +291,11 @@ def test_without_images_the_next_step_names_those_of_its_training(
     trained_on: str | None, options: str
 ) -> None:
     typed = Typed("m.safetensors", trained_on=trained_on)
-    assert next_steps(gates.AuditFindings(), AuditPlan(), typed) == [
+    assert answer.next_steps(gates.AuditFindings(), AuditPlan(), typed) == [
         f"certvit audit m.safetensors {options}"
     ]
     plan, empty = AuditPlan(), gates.AuditFindings()
-    said = " ".join([headline(empty, plan, LARGE), *verdict_sentences(empty, plan)])
+    said = " ".join([answer.headline(empty, plan, LARGE), *answer.verdict_sentences(empty, plan)])
     assert said.count("No images") == 1
 
 
@@ -317,14 +309,14 @@ def test_images_without_labels_are_not_called_right() -> None:
         **SAME,
     )
     assert "the network's own answer on 7 of 8" in " ".join(
-        verdict_sentences(findings, AuditPlan())
+        answer.verdict_sentences(findings, AuditPlan())
     )
 
 
 def test_powers_of_ten_do_not_contradict_the_table() -> None:
     """10^20 beside 1.92e+19 reads as another bound."""
-    assert magnitude(math.log10(1.92e19), "1.92e+19") == "10^19.3"
-    assert magnitude(math.log10(1234.5), "1,235") == "1,235"
+    assert answer.magnitude(math.log10(1.92e19), "1.92e+19") == "10^19.3"
+    assert answer.magnitude(math.log10(1234.5), "1,235") == "1,235"
 
 
 def test_other_pixel_statistics_that_fit_better_are_named() -> None:
@@ -374,6 +366,6 @@ def test_who_may_not_retrain_is_told_of_a_denoiser_where_this_machine_can_run_it
     findings.input = size
     findings.gpu = gpu
     plan = AuditPlan(radii=(0.12,), **changes)
-    assert (DENOISER in verdict_sentences(findings, plan)) is wanted
-    steps = next_steps(findings, plan, Typed("net", dataset="d"))
+    assert (DENOISER in answer.verdict_sentences(findings, plan)) is wanted
+    steps = answer.next_steps(findings, plan, Typed("net", dataset="d"))
     assert UNET not in " ".join(steps)

@@ -19,14 +19,14 @@ import torch
 from PIL import Image
 
 from certcli.attack.settings import AttackSettings
-from certcli.audit import judging
+from certcli.audit import judging, plan
 from certcli.audit import run as audit_run
 from certcli.audit.attacking import Attacking
-from certcli.audit.plan import Clock, EndsAfter, OutOfTime, Typed, unmistakable
 from certcli.certify import certificate, methods
 from certcli.certify.smoothing import denoiser, noise
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
+from certcli.evaluation.records import packed
 from certcli.images import datasets
 from certcli.models import build, pixels
 from certcli.system.errors import UsageError
@@ -175,9 +175,9 @@ def test_a_folder_called_like_a_network_of_timm_is_told_from_it(
     (tmp_path / "vit_tiny_patch16_224").mkdir()
     monkeypatch.chdir(tmp_path)
     as_typed = {"vit_tiny_patch16_224": "./vit_tiny_patch16_224"}.get(typed, typed)
-    assert unmistakable(typed) == as_typed
+    assert plan.unmistakable(typed) == as_typed
     name = "./vit_tiny_patch16_224" if typed != "elsewhere" else typed
-    assert Typed(typed).anonymous().source == name
+    assert plan.Typed(typed).anonymous().source == name
 
 
 def test_an_audit_without_time_names_every_stage_that_did_not_fit(workshop: Path) -> None:
@@ -201,9 +201,9 @@ def test_units_find_what_one_unit_finds(workshop: Path) -> None:
         .in_turn(0)
         .select(range(10))
     )
-    clock = Clock(1e6)
+    clock = plan.Clock(1e6)
     stages = [
-        Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 128),
+        Attacking(model, images, ["fgsm"], (0.05, 0.3), AttackSettings(), checkpoint.record, 128),
         judging.Classifying(model, images, 128),
         judging.Certifying(
             "lipschitz",
@@ -237,13 +237,19 @@ def test_an_attack_that_is_broken_off_keeps_the_radii_that_ended(workshop: Path)
     checkpoint = Checkpoint.read(workshop / "certified.safetensors")
     images = datasets.load_dataset("digits", checkpoint.record.input, "test").in_turn(0)
     stage = Attacking(
-        build.load(checkpoint), images, ["fgsm"], (0.05, 0.3), AttackSettings(), 10, 4
+        build.load(checkpoint),
+        images,
+        ["fgsm"],
+        (0.05, 0.3),
+        AttackSettings(),
+        checkpoint.record,
+        4,
     )
     whole = stage.judge([0])
     del stage._mine[1:]  # in the second radius
     stage.broken = True
     stage.take([])
-    assert stage.rows == [records[:1] for records in whole]
+    assert [*map(packed, stage.rows)] == [packed(records[:1]) for records in whole]
     assert list(stage.shares.robust) == ["0.05"]
 
 
@@ -292,12 +298,12 @@ def turn_for_ever() -> None:
 
 
 def test_a_stage_is_broken_off_and_the_timer_is_given_back() -> None:
-    with pytest.raises(OutOfTime), EndsAfter(0.05):
+    with pytest.raises(plan.OutOfTime), plan.EndsAfter(0.05):
         turn_for_ever()
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0), (
         "a timer left behind would ring in another test"
     )
-    with pytest.raises(OutOfTime), EndsAfter(0.0):
+    with pytest.raises(plan.OutOfTime), plan.EndsAfter(0.0):
         pass
 
 
@@ -314,7 +320,7 @@ def test_a_ring_that_is_lost_is_followed_by_others(monkeypatch: pytest.MonkeyPat
         turn_for_ever()
 
     monkeypatch.setattr("certcli.audit.plan.AGAIN", 0.2)
-    with pytest.raises(OutOfTime), EndsAfter(0.05):
+    with pytest.raises(plan.OutOfTime), plan.EndsAfter(0.05):
         work()
 
 
@@ -374,11 +380,11 @@ def test_a_stage_that_ends_during_an_import_lets_it_finish(
     monkeypatch.syspath_prepend(tmp_path)
 
     def stage() -> None:
-        with EndsAfter(0.05):
+        with plan.EndsAfter(0.05):
             __import__("slow_to_import")
             time.sleep(5)
 
-    with pytest.raises(OutOfTime):
+    with pytest.raises(plan.OutOfTime):
         stage()
     assert sys.modules.pop("slow_to_import").WHOLE
 
@@ -399,7 +405,7 @@ def test_time_that_ends_while_an_object_is_deleted_ends_the_stage_soon_after(
     rings: list[float] = []
 
     def stage() -> None:
-        with EndsAfter(0.05):
+        with plan.EndsAfter(0.05):
             if by == "__del__":
                 EndsSlowly()
             else:
@@ -410,7 +416,7 @@ def test_time_that_ends_while_an_object_is_deleted_ends_the_stage_soon_after(
             rings.append(signal.getitimer(signal.ITIMER_REAL)[0])
             time.sleep(1)
 
-    with pytest.raises(OutOfTime):
+    with pytest.raises(plan.OutOfTime):
         stage()
     assert 0 < rings[0] < 0.1  # of five seconds between two rings
     assert sys.unraisablehook is before

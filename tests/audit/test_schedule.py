@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from certcli.audit import gates, schedule
-from certcli.audit.plan import Clock
+from certcli.audit import gates, plan, schedule
 from certcli.evaluation.intervals import Sample
 
 
@@ -18,8 +17,8 @@ class Machine:
         self.wall = self.cpu = 0.0
         self.log: list[str] = []
 
-    def clock(self, budget: float) -> Clock:
-        clock = Clock(budget, wall=lambda: self.wall, cpu=lambda: self.cpu)
+    def clock(self, budget: float) -> plan.Clock:
+        clock = plan.Clock(budget, wall=lambda: self.wall, cpu=lambda: self.cpu)
         self.work(0.01)  # so that the pace is known
         return clock
 
@@ -71,7 +70,7 @@ def run(
     budget: float,
     monkeypatch: pytest.MonkeyPatch,
     awaited: Callable[[schedule.Stage], bool] = lambda stage: False,
-) -> Clock:
+) -> plan.Clock:
     monkeypatch.setattr(schedule, "run_by_team", machine.together)
     clock = machine.clock(budget)
     schedule.run_stages(stages, clock, awaited)

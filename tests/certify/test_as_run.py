@@ -3,8 +3,9 @@ own normalisation, and networks that change after their proof.
 """
 
 import math
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -13,15 +14,17 @@ from torch.nn import functional
 
 import certvit
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.certificate import Certifier, RecheckSettings
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier, ProvingCertifier
 from certcli.certify.local import LocalCertifier
-from certcli.certify.options import Local
+from certcli.certify.options import Effort, Local
 from certcli.checkpoint.record import InputSpec
 from certcli.evaluation.image_doubts import right_of
+from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import bound_network, prove_network
+from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.rounding import PRECISIONS, NeighbourErrors
 from certcli.rounding.operation_errors import rules
@@ -241,7 +244,6 @@ CERTIFIERS = {
     "lipschitz": lambda model: LipschitzCertifier(model, prove_network(model, 3)),
     "box": lambda model: BoxCertifier(model, prove_network(model, 3)),
     "zonotope": lambda model: LocalCertifier(model, WIDE, Local(effort="zonotope"), steps=1),
-    "norms": lambda model: LocalCertifier(model, WIDE, Local(effort="norms"), steps=1),
     "local-lip": lambda model: LocalLipCertifier(model, 3, WIDE),
     "bcp": lambda model: BcpCertifier(model, 3, WIDE),
 }
@@ -331,7 +333,7 @@ class OneImage(nn.Module):
         return self.linear(x.reshape(1, 16))
 
 
-@pytest.mark.parametrize("name", ["lipschitz", "zonotope", "norms"])
+@pytest.mark.parametrize("name", ["lipschitz", "zonotope"])
 def test_a_network_of_one_image_is_refused_a_batch(name: str) -> None:
     model = (
         PixelModel(InputSpec(WIDE, (0.5,), (0.5,)), OneImage())
@@ -357,22 +359,40 @@ def test_an_operation_without_a_rounding_rule_is_refused(monkeypatch: pytest.Mon
         found(CERTIFIERS["lipschitz"](network()), torch.rand(1, *WIDE))
 
 
+def attending() -> PixelModel:
+    arguments = {"embed_dim": 8, "depth": 1, "num_heads": 1, "patch_size": 4}
+    return build.load_double(build.initialise("certvit_vit_digits", arguments), torch.device("cpu"))
+
+
+def memory_refusal(model: PixelModel, effort: Effort) -> NoBoundError | None:
+    try:
+        LocalCertifier(model, model.input_size, Local(effort))
+    except NoBoundError as refusal:
+        return refusal
+    return None
+
+
+@pytest.mark.parametrize("make", [network, attending])
+@pytest.mark.parametrize("effort", get_args(Effort))
 @pytest.mark.parametrize(
-    ("symbols", "effort"), [(None, "zonotope"), (None, "auto"), (0, "auto"), (0, "zonotope")]
+    ("symbols", "tokens"), [(None, True), (None, False), (0, False), (0, True)]
 )
-def test_enclosures_that_do_not_fit_are_refused_or_done_without(
-    monkeypatch: pytest.MonkeyPatch, symbols: int | None, effort: str
+def test_what_does_not_fit_is_refused_and_what_the_hint_names_fits(
+    monkeypatch: pytest.MonkeyPatch, symbols: int | None, tokens: bool, effort: Effort, make: Any
 ) -> None:
+    """No hint leads to a second refusal."""
     monkeypatch.setattr("certcli.certify.local.affordable", lambda *_: symbols)
-    if (symbols, effort) == (None, "zonotope"):
-        with pytest.raises(NoBoundError, match="do not fit into memory"):
-            LocalCertifier(network(), WIDE, Local(effort))
-        return
-    title = LocalCertifier(network(), WIDE, Local(effort)).title
-    assert ("do not fit into memory" in title, "not 4,000: memory" in title) == (
-        effort == "auto",
-        effort != "auto",
-    )
+    monkeypatch.setattr("certcli.certify.local.fits_by_fibres", lambda *_: tokens)
+    refusal = memory_refusal(make(), effort)
+    chooses = make is attending and effort in ("auto", "branch")  # which has no ReLU
+    by_tokens = tokens and (chooses or effort == "tokens")
+    assert (refusal is None) is (by_tokens or (symbols == 0 and effort != "tokens"))
+    if refusal is not None:
+        assert "do not fit into memory" in refusal.message
+        assert "--method smoothing" in refusal.hint
+        named = re.search("--effort (.*) fits", refusal.hint)
+        assert (named is not None) is (make is attending and tokens)
+        assert named is None or memory_refusal(make(), "tokens") is None
 
 
 def test_a_measured_slope_lies_below_the_proven_bound_of_a_linear_network() -> None:

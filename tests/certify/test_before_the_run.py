@@ -12,13 +12,19 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate
 from certcli.certify.forecast import SHORT, seconds_a_draw
-from certcli.certify.method_choice import HOPELESS, is_useful, local_effort, why_hopeless
+from certcli.certify.method_choice import (
+    ENCLOSED,
+    HOPELESS,
+    is_useful,
+    largest_tensor,
+    why_hopeless,
+)
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
+from certcli.evaluation.image_records import Certificate
 from certcli.models import build
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
@@ -67,18 +73,18 @@ def test_telling_the_cost_changes_neither_draws_nor_checks(
     purposes: list[int] = []
     checks: list[int] = []
     draw = noise.noisy
-    check = Classifier._require_alone
+    check = noise.difference_in_company
 
     def drawn(*args: Any) -> Tensor:
         purposes.append(args[5])
         return draw(*args)
 
-    def checked(self: Classifier, prepared: Tensor, logits: Tensor) -> None:
+    def checked(run: Any, prepared: Tensor, rows: Any) -> float:
         checks.append(len(prepared))
-        check(self, prepared, logits)
+        return check(run, prepared, rows)
 
     monkeypatch.setattr(noise, "noisy", drawn)
-    monkeypatch.setattr(Classifier, "_require_alone", checked)
+    monkeypatch.setattr(noise, "difference_in_company", checked)
     pixels = torch.rand(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     runs = []
     for tells in (False, True):
@@ -137,11 +143,11 @@ def test_a_tenth_of_the_correct_images_makes_a_certificate_useful(
     assert is_useful(rows(correct, certified), 0.5) is useful
 
 
-@pytest.mark.parametrize(("width", "effort"), [(32, "auto"), (4096, "norms")])
-def test_networks_of_large_tensors_are_not_enclosed(width: int, effort: str) -> None:
+@pytest.mark.parametrize(("width", "enclosed"), [(32, True), (4096, False)])
+def test_networks_of_large_tensors_are_not_enclosed(width: int, enclosed: bool) -> None:
     arguments = {"embed_dim": width, "depth": 1, "num_heads": 1, "mlp_ratio": 1}
     checkpoint = build.initialise("certvit_vit_digits", arguments | {"patch_size": 2})
-    assert local_effort(build.load(checkpoint)) == effort
+    assert (largest_tensor(build.load(checkpoint)) <= ENCLOSED) is enclosed
 
 
 CPU = torch.device("cpu")

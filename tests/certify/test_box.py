@@ -4,11 +4,11 @@ attacks and a plane.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from certcli.certify.box.certifier import BoxCertifier, box_reach, climb, distance

@@ -18,14 +18,15 @@ import torch
 from timm.models import register_model
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.lipschitz import pair_radii
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
 from certcli.certify.options import CertifierOptions, Patches
-from certcli.certify.patch.certifier import PatchCertificate, PatchCertifier
+from certcli.certify.patch.certifier import PatchCertifier
 from certcli.certify.patch.certifier import prepare_patch as prepare_patch
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.image_records import Certificate, PatchCertificate
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.models import build
@@ -342,7 +343,7 @@ class PatchClaiming(PatchCertifier):
     ) -> list[PatchCertificate]:
         predictions = self.predict(pixels)
         return [
-            PatchCertificate(index, label, top, 0.0, "patch", 0.0, proven=("2x2",))
+            PatchCertificate(index, label, top, proven=("2x2",))
             for index, label, top in zip(indices, labels, predictions, strict=True)
         ]
 

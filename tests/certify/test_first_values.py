@@ -6,7 +6,6 @@ other class: a local radius reaches near it, no farther.
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
 from fractions import Fraction
 from typing import Any, get_args
 
@@ -20,7 +19,6 @@ from certcli.certify.local import LocalCertifier
 from certcli.certify.methods import METHODS, options_of_method, prepare_method
 from certcli.certify.options import Effort, Local
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.balls.ball import pixel_ball
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.evaluation.threat import Norm
 from certcli.models import build
@@ -94,17 +92,6 @@ def test_forms_hold_every_extreme_image(kind: str, in_box: bool, norm: Norm, rad
                 fall, rise = map(fractions, place.reach)
                 # an l2 reach of 1 is none
                 assert all(-f <= x <= r for f, x, r in zip(fall, e, rise, strict=True))
-
-
-@pytest.mark.parametrize("norm", NORMS)
-def test_balls_of_norms_hold_every_extreme_image(norm: Norm) -> None:
-    image = torch.tensor(PIXELS, dtype=torch.float64).view(1, 1, 1, -1)
-    for radius in RADII:
-        ball = pixel_ball(image, torch.tensor([radius], dtype=torch.float64), norm)
-        for move in extremes(fractions(image), Fraction(radius), norm):
-            square = sum(x * x for x in move)
-            assert square <= Fraction(float(ball.whole)) ** 2
-            assert square <= Fraction(float(ball.fibre.amin())) ** 2
 
 
 def linear(images: Tensor, share: float, norm: Norm) -> tuple[Any, nn.Module, Tensor, Tensor]:
@@ -189,11 +176,6 @@ BODIES = {
 }
 # body, norm, effort: the share of the distance found by the grid that the largest radius reaches
 REACHED: dict[tuple[str, Norm, str], float] = {
-    ("affine", "l2", "norms"): 0.95,
-    ("affine", "linf", "norms"): 0.7,
-    ("ReLU", "l2", "norms"): 0.2,
-    ("GELU", "l2", "norms"): 0.15,
-    ("attention", "l2", "norms"): 0.03,
     **{("affine", norm, effort): 0.9 for norm in ("l2", "linf") for effort in ("zonotope", "backward")},
     ("ReLU", "l2", "zonotope"): 0.9,
     ("ReLU", "linf", "zonotope"): 0.9,
@@ -282,11 +264,11 @@ def test_radii_to_try_are_finite_above_0_and_ascending(radii: tuple[float, ...])
         Local(at=radii)
 
 
-@pytest.mark.parametrize(("effort", "walks"), [("zonotope", 8), ("auto", 4)])
+@pytest.mark.parametrize("effort", ["zonotope", "auto"])
 def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
-    effort: str, walks: int, monkeypatch: pytest.MonkeyPatch
+    effort: Effort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An image is walked once for each radius that norms do not prove, up to one not proven."""
+    """An image is walked once for each radius, up to one that is not proven."""
     model, images, tops = network("affine")
     searched = LocalCertifier(model, TWO_PIXELS, Local(arithmetic="real")).batch(
         range(4), images, tops
@@ -295,7 +277,8 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
     certifier = LocalCertifier(
         model, TWO_PIXELS, Local(effort, at=[smallest / 2, 1e3], arithmetic="real")
     )
-    assert "at most 2 for an image" in certifier.expected(4, TWO_PIXELS)
+    limit = "at most" if effort == "zonotope" else "about"  # which may take a few more
+    assert f"{limit} 2 for an image" in certifier.expected(4, TWO_PIXELS)
     asked = list[float]()
     walk = certifier.proven
 
@@ -305,15 +288,7 @@ def test_radii_that_are_asked_for_are_decided_in_a_walk_each(
 
     monkeypatch.setattr(certifier, "proven", counted)
     rows = certifier.batch(range(4), images, tops)
-    assert len(asked) == walks
+    assert len(asked) == 8
     assert all(row.radius > smallest / 2 for row in rows)
-    assert {row.rung for row in rows} == {"norms" if effort == "auto" else effort}
+    assert {row.rung for row in rows} == {"zonotope"}
     assert "decided" in certifier.title
-    mixed = [rows[0], replace(rows[1], rung="norms"), replace(rows[2], rung="zonotope")]
-    for part in (rows, mixed):
-        by_norms = sum(row.rung == "norms" for row in part)
-        title = certifier.title_of(part)
-        assert ("enclosure" in title) == (by_norms < len(part)), "the title follows the records"
-        assert (f"balls of norms around one forward pass for {by_norms} of 3" in title) == (
-            part is mixed
-        )

@@ -7,7 +7,6 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 import certvit
@@ -28,7 +28,7 @@ from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.cli.certify.demands import PROVING as SPOKEN_OF
 from certcli.cli.verify import records as checks
-from certcli.engine.watched_run import FAITHFUL, rows_are_apart
+from certcli.engine.replay import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.rounding import PRECISIONS
@@ -362,7 +362,7 @@ def test_records_of_another_arithmetic_are_refuted(
         "float32",
         "--records",
         records,
-        *(["--effort", "norms"] if method == "local" else []),
+        *(["--effort", "tokens"] if method == "local" else []),
     )
     found = commands.document("certify", checkpoint, "--method", method, *given)
     assert found["arithmetic"] == "float32"

@@ -2,11 +2,11 @@
 inside a certified radius.
 """
 
-from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from certcli.certify.certificate import RecheckSettings

@@ -4,15 +4,15 @@ extreme pixels or adaptive, changes a class that is certified.
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from certcli.attack.patch import PatchTarget, attack_patches
 from certcli.attack.settings import AttackSettings
-from certcli.certify.certificate import Certificate, RecheckSettings
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.methods import prepare_method, recheck
 from certcli.certify.options import Patches
 from certcli.certify.patch import passes
@@ -22,6 +22,7 @@ from certcli.certify.patch.passes import Answer, MaskedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.verify.records import margin_attack
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images import datasets
 from certcli.models.pixels import Grid, SeenPart, band_views

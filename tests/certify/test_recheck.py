@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings, _compare_radius
+from certcli.certify.certificate import Certifier, RecheckSettings, _compare_radius
 from certcli.certify.methods import FALSE_ALARM, disagreements, recheck
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.checkpoint.file import Checkpoint
+from certcli.cli.log.run import evidence_sentence
 from certcli.cli.verify import records
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.records import RecordBatch, compute_again
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
@@ -37,13 +40,12 @@ MADE: dict[str, tuple[str, tuple[object, ...]]] = {
     "lipschitz": ("certified", ("-e", 0.1)),
     # the largest radii: a decided one may be stated larger and still be true
     "local": ("plain", ("--method", "local")),
-    "norms": ("plain", ("--method", "local", "--effort", "norms", "-e", 0.001)),
-    "linf": ("plain", ("--method", "local", "--effort", "norms", "--norm", "linf", "-e", 0.0001)),
+    "linf": ("plain", ("--method", "local", "--effort", "tokens", "--norm", "linf")),
     "smoothing": ("plain", SMOOTHING),
 }
 
 
-LIMIT = {"lipschitz": 10, "local": 2, "norms": 3, "linf": 2, "smoothing": 10}
+LIMIT = {"lipschitz": 10, "local": 2, "linf": 2, "smoothing": 10}
 """Images of each file of records."""
 
 
@@ -115,12 +117,12 @@ def test_honest_records_are_verified_and_attacked(workshop: Path, made: Path, me
 
 ALL_HITS = Smoothing(sigma=0.1, n0=16, samples=100).reach
 """A radius that CERTIFY does state, for another count of hits: only drawing again can tell."""
-EACH = ("lipschitz", "local", "norms", "smoothing")
+EACH = ("lipschitz", "local", "smoothing")
 FORGERIES: list[tuple[Callable[[Row], object], tuple[str, ...]]] = [
     # of local, a search that began elsewhere may have found it
     (
         lambda row: row.update(radius=row["radius"] * (1 + 1e-5)),
-        ("lipschitz", "norms", "smoothing"),
+        ("lipschitz", "smoothing"),
     ),
     (lambda row: row.update(radius=row["radius"] * 2), (*EACH, "linf")),
     (lambda row: row.update(prediction=(row["prediction"] + 1) % 10), EACH),
@@ -234,6 +236,49 @@ def test_records_of_something_else_are_refused(
     done = attempt("verify", path, workshop / "plain.safetensors")
     assert getattr(done.exception, "code", 0) == code, done.output
     assert named in str(done.exception)
+
+
+def test_files_of_an_effort_that_earlier_versions_had_say_what_to_do(
+    workshop: Path, made: Path, tmp_path: Path
+) -> None:
+    """Records in one line and code 6; evidence is shown, and unverified."""
+    head, *rows = lines(made / "local.jsonl")
+    head["parameters"].update(effort="norms", symbols=0)
+    plain = workshop / "plain.safetensors"
+    done = attempt("verify", written(tmp_path / "f.jsonl", [head, *rows]), plain)
+    assert getattr(done.exception, "code", 0) == 6, done.output
+    assert "no effort 'norms'" in str(done.exception)
+    assert getattr(done.exception, "hint", "") == "certify again"
+    net = tmp_path / "net.safetensors"
+    certvit("certify", plain, "--method", "local", "--limit", 1, "-e", 0.001, "-o", net)
+    checkpoint = Checkpoint.read(net)
+    (*others, entry) = checkpoint.record.evidence
+    effort = {"effort": "norms", "symbols": 0, "norm": "linf"}
+    entry = replace(
+        entry, result=entry.result | {"parameters": entry.result["parameters"] | effort}
+    )
+    record = replace(checkpoint.record, evidence=(*others, entry))
+    Checkpoint(checkpoint.tensors, record).write(tmp_path / "old.safetensors")
+    assert "radii linf" in evidence_sentence(entry)
+    told = document("verify", tmp_path / "old.safetensors", code=7)
+    whys = {claim["why"] for claim in told["claims"] if claim["status"] == "unverified"}
+    assert any("no effort 'norms'" in why for why in whys), told
+
+
+@pytest.mark.parametrize(
+    ("rung", "why"), [("norms", "certify again"), ("tokens", "memory does not last")]
+)
+def test_a_radius_that_another_enclosure_proved_is_proven_again_or_unverified(
+    workshop: Path, made: Path, tmp_path: Path, rung: str, why: str
+) -> None:
+    """Of `auto`, which takes one for which memory lasts, and once took norms: no gate passes."""
+    head, *rows = lines(made / "local.jsonl")
+    first, second = (row | {"rung": rung} for row in rows)
+    second["radius"] *= 2
+    code, told = verified(workshop, "local", written(tmp_path / "f.jsonl", [head, first, second]))
+    assert code == 7
+    assert [claim["status"] for claim in told["claims"]] == ["verified", "unverified"]
+    assert why in told["claims"][1]["why"]
 
 
 def test_a_record_said_twice_or_of_no_image_is_refused(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from certcli.audit.plan import EndsAfter
 from certcli.certify.query_network import query_network
 from certcli.certify.vnnlib import read_query
 from certcli.cli.certify import query
@@ -226,7 +227,7 @@ def test_a_query_ends_with_its_seconds_and_says_in_what(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endless(*_: Any) -> Any:
-        with contextlib.suppress(Exception), query.ended_after(0.01):
+        with contextlib.suppress(Exception), EndsAfter(0.01):
             while True:
                 pass
 

@@ -16,8 +16,7 @@ import torch
 
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.cli.main import run
-from certcli.system.errors import DataError
-from certcli.system.processes import team
+from certcli.system import errors, processes
 
 
 def break_rank_1(rank: int) -> None:
@@ -28,8 +27,8 @@ def break_rank_1(rank: int) -> None:
 
     def batch(self: LipschitzCertifier, *given: Any) -> Any:
         if rank == 1:
-            raise DataError("image 7 is broken", "remove it")
-        while not team()._store.check(["code"]):
+            raise errors.DataError("image 7 is broken", "remove it")
+        while not processes.team()._store.check(["code"]):
             time.sleep(0.01)
         return whole(self, *given)
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from certcli.attack import judge, run, settings, stages
+from certcli.attack import run, settings, stages
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation.perturbation import Region
+from certcli.evaluation import image_records, perturbation
 from certcli.images import datasets
 from certcli.system.errors import CertvitError, DataError, UsageError
 from tests.helpers import attack_nets, commands
@@ -156,7 +156,7 @@ def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
         model,
         attack_nets.batches(images, attack_nets.labelled(model, images, wrong=1)),
         ["fgsm"],
-        Region("l2", 0.1),
+        perturbation.Region("l2", 0.1),
         attack_nets.SHORT,
     )
     first, *rest = found
@@ -168,8 +168,10 @@ def test_a_certified_image_that_is_misclassified_is_another_networks() -> None:
 def test_an_unbounded_certificate_is_attacked_in_the_whole_box(plain: Checkpoint) -> None:
     images = datasets.load_dataset("digits", plain.record.input, "test").select([3, 5])
     certificates = {
-        i: judge.CertifiedImage(i, int(images.labels[n]), float("inf"), images.digests[i])
-        for n, i in enumerate(images.indices.tolist())
+        i: image_records.Certificate(
+            i, label, label, float("inf"), "lipschitz", 0.0, pixels=images.digests[i]
+        )
+        for i, label in zip(images.indices.tolist(), images.labels.tolist(), strict=True)
     }
     (task,) = stages.tasks_of(
         stages.stages_of([], None, None, [], settings.AttackSettings(), certified=True),

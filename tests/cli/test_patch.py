@@ -21,7 +21,8 @@ from certcli.checkpoint import file, schema
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation import intervals, threat
 from certcli.evaluation.evidence import decode_evidence, method_of
-from certcli.evaluation.record_lines import JudgedImages, PatchCertificateFields, Run
+from certcli.evaluation.image_records import PatchCertificate
+from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system import errors, processes
@@ -121,9 +122,9 @@ def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
         "failure": 0.0,
         "pixels": "0" * 16,
     }
-    schema.decode_json(json.dumps({**line, "proven": []}), PatchCertificateFields)
+    schema.decode_json(json.dumps({**line, "proven": []}), PatchCertificate)
     with pytest.raises(Refused):
-        schema.decode_json(json.dumps({**line, **row}), PatchCertificateFields)
+        schema.decode_json(json.dumps({**line, **row}), PatchCertificate)
 
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:

@@ -24,40 +24,44 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.cli import main
 from certcli.cli.shared.output import Sink
 from certcli.lipschitz.network import prove_checkpoint
-from certcli.system.errors import DataError, Interrupted, UsageError
-from certcli.system.processes import ALONE, Ended, Team
+from certcli.system import errors, processes
 from tests.cli.several import run_plan
-from tests.helpers import grids, runs
-from tests.helpers.commands import attempt, certvit, words_typed
+from tests.helpers import commands, grids, runs
 
-CERTIFY = words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
-SMOOTHING = words_typed(
+CERTIFY = commands.words_typed("certify certified.safetensors --batch-size 32 -e 0.1 --limit 100")
+SMOOTHING = commands.words_typed(
     "certify certified.safetensors --batch-size 32 -e 0.1 --method smoothing --limit 5"
 )
-SMOOTHING += words_typed("-n 100 --n0 20 --sigma 0.1")
-PATCH = words_typed(
+SMOOTHING += commands.words_typed("-n 100 --n0 20 --sigma 0.1")
+PATCH = commands.words_typed(
     "certify plain.safetensors --dataset digits --limit 8 --method patch --patch 1 --hide pixels"
 )
-ATTACK = words_typed(
+ATTACK = commands.words_typed(
     "attack plain.safetensors -a pgd-3 -a margin-pgd-3 -e 0.3 -e 1 --limit 28 --batch-size 12"
 )
-FINETUNE = words_typed(
+FINETUNE = commands.words_typed(
     "finetune certified.safetensors --dataset digits --loss margin -e 0.2 --json -q --epochs 2"
 )
-FINETUNE += words_typed("--limit 61 --batch-size 20")  # the last batch: one image for two processes
-LIPSCHITZ = words_typed("lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q")
-AUDIT = words_typed(
+FINETUNE += commands.words_typed(
+    "--limit 61 --batch-size 20"
+)  # the last batch: one image for two processes
+LIPSCHITZ = commands.words_typed(
+    "lipschitz certified.safetensors --limit 5 --batch-size 1 --json -q"
+)
+AUDIT = commands.words_typed(
     "audit certified.safetensors --limit 6 --batch-size 2 -e 0.1 -a fgsm --json -q --method lipschitz"
 )
-AUDIT += words_typed("--method smoothing --time-budget 10m")
-ADAPT = words_typed("adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q")
-REFIT = words_typed(
+AUDIT += commands.words_typed("--method smoothing --time-budget 10m")
+ADAPT = commands.words_typed(
+    "adapt plain.safetensors --dataset digits --limit 30 --keep 0.7 --json -q"
+)
+REFIT = commands.words_typed(
     "adapt plain.safetensors --dataset digits --limit 50 --goal certify --norm floor --batch-size 25"
 )
-REFIT += words_typed("--epochs 1 --distill 1 --json -q")
+REFIT += commands.words_typed("--epochs 1 --distill 1 --json -q")
 CONSTRAIN = {
-    "kept": words_typed("constrain certified.safetensors --limit 30 --keep 0.9"),
-    "met": words_typed(
+    "kept": commands.words_typed("constrain certified.safetensors --limit 30 --keep 0.9"),
+    "met": commands.words_typed(
         "constrain plain.safetensors --limit 30 --eta 0.1 --layers head* --layers *mlp*"
     ),
 }
@@ -66,14 +70,14 @@ RECORDS = {"certify": CERTIFY, "smoothing": SMOOTHING, "patch": PATCH, "attack":
 """Commands by the name of their file of records."""
 
 
-def together(size: int, work: Callable[[Team], Any]) -> list[Any]:
+def together(size: int, work: Callable[[processes.Team], Any]) -> list[Any]:
     """Return the result of `work`, or its exception, in each of `size` threads that are a team."""
     store = distributed.HashStore()
     found = [None] * size
 
     def one(rank: int) -> None:
         try:
-            found[rank] = work(Team(rank, size, store))
+            found[rank] = work(processes.Team(rank, size, store))
         except Exception as failure:
             found[rank] = failure  # type: ignore[call-overload]
 
@@ -96,7 +100,7 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
         found.append(piece)
         return [piece * piece]
 
-    def work(team: Team) -> list[tuple[bool, list[int]]]:
+    def work(team: processes.Team) -> list[tuple[bool, list[int]]]:
         first = list(
             team.deal(
                 range(pieces), find, lambda piece: [piece * piece] if piece < stored else None
@@ -118,21 +122,21 @@ def test_pieces_come_back_in_order_each_found_once(size: int, pieces: int, store
 
 
 def test_the_first_to_fail_speaks_and_all_end_with_its_code() -> None:
-    def work(team: Team) -> int | None:
+    def work(team: processes.Team) -> int | None:
         if team.rank == 1:
             code = team.fail(6)
             team.said()
             return code
         try:
             list(team.deal(range(10**6), lambda piece: piece))
-        except Ended as end:
+        except processes.Ended as end:
             return team.fail(end.code)
         return None
 
     assert together(3, work) == [6, None, 6]
-    assert ALONE.fail(6) is None
-    with pytest.raises(UsageError):
-        Team(2, 2)
+    assert processes.ALONE.fail(6) is None
+    with pytest.raises(errors.UsageError):
+        processes.Team(2, 2)
 
 
 def test_a_process_that_was_killed_is_no_bug_of_the_others(
@@ -144,7 +148,9 @@ def test_a_process_that_was_killed_is_no_bug_of_the_others(
         )
 
     monkeypatch.setattr(main, "program", lambda words: broken)
-    monkeypatch.setattr(main, "_team_or_alone", lambda: Team(0, 2, distributed.HashStore()))
+    monkeypatch.setattr(
+        main, "_team_or_alone", lambda: processes.Team(0, 2, distributed.HashStore())
+    )
     with pytest.raises(SystemExit) as end:
         main.run()
     assert end.value.code == 1
@@ -156,19 +162,19 @@ def test_a_stage_of_an_audit_ends_for_all_alike() -> None:
     refuse.
     """
 
-    def late(team: Team) -> tuple[list[int], bool]:
+    def late(team: processes.Team) -> tuple[list[int], bool]:
         return in_turns(team, 0.0 if team.rank == 1 else 60.0, lambda: team.rank)
 
     assert together(3, late) == [([0], True)] * 3
 
-    def refused(team: Team) -> int:
+    def refused(team: processes.Team) -> int:
         if team.rank == 2:
-            raise DataError("image 7 is broken", "remove it")
+            raise errors.DataError("image 7 is broken", "remove it")
         return team.rank
 
     found = together(3, lambda team: in_turns(team, 60.0, lambda: refused(team)))
     assert [(type(one), one.message, one.hint) for one in found] == [
-        (DataError, "image 7 is broken", "remove it")
+        (errors.DataError, "image 7 is broken", "remove it")
     ] * 3
 
 
@@ -228,7 +234,7 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
             (folder / f"{name}.safetensors").symlink_to(workshop / f"{name}.safetensors")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(one)
-        certvit(*CERTIFY, "--records", "certify.jsonl")
+        commands.certvit(*CERTIFY, "--records", "certify.jsonl")
         begun = (one / "certify.jsonl").read_bytes().splitlines(keepends=True)
         (two / "resumed.jsonl").write_bytes(
             b"".join(begun[:50]) + begun[50][:20]
@@ -247,19 +253,21 @@ def both(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
         ]
         record = Sink.record
         patch.setattr(Sink, "record", interrupt)
-        assert isinstance(attempt(*FINETUNE, "-o", "resumed.safetensors").exception, Interrupted)
+        assert isinstance(
+            commands.attempt(*FINETUNE, "-o", "resumed.safetensors").exception, errors.Interrupted
+        )
         patch.setattr(Sink, "record", record)
         shutil.copy("resumed.state.safetensors", two)
         with two_processes(plan, two):
             for name in ("smoothing", "patch", "attack"):
-                certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
+                commands.certvit(*RECORDS[name], "--records", f"{name}.jsonl", "-q")
             for name, words in CONSTRAIN.items():
-                certvit(*words, "-o", f"{name}.safetensors", "-q")
+                commands.certvit(*words, "-o", f"{name}.safetensors", "-q")
             for name, words in {
                 "lipschitz": LIPSCHITZ, "audit": AUDIT, "adapted": [*ADAPT, "-o", "adapted.safetensors"],
                 "refitted": [*REFIT, "-o", "refitted.safetensors"], "finetune": [*FINETUNE, "-o", "tuned.safetensors"],
             }.items():  # fmt: skip
-                (one / f"{name}.json").write_text(certvit(*words).stdout)
+                (one / f"{name}.json").write_text(commands.certvit(*words).stdout)
     return one, two, (two / "stderr").read_text()
 
 
@@ -405,5 +413,5 @@ def test_what_was_found_before_a_failure_is_gone_on_with(
 ) -> None:
     one, two, _ = both
     monkeypatch.chdir(two)
-    certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")
+    commands.certvit(*CERTIFY, "--records", "failed.jsonl", "--resume")
     assert Path("failed.jsonl").read_bytes() == (one / "certify.jsonl").read_bytes()

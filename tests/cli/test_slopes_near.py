@@ -11,6 +11,7 @@ from torch import nn
 
 import certvit as api
 from certcli.certify.around import Around, AroundImages, NearImage
+from tests.enclosure.test_branching import require_withstood
 from tests.helpers.commands import attempt, certvit, document
 from tests.helpers.workshop import Workshop
 
@@ -39,6 +40,7 @@ def test_the_report_says_what_is_proven_and_what_is_measured(
     assert all(0 < row["lower"][j] <= row["upper"][j] < 1.1 * row["lower"][j] for j in others)
     reach = min(row["margins"][j] / row["upper"][j] for j in others)
     assert 0 < row["certified"] <= min(0.02, reach) <= row["certified"] * (1 + 1e-6)
+    assert row["certified"] <= row["certified_by_integral"] <= 0.02
     # |m_j(y) - m_j(z)| <= sqrt 2 |f(y) - f(z)|
     assert max(row["lower"]) / 2**0.5 <= row["logits_upper"] < 3 * max(row["lower"])
     assert "measured" in shown[1]
@@ -54,6 +56,9 @@ FORGED: dict[str, Callable[[dict[str, Any]], Any]] = {
     ),
     "the logits' bound": lambda row: row.update(logits_upper=0.99 * row["logits_upper"]),
     "the radius": lambda row: row.update(certified=1.01 * row["certified"]),
+    "the radius by the integral": lambda row: row.update(
+        certified_by_integral=1.01 * row["certified_by_integral"]
+    ),
     "the prediction": lambda row: row.update(prediction=(row["prediction"] + 1) % 10),
     "the image": lambda row: row.update(index=10**6),
     "the number of classes": lambda row: row["upper"].pop(),
@@ -66,7 +71,8 @@ def proven(row: dict[str, Any]) -> NearImage:
         torch.tensor(row[name], dtype=torch.float64) for name in ("margins", "upper", "lower")
     )
     around, label, logits = Around(0.02), row["prediction"], row["logits_upper"]
-    return NearImage(around, label, margins, upper, lower, logits, row["certified"])
+    radii = row["certified"], row["certified_by_integral"]
+    return NearImage(around, label, margins, upper, lower, logits, *radii, areas=upper)
 
 
 def verified(report: dict[str, Any], workshop: Workshop, folder: Path, code: int) -> str:
@@ -120,6 +126,32 @@ def test_python_returns_tensors() -> None:
         assert bool((part.radii > 0).all())
         assert bool((part.slopes.amax(1) / 2**0.5 <= part.logits).all())
         assert part.why == ("", "")
+        assert bool((part.radii <= part.radii_by_integral).all())
+    assert box.radii.equal(box.radii_by_integral)
     for wrong in ({}, {"radii": 0.1, "around": 0.1}, {"around": 0.1, "labels": [0, 1]}):
         with pytest.raises(api.CertvitError, match=r"one of them|without labels"):
             api.bounds(network, pixels, **wrong)  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("activation", [nn.Identity(), nn.GELU()])
+def test_no_attack_succeeds_within_the_radius_by_the_integral(activation: nn.Module) -> None:
+    """Of a linear network it is the distance of the nearest other class, as far as pixels can go."""
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(16, 6), activation, nn.Linear(6, 3)
+    model = nn.Sequential(*layers).double().eval()
+    pixels = (1.5 * torch.rand(1, 1, 4, 4, dtype=torch.float64) - 0.25).clamp(0, 1)
+    balls = [Around(radius, slopes=False) for radius in (2.0, 0.4, 0.2)]
+    small, middle, near = AroundImages(model, (1, 4, 4)).each(pixels, balls)
+    assert (small.by_integral, middle.around.radius) == (0.2, 0.4)
+    label = near.prediction
+    require_withstood(model, pixels, label, near.by_integral, "l2", in_box=True)
+    if isinstance(activation, nn.Identity):
+        rows = (layers[3].weight @ layers[1].weight).detach()
+        others = [j for j in range(3) if j != label]
+        slopes = rows[label] - rows
+        falling = torch.where(pixels.flatten() == 0, slopes.clamp_max(0), slopes)
+        falling = torch.where(pixels.flatten() == 1, falling.clamp_min(0), falling)
+        distance = float((near.margins / falling.norm(dim=1))[others].min())
+        assert distance * (1 - 1e-9) <= near.by_integral < distance
+    else:
+        assert near.radius * 1.01 < near.by_integral < 2.0

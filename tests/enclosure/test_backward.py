@@ -26,15 +26,12 @@ from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.pointwise import relu
-from certcli.enclosure.zonotopes.rules.layers import affine, arranged
+from certcli.enclosure.zonotopes.rules.arithmetic import arranged
+from certcli.enclosure.zonotopes.rules.layers import affine
 from tests.enclosure.test_zonotope_networks import SIZE, directions, image, network
-from tests.helpers.enclosure_cases import CASES, Case
+from tests.helpers.enclosure_cases import CASES, Case, draw
 
 PIXELS = 6
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 PLACE = draw(1, 1, 1, PIXELS, seed=7)

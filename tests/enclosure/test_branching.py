@@ -3,16 +3,17 @@ records, and interrupted.
 """
 
 import itertools
-from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 from scipy.optimize import linprog
 from torch import Tensor, nn
 
 from certcli.certify.branched import Branched, Splits, replay
-from certcli.certify.certificate import Certificate, RecheckSettings
+from certcli.certify.certificate import RecheckSettings
 from certcli.certify.local import NOTHING_OPEN, LocalCertifier
 from certcli.certify.options import Local
 from certcli.enclosure.zonotopes.ascent import Ascent, proven
@@ -22,6 +23,7 @@ from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.margins import Further
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.search import Tree, Unit
+from certcli.evaluation.image_records import Certificate
 from certcli.system.errors import DataError, NoBoundError, UsageError
 from tests.enclosure.test_zonotope_networks import SIZE as VIT_SIZE
 from tests.enclosure.test_zonotope_networks import image, network
@@ -207,7 +209,7 @@ def test_a_record_holds_its_tree_and_is_replayed() -> None:
     assert row.radius > 0.4
     assert row.rung == "branch"
     assert set(row.splits) == {"1"}
-    assert Certificate.from_json(row.to_json()) == row
+    assert msgspec.convert(row.to_json(), Certificate) == row
     assert certifier.confirm([row], pixels, RecheckSettings(0, 0.0))[0].status == "verified"
     wrong = replace(
         row, splits={"1": "0.999999 7.0 - - -"}

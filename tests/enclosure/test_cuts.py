@@ -1,14 +1,13 @@
 """Walks over what walks leave: no image at which a margin is not positive is lost on the way."""
 
-from dataclasses import replace
-
 import pytest
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from certcli.certify.certificate import RecheckSettings
 from certcli.certify.local import LocalCertifier
-from certcli.certify.options import Local
+from certcli.certify.options import Effort, Local
 from certcli.enclosure.zonotopes.columns import Block
 from certcli.enclosure.zonotopes.cuts import Remainder, everywhere_positive
 from certcli.enclosure.zonotopes.form import Form
@@ -136,6 +135,9 @@ def test_no_adversarial_image_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Remainder, "add", spied_add)
     monkeypatch.setattr(Remainder, "ball", spied_ball)
     certifier = LocalCertifier(model, SIZE, Local("branch", seconds=LONG))
+    assert certifier.fooled(pixels, label, radius)
+    assert not certifier.fooled(pixels, label, AWAY / 2)
+    monkeypatch.setattr(certifier, "fooled", lambda *place: False)  # else nothing is cut
     assert certifier.proven(pixels, label, AWAY / 2)
     assert not certifier.proven(pixels, label, radius)
     seen = 0
@@ -147,15 +149,17 @@ def test_no_adversarial_image_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen > 99
 
 
-@pytest.mark.parametrize("kind", ["plain", "numbers"])
-def test_cuts_reach_further_and_no_attack_succeeds(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "effort"), [("plain", "branch"), ("numbers", "branch"), ("plain", "auto")]
+)
+def test_cuts_reach_further_and_no_attack_succeeds(kind: str, effort: Effort) -> None:
     """And are proven again from nothing but the radius; a larger one is not."""
     model = network("plain") if kind == "plain" else wide_network()
     pixels = image() if kind == "plain" else wide_image()
     size = tuple(pixels.shape[1:])
     label = int(model(pixels).argmax())
     plain = LocalCertifier(model, size, Local("zonotope")).radius(pixels, label)
-    certifier = LocalCertifier(model, size, Local("branch", at=[plain * 2 ** (1 / 16)]))
+    certifier = LocalCertifier(model, size, Local(effort, at=[plain * 2 ** (1 / 16)]))
     (row,) = certifier.batch([0], pixels, [label])
     assert row.radius > plain
     assert (row.rung, row.splits, certifier.remark) == ("branch", {}, "")
@@ -179,4 +183,6 @@ def test_no_walk_begins_when_time_is_over_or_a_ball_is_no_smaller() -> None:
     assert not everywhere_positive(near, form, walk, 0.0)
     negative = form.shift(torch.tensor(-9.0).double())
     assert not everywhere_positive(near, negative, walk)
+    assert not everywhere_positive(near, form, walk, most=0)
+    assert not everywhere_positive(near, form, walk, fooled=lambda: True)
     assert everywhere_positive(near, form.shift(torch.tensor(9.0).double()), walk, 0.0)

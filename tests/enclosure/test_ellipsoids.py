@@ -34,11 +34,7 @@ from certcli.enclosure.zonotopes.products import crossing, scaled, squares
 from certcli.enclosure.zonotopes.rules.layers import affine
 from tests.enclosure.test_zonotopes import outside
 from tests.enclosure.test_zonotopes import symbols as symbols_of
-from tests.helpers.enclosure_cases import CASES, forms
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+from tests.helpers.enclosure_cases import CASES, draw, forms
 
 
 def unit(points: Tensor) -> Tensor:

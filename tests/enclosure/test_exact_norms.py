@@ -18,7 +18,7 @@ from certcli.enclosure.zonotopes.direction import (
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
 from certcli.enclosure.zonotopes.normalisation import _deviation, layer_norm, signs
 from certcli.enclosure.zonotopes.products import squares
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 
 ROWS = {
     "a few": torch.tensor([1.0, -2.0, 3.5]),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from msgspec import structs
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
@@ -26,7 +27,7 @@ from certcli.enclosure.zonotopes.fibre_attention import (
 )
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.network import LocalNetwork, fits_by_fibres
-from certcli.enclosure.zonotopes.rules.layers import negative
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.space import Space
 from tests.enclosure.test_zonotope_networks import SIZE, image, largest_share, network
 from tests.helpers.enclosure_cases import (
@@ -345,7 +346,7 @@ def test_auto_refutes_no_certificate_of_another_enclosure() -> None:
     (row,) = certifier.batch([0], pixels, [int(model(pixels).argmax())])
     statuses = {}
     for rung in ("tokens", certifier.walked, "nothing"):
-        claim = replace(row, radius=10.0, rung=rung)
+        claim = structs.replace(row, radius=10.0, rung=rung)
         (outcome,) = certifier.confirm([claim], pixels, None)  # type: ignore[arg-type]
         statuses[rung] = outcome.status
     assert statuses == {"tokens": "unverified", certifier.walked: "refuted", "nothing": "refuted"}

@@ -26,7 +26,7 @@ from certcli.enclosure.zonotopes.rules.layers import affine
 from certcli.engine.curves import EXP, GELU, GELU_TANH, SIGMOID, SILU, TANH, Curve
 from tests.enclosure.test_zonotope_networks import SIZE, image
 from tests.enclosure.test_zonotopes import outside, symbols
-from tests.helpers.enclosure_cases import Case, forms
+from tests.helpers.enclosure_cases import Case, draw, forms
 from tests.soundness.local_laws import all_fibres
 
 FUNCTIONS = (GELU, GELU_TANH, SILU, SIGMOID, TANH)
@@ -160,10 +160,6 @@ def test_a_wrong_ellipsoid_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -
 
 
 BATCH, ROWS, INNER, COLUMNS = 2, 3, 4, 5
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
 
 
 def of_two_symbols(*shape: int, seed: int, name: int, squares: bool = False) -> Form:

@@ -14,14 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import certcli.enclosure
 from certcli.certify.around import AroundImages
-from certcli.enclosure.balls.attention import heads
-from certcli.enclosure.balls.ball import Near, Normalised, pixel_ball, rules, settled
-from certcli.enclosure.balls.layers import arranged, normalised
-from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.slopes.length import Parts, logits_length, reach, sum_of_sizes
 from certcli.enclosure.slopes.network import SlopeNetwork
 from certcli.enclosure.zonotopes import columns
@@ -43,21 +38,19 @@ from certcli.enclosure.zonotopes.margins import lower_bounds
 from certcli.enclosure.zonotopes.network import LocalNetwork, changed
 from certcli.enclosure.zonotopes.normalisation import layer_norm
 from certcli.enclosure.zonotopes.pointwise import relu
+from certcli.enclosure.zonotopes.rules.arithmetic import joined
 from certcli.enclosure.zonotopes.rules.attention import average, softmax
-from certcli.enclosure.zonotopes.rules.layers import joined
 from certcli.enclosure.zonotopes.rules.layers import relaxed as relaxed_curve
-from certcli.enclosure.zonotopes.space import Bounds, Coordinates, ZonotopeContext
+from certcli.enclosure.zonotopes.space import Coordinates, ZonotopeContext
 from certcli.engine import activations
-from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import Spread, spread_of
+from certcli.nn.blocks import Spread
 from tests.enclosure.test_backward import hinged, inputs
-from tests.enclosure.test_balls import KINDS, OPERATIONS, context, draw, of_kind, ruled
 from tests.enclosure.test_every_rule import pixel_model
 from tests.enclosure.test_slopes import ball
 from tests.enclosure.test_slopes import network as slopes
 from tests.enclosure.test_zonotope_networks import SIZE, image, network
 from tests.helpers.enclosed import sample_images
-from tests.helpers.enclosure_cases import CASES, fibre_forms, forms
+from tests.helpers.enclosure_cases import CASES, draw, fibre_forms, forms
 from tests.helpers.lipschitz_cases import build_row
 from tests.helpers.reached import Site, Sites
 from tests.helpers.slopes import IMAGE
@@ -89,31 +82,8 @@ def of_form(x: Form) -> Numbers:
         if x.node is None
         else [-lower(x.node, torch.eye(x.centre.numel()).double().view(-1, *x.shape))]
     )
-    return [float(part.sum()) for part in (*found, *back)] + of_bounds(x.bounds())
-
-
-def of_bounds(found: Bounds) -> Numbers:
-    return [*(float(part.sum()) for part in found[:3]), -float(found.deviation.sum())]
-
-
-def of_ball(x: object) -> Numbers:
-    near = settled(x)
-    return [float(near.fibre.sum()), float(near.whole.sum()), *of_bounds(near.bounds())]
-
-
-def near(*shape: int, size: float = 0.1, seed: int = 0) -> Near:
-    fibre = size * torch.rand(*shape[:-1], generator=torch.Generator().manual_seed(seed)).double()
-    return Near.of(draw(*shape, seed=seed), fibre, torch.full((1,), 9 * size).double())
-
-
-def attended(factor: float, still: bool) -> Numbers:
-    parts = [near(1, 1, 2, 4, 3, seed=seed) for seed in (1, 2, 3)]
-    parts = [replace(x, fibre=0 * x.fibre, whole=0 * x.whole) for x in parts] if still else parts
-    return of_ball(heads(context(), *parts, None, factor))
-
-
-def balls(kind: str, size: float) -> Numbers:
-    return of_ball(of_kind(kind)[0](near(1, 1, 5, 8, size=size)))
+    *sizes, deviation = x.bounds()
+    return [*(float(part.sum()) for part in (*found, *back)), *sizes, -deviation]
 
 
 def relaxed(place: int, squares: bool, size: float) -> Numbers:
@@ -141,51 +111,16 @@ def chosen() -> Numbers:
 
 
 @functools.cache
-def networks(kind: str) -> tuple[LocalNetwork, NormsNetwork]:
-    return LocalNetwork(network(kind), SIZE), NormsNetwork(network(kind), SIZE)
+def enclosed(kind: str) -> LocalNetwork:
+    return LocalNetwork(network(kind), SIZE)
 
 
 def margins(kind: str) -> Numbers:
-    """Of both domains, as a proof asks for them."""
-    local, by_norms = networks(kind)
-    by_norms.weights.clear()
+    """As a proof asks for them."""
+    local = enclosed(kind)
     local.coordinates = None
     start = l2_ball(image(), 1e-3, squares_up_to=0, limit=200)
-    found = by_norms.margins(image(), torch.full((1,), 1e-5).double(), torch.tensor([0]))
-    return [-float(part.sum()) for part in (local.margins(start, 0), found)]
-
-
-def after_a_norm() -> Numbers:
-    norm = nn.LayerNorm(8, eps=1e-3).double().requires_grad_(False)
-    x = normalised(None, near(1, 1, 5, 8), spread_of(norm), norm.weight, norm.bias)
-    assert isinstance(x, Normalised)
-    return of_ball(x.settled())
-
-
-def first_layers() -> Numbers:
-    module = PixelNormalize((0.4,), (0.3,)).double()
-    ball, boxed = (
-        pixel_ball(image(), torch.full((1,), 0.1).double(), norm) for norm in ("l2", "linf")
-    )
-    return [
-        number
-        for x in (rules.modules[PixelNormalize].apply(context(), module, ball), boxed)
-        for number in of_ball(x)
-    ]
-
-
-def rearranged_and_doubted() -> Numbers:
-    x = near(1, 1, 2, 4, 3)
-    joined = arranged(lambda t: t.transpose(1, 2).flatten(-2), x)
-    return [number for part in (joined, x.doubted(x.whole / 64)) for number in of_ball(part)]
-
-
-def written_out(size: float) -> Numbers:
-    x, y = near(1, 1, 2, 4, 3), near(1, 1, 2, 3, 5)
-    x, y = (Near.of(part.centre, size * part.fibre) for part in (x, y))
-    rows = ruled(torch.softmax, replace(x, whole=x.whole / 2), dim=-1)
-    parts = ruled(torch.matmul, x, y), rows
-    return [number for part in parts for number in of_ball(part)]
+    return [-float(local.margins(start, 0).sum())]
 
 
 def averaged_as_executed() -> Numbers:
@@ -338,18 +273,6 @@ ROWS: dict[str, Callable[[], Numbers]] = {
     **{
         f"{c.name} in the box": functools.partial(taped, i, True, True) for i, c in enumerate(CASES)
     },
-    **{
-        f"{kind} {size}": functools.partial(balls, kind, size)
-        for kind in (*KINDS, *OPERATIONS)
-        for size in (0.1, 0.0)
-    },
-    **{
-        f"heads {f} {s}": functools.partial(attended, f, s)
-        for f in (0.7, -0.7)
-        for s in (True, False)
-    },
-    "written out": functools.partial(written_out, 0.1),
-    "written out, at rest": functools.partial(written_out, 0.0),
     "averaged as executed": averaged_as_executed,
     **{
         f"by fibres {size} {factor} {token} {boxed}": functools.partial(
@@ -358,9 +281,6 @@ ROWS: dict[str, Callable[[], Numbers]] = {
         for size, factor in ((0.1, 1.0), (0.3, 1.0), (0.0, 1.0), (1e-3, 60.0))
         for token, boxed in ((None, False), (2, True))
     },
-    "after a norm": after_a_norm,
-    "first layers": first_layers,
-    "rearranged and doubted": rearranged_and_doubted,
     "joined, back": joined_back,
     "poor eigenvectors": poor_eigenvectors,
     "poor factors": poor_factors,

@@ -151,21 +151,54 @@ def test_an_operation_without_a_derivative_is_named(monkeypatch: pytest.MonkeyPa
         SlopeNetwork(pixel_model(build_row("gelu")), IMAGE)
 
 
+def longest(centre: Tensor, linear: Tensor) -> float:
+    """Return |c + A e| where it is nearly the largest over |e| <= 1, from below."""
+    generator = torch.Generator().manual_seed(0)
+    e = torch.randn(linear.shape[1], 200, generator=generator, dtype=torch.float64)
+    for _ in range(300):  # towards the largest, as power iteration does
+        e = linear.T @ (centre[:, None] + linear @ (e / e.norm(dim=0)))
+    return float((centre[:, None] + linear @ (e / e.norm(dim=0))).norm(dim=0).max())
+
+
 def test_lengths_are_bounds_and_nearly_the_least() -> None:
     generator = torch.Generator().manual_seed(0)
     for count, far in ((3, 0.0), (5, 1.0), (5, 30.0)):
         centre = far * torch.randn(6, generator=generator, dtype=torch.float64)
         linear = torch.randn(6, count, generator=generator, dtype=torch.float64)
-        e = torch.randn(count, 20000, generator=generator, dtype=torch.float64)
-        for _ in range(30):  # towards the largest, as power iteration does
-            e = e / e.norm(dim=0)
-            e = linear.T @ (centre[:, None] + linear @ e)
-        longest = float((centre[:, None] + linear @ (e / e.norm(dim=0))).norm(dim=0).max())
-        assert longest * (1 - 1e-12) <= reach(centre, linear) <= longest * (1 + 1e-4)
+        far_enough = longest(centre, linear)
+        bound = reach(centre, linear)  # its multipliers are a fifth apart
+        assert far_enough * (1 - 1e-12) <= bound <= far_enough * (1 + 3e-4)
         spectral = float(torch.linalg.matrix_norm(linear, 2))
         assert spectral * (1 - 1e-12) <= norm(linear) <= spectral * (1 + 1e-9)
     whole = Gram(torch.full((1, 2, 2), math.nan).double(), 1)
     assert largest(whole) == math.inf
+
+
+@pytest.mark.parametrize("share", [0.1, 0.6, 0.9])
+def test_an_integral_is_covered_no_farther_than_it_reaches(share: float) -> None:
+    """Lengths over the ball of radius t are convex in t: midpoints lie below their integral."""
+    generator = torch.Generator().manual_seed(1)
+    centre = torch.randn(6, generator=generator, dtype=torch.float64)
+    linear = torch.randn(6, 5, generator=generator, dtype=torch.float64)
+    square = torch.zeros(6, 15, dtype=torch.float64)
+    square[0, 0] = 2.0
+    parts = Parts(centre, linear, square, 0.1)
+
+    def integral(end: float, cells: int = 40) -> float:
+        middles = [(k + 0.5) / cells * end for k in range(cells)]
+        lengths = [longest(centre, t * linear) + 2 * t * t + 0.1 for t in middles]
+        return sum(lengths) * end / cells
+
+    whole = integral(1.0)
+    covered, above = parts.covered(share * whole)
+    assert 0.97 * share * whole <= integral(covered) <= share * whole
+    assert whole <= above <= 1.01 * whole
+    assert parts.covered(share * whole, covered)[0] > covered
+    rest = parts.covered(math.inf, 0.5)
+    assert rest[0] == 1
+    assert integral(0.5) + rest[1] == pytest.approx(whole, rel=0.01)
+    assert parts.covered(-1e-9)[0] == 0
+    assert replace(parts, rest=math.nan).covered(1.0)[0] == 0
 
 
 @pytest.mark.parametrize("kind", KINDS)

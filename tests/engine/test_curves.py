@@ -18,7 +18,6 @@ from timm.layers.attention import Attention
 from torch import Tensor, nn
 
 import certcli.enclosure.zonotopes.rules  # noqa: F401 (for its rules)
-from certcli.enclosure.balls.ball import rules as balls
 from certcli.enclosure.zonotopes.space import rules as zonotopes
 from certcli.engine import activations
 from certcli.engine.attention import require_no_mask
@@ -200,9 +199,7 @@ OPTIONS: dict[str, Callable[[Any], object]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "table", [lipschitz, zonotopes, balls], ids=["lipschitz", "zonotopes", "balls"]
-)
+@pytest.mark.parametrize("table", [lipschitz, zonotopes], ids=["lipschitz", "zonotopes"])
 def test_options_of_attention_leave_it_without_a_rule(table: RuleTable) -> None:
     assert table.find(Attention(8, 2)) is not None
     assert table.find(Attention(8, 2, qk_norm=True, norm_layer=nn.LayerNorm)) is None

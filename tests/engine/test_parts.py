@@ -15,13 +15,7 @@ from torch.fx import _symbolic_trace
 from torch.nn import functional
 
 from certcli.engine import curves, replay, table
-from certcli.engine.replay import (
-    _agrees_in_float64,
-    close,
-    logits_agree,
-    movement,
-    movement_of_margins,
-)
+from certcli.engine.replay import close, difference_in_company, logits_agree, movement
 from certcli.engine.table import ModuleRule
 from certcli.engine.trace import Moved, place_of
 from certcli.engine.walk import Constant, Domain, _shaped
@@ -77,8 +71,8 @@ def test_logits_agree_up_to_the_root_of_eps_of_how_far_the_deciding_ones_move(
     root = torch.finfo(dtype).eps ** 0.5
     for sign in (1, -1):
         change = torch.tensor([[sign * 32 * root, 0, 0, 0]] * 2, dtype=dtype)
-        assert logits_agree(alone + change, alone)
-        assert not logits_agree(alone + 4 * change, alone)
+        assert logits_agree(alone + change, alone, alone)
+        assert not logits_agree(alone + 4 * change, alone, alone)
 
 
 def test_a_trace_gives_back_what_was_wrapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +143,8 @@ def test_the_movement_is_of_logits_that_decide() -> None:
     assert movement(numbers([1.0], [3.0])) == 2
     assert movement(torch.zeros(2, 0)) == 0
     # the third never is among the two largest
-    assert movement(numbers([5.0, 4.0, -90.0], [5.5, 7.0, -10.0])) == 3
+    assert movement(numbers([5.0, 4.0, -90.0], [5.5, 7.0, -10.0])) == 1.25
+    assert movement(numbers([5.0, 4.0, -90.0], [5.5, 7.0, -10.0]), centred=False) == 3
 
 
 def by_hand(rows: list[list[float]]) -> float:
@@ -169,23 +164,43 @@ def by_hand(rows: list[list[float]]) -> float:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_movement_of_margins_is_the_median_of_neighbours(seed: int) -> None:
+def test_the_movement_is_the_median_of_neighbours(seed: int) -> None:
     logits = torch.randint(-40, 40, (5, 4), generator=torch.Generator().manual_seed(seed)).double()
     logits = logits + torch.arange(20).view(5, 4) / 64  # no ties
-    assert movement_of_margins(logits) == by_hand(logits.tolist())
-    assert movement_of_margins(logits + torch.arange(5)[:, None]) == movement_of_margins(logits)
+    assert movement(logits) == by_hand(logits.tolist())
+    assert movement(logits + torch.arange(5)[:, None]) == movement(logits)
     two = logits[:, :2]
-    assert movement_of_margins(two) == by_hand(two.tolist()) > 0
-    assert movement_of_margins(logits[:1]) == movement_of_margins(logits[:, :1]) == 0
+    assert movement(two) == by_hand(two.tolist()) > 0
+    assert movement(logits[:1]) == 0
 
 
-def test_only_a_narrow_precision_excuses_a_difference_and_only_a_small_one() -> None:
-    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
-    images = [torch.rand(1, *SIZE), torch.rand(1, *SIZE)]
-    alone = torch.tensor([[-4.0, 0.0], [-4.0, 0.0]])
-    assert _agrees_in_float64(net, images, alone + 1e-5, alone)
-    assert not _agrees_in_float64(net, images, alone + 1e-2, alone)
-    assert not _agrees_in_float64(net, images, alone.double(), alone.double())
+class Hurried(nn.Module):
+    """In a batch, logits of 4 are off by `error`, in one precision."""
+
+    def __init__(self, error: float, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 2, dtype=dtype)
+        self.fc.weight.data *= 1e-6
+        self.fc.bias.data = torch.tensor([-4.0, 0.0], dtype=dtype)
+        self.error, self.dtype = error, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        late = len(x) > 1 and x.dtype == self.dtype
+        return self.fc(x.flatten(1)) + (self.error if late else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "dtype", "refused"),
+    [(1e-5, torch.float32, False), (1e-2, torch.float32, True), (1e-5, torch.float64, True)],
+    ids=str,
+)
+def test_only_a_narrow_precision_excuses_a_difference_and_only_a_small_one(
+    error: float, dtype: torch.dtype, refused: bool
+) -> None:
+    net = Hurried(error, dtype).eval()
+    measured = difference_in_company(net, torch.rand(2, *SIZE, dtype=dtype))
+    assert measured == pytest.approx(error, abs=16 * torch.finfo(dtype).eps)  # logits of 4
+    assert ("depend on its batch" in bound_network(net, SIZE, 2).bound.why) is refused
 
 
 def test_slopes_that_float64_does_not_hold_are_rounded_up() -> None:
@@ -199,8 +214,8 @@ def test_noise_is_run_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(4, 2)).eval()
     run = replay._run_one_image
 
-    def shifted(function: Callable[[Tensor], Any], image: Tensor, watch: bool = True) -> Any:
-        result, operations = run(function, image, watch)
+    def shifted(function: Callable[[Tensor], Any], image: Tensor) -> Any:
+        result, operations = run(function, image)
         return result + (not image.equal(image.round())), operations
 
     assert bound_network(net, SIZE, 2).upper.finite

@@ -22,7 +22,7 @@ import certcli.system.compat  # noqa: F401
 from timm.layers import activations
 
 from certcli.engine import table
-from certcli.engine.watched_run import differs, state_of, tensor_checksum
+from certcli.engine.replay import differs, state_of, tensor_checksum
 from certcli.lipschitz.network import bound_network
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import IMAGE, require_no_slope_above, steepest_pair

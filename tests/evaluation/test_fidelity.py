@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec
-from certcli.cli.shared.fidelity import fidelity_document, show_fidelity
-from certcli.cli.shared.output import Sink
+from certcli.cli.shared import fidelity, output
 from certcli.constrain import keep, network, settings
 from certcli.evaluation.evidence import decode_evidence
 from certcli.evaluation.fidelity import (
@@ -340,10 +339,10 @@ def test_synthetic_photographs_do_not_vouch_for_large_changes(
 ) -> None:
     colour = replace(tiny.record, input=InputSpec((3, 8, 8), (0.5,) * 3, (0.5,) * 3))
     reference = ReferenceLogits(nn.Flatten(), synthetic_photographs(colour.input, 60))
-    kept = fidelity_document(
+    kept = fidelity.fidelity_document(
         reference, nn.Flatten(), colour, False, Fidelity(60, 43, error, 1 - error), refitted
     )
-    show_fidelity(kept, Sink(False, False))
+    fidelity.show_fidelity(kept, output.Sink(False, False))
     said = capsys.readouterr()
     assert ("use --dataset with images like yours" in " ".join(said.err.split())) == warned
     assert ("expected on real images" in said.out) == (not warned)

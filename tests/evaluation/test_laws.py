@@ -18,38 +18,16 @@ from torch import Tensor
 
 from certcli.checkpoint import record, schema
 from certcli.cli.shared.command import typed_share
-from certcli.evaluation import record_lines
+from certcli.evaluation import evidence_schema, image_records, perturbation, records, threat
 from certcli.evaluation.evidence import (
     Decoded,
     _certify_contradictions,
     _evidence_contradictions,
     understood,
 )
-from certcli.evaluation.evidence_schema import (
-    AttackParameters,
-    AttackResult,
-    CertifyParameters,
-    CertifyResult,
-    KeptParameters,
-    KeptResult,
-    SmoothingOptions,
-)
-from certcli.evaluation.perturbation import Region, image_norms
-from certcli.evaluation.record_lines import AttackedFields, PatchAttackedFields, parse_records
-from certcli.evaluation.records import read_records
-from certcli.evaluation.threat import (
-    Norm,
-    Patch,
-    Threat,
-    attacked_radius,
-    confidence,
-    proven_percent,
-    proven_radius,
-    require_radii,
-)
 from certcli.system.errors import DataError, Refused, UsageError
 
-NORMS: tuple[Norm, ...] = ("l2", "linf")
+NORMS: tuple[threat.Norm, ...] = ("l2", "linf")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -57,37 +35,39 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_length_is_that_of_the_change_whatever_its_sign(norm: Norm) -> None:
+def test_a_length_is_that_of_the_change_whatever_its_sign(norm: threat.Norm) -> None:
     change = torch.tensor([[-3.0, 1.0], [0.0, 2.0]]).view(2, 1, 1, 2)
-    assert image_norms(change, norm).tolist() == ([10**0.5, 2.0] if norm == "l2" else [3.0, 2.0])
+    assert perturbation.image_norms(change, norm).tolist() == (
+        [10**0.5, 2.0] if norm == "l2" else [3.0, 2.0]
+    )
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_region_holds_its_edge_and_nothing_behind_it(norm: Norm) -> None:
+def test_a_region_holds_its_edge_and_nothing_behind_it(norm: threat.Norm) -> None:
     image = torch.full((1, 1, 2, 2), 0.5).double()
     step = torch.zeros_like(image)
     step[..., 0, 1] = -0.25
-    for region in (Region(norm, 0.25), Region.each(norm, [0.25])):
+    for region in (perturbation.Region(norm, 0.25), perturbation.Region.each(norm, [0.25])):
         assert bool(region.contains(image + step, image))
         assert not bool(region.contains(image + step * (1 + 1e-9), image))
-    assert Region.each(norm, [0.1, 0.3]).radii(image).tolist() == [
+    assert perturbation.Region.each(norm, [0.1, 0.3]).radii(image).tolist() == [
         0.1,
         0.3,
     ]  # and not the float32 above or below
-    wide = Region(norm, 9.0)
+    wide = perturbation.Region(norm, 9.0)
     for value, inside in ((0.0, True), (1.0, True), (-1e-12, False), (1 + 1e-12, False)):
         moved = image.clone()
         moved[..., 1, 1] = value
         assert bool(wide.contains(moved, image)) is inside
-        assert Threat(norm, 9.0).allows(moved[0], image[0]) is inside
-    assert Threat(norm, 0.25).allows((image + step)[0], image[0])
-    assert not Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
+        assert threat.Threat(norm, 9.0).allows(moved[0], image[0]) is inside
+    assert threat.Threat(norm, 0.25).allows((image + step)[0], image[0])
+    assert not threat.Threat(norm, 0.25).allows((image + step * (1 + 1e-9))[0], image[0])
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Norm) -> None:
+def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: threat.Norm) -> None:
     images = draw(3, 1, 2, 2)
-    region = Region.each(norm, [0.1, 0.3, 5.0])
+    region = perturbation.Region.each(norm, [0.1, 0.3, 5.0])
     assert region.radius == 5.0
     assert torch.equal(region.steepest(0 * images), 0 * images)
     assert torch.equal(region.project(images, images), images)
@@ -105,8 +85,10 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
             [one.clamp(-r, r) for one, r in zip(change, (0.1, 0.3, 5.0), strict=True)]
         )
     assert torch.allclose(found, (images + change).clamp(0, 1), atol=1e-12)
-    assert torch.equal(Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images)
-    places = Region.within(Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
+    assert torch.equal(
+        perturbation.Region.each(norm, [0.0, 0.0, 0.0]).project(images, images), images
+    )
+    places = perturbation.Region.within(threat.Patch(1, 1), [(0, 1), (1, 0), (1, 1)], images)
     rows = torch.tensor([2, 0])
     one = places.project(far, images)
     assert [int((a != b).sum()) for a, b in zip(one, images, strict=True)] == [1, 1, 1]
@@ -117,35 +99,35 @@ def test_a_projection_is_the_nearest_point_of_the_ball_then_of_the_box(norm: Nor
 
 
 @pytest.mark.parametrize("norm", NORMS)
-def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: Norm) -> None:
+def test_random_points_fill_the_ball_and_are_drawn_from_the_generator(norm: threat.Norm) -> None:
     images = torch.full((4000, 1, 1, 2), 0.5).double()
-    region = Region(norm, 0.4)
+    region = perturbation.Region(norm, 0.4)
     generators = [torch.Generator().manual_seed(3) for _ in range(3)]
     points, again = (region.random_point(images, generator) for generator in generators[:2])
     assert torch.equal(points, again)
     starts = region.random_start(images, generators[2])
     for found in (points, starts):
-        assert bool((image_norms(found - images, norm) <= 0.4 * (1 + 1e-12)).all())
+        assert bool((perturbation.image_norms(found - images, norm) <= 0.4 * (1 + 1e-12)).all())
         assert float((found - images).mean().abs()) < 0.02  # 4 standard deviations of 8,000 numbers
         assert float(((found - images) > 0).double().mean()) == pytest.approx(0.5, abs=0.03)
     # of a disc half the points lie beyond 0.71 of the radius, of a direction and a length half; of
     # a square 3/4 do
     share = {"l2": (0.5, 0.293), "linf": (0.5, 0.5)}[norm]
     for found, expected in zip((points, starts), share, strict=True):
-        beyond = image_norms(found - images, norm) > 0.4 * 0.5**0.5
+        beyond = perturbation.image_norms(found - images, norm) > 0.4 * 0.5**0.5
         assert float(beyond.double().mean()) == pytest.approx(expected, abs=0.03)
 
 
 @pytest.mark.parametrize("radii", [[-1.0], [-1e-300, 1.0], [math.nan], [math.inf], []])
 def test_radii_are_finite_and_not_negative(radii: list[float]) -> None:
     with pytest.raises(UsageError):
-        require_radii(radii)
+        threat.require_radii(radii)
     with pytest.raises(UsageError):
-        Region.each("l2", radii or [-1.0])
+        perturbation.Region.each("l2", radii or [-1.0])
 
 
 def test_radii_ascend_and_shares_are_shares() -> None:
-    assert require_radii([0.5, 0.0, 0.5]) == (0.0, 0.5)
+    assert threat.require_radii([0.5, 0.0, 0.5]) == (0.0, 0.5)
     assert [typed_share(text) for text in ("0", "1", "9/10")] == [0.0, 1.0, 0.9]
     for wrong in ("-1e-9", "1.0000001", "nan"):
         with pytest.raises(ValueError, match="share"):
@@ -160,9 +142,9 @@ def test_radii_ascend_and_shares_are_shares() -> None:
 def test_a_patch_fits_into_its_image(text: str, image: tuple[int, int], fits: bool) -> None:
     if not fits:
         with pytest.raises(UsageError, match="do not fit"):
-            Patch.read(text, image)
+            threat.Patch.read(text, image)
     else:
-        assert Patch.read(text, image).within(Patch(*image))
+        assert threat.Patch.read(text, image).within(threat.Patch(*image))
 
 
 @pytest.mark.parametrize("digits", [1, 3, 6])
@@ -170,20 +152,20 @@ def test_figures_are_rounded_to_what_holds(digits: int) -> None:
     figures = [*(10 ** float(x) for x in draw(40) * 9 - 6), 0.0, 1.0, 0.12, 1e12]
     for figure in figures:
         exact = Decimal(repr(figure))
-        low = Decimal(proven_radius(figure, digits))
-        high = Decimal(attacked_radius(figure, digits))
+        low = Decimal(threat.proven_radius(figure, digits))
+        high = Decimal(threat.attacked_radius(figure, digits))
         assert low <= exact <= high
         assert high - low <= exact * Decimal(10) ** (1 - digits)
         assert all(len(shown.normalize().as_tuple().digits) <= digits for shown in (low, high))
     for hits, images in itertools.product((0, 1, 1999, 2000, 333), (2000, 3001)):
-        shown = Decimal(proven_percent(hits / images, digits).removesuffix(" %"))
+        shown = Decimal(threat.proven_percent(hits / images, digits).removesuffix(" %"))
         assert 0 <= Decimal(100 * hits) / images - shown < Decimal(10) ** -digits
 
 
 @pytest.mark.parametrize("failure", [0.3, 0.05, 1e-3, 2e-4, 3.3e-9, 7e-15, 1e-30])
 def test_a_confidence_is_rounded_down_and_told_from_1(failure: float) -> None:
     for whole in (1, 100):
-        shown = Decimal(confidence(failure, whole))
+        shown = Decimal(threat.confidence(failure, whole))
         exact = whole * (1 - Decimal(repr(failure)))
         assert shown <= exact
         assert shown < whole
@@ -206,14 +188,14 @@ def nested(depth: int) -> Any:
 def test_a_header_is_bounded_and_of_one_command(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     file.write_text(json.dumps(header()) + "\n")
-    assert read_records(file, "certify")[0].checkpoint == "0" * 64
+    assert records.read_records(file, "certify")[0].checkpoint == "0" * 64
     with pytest.raises(DataError, match="records of certify, not of attack"):
-        read_records(file, "attack")
+        records.read_records(file, "attack")
     for name, wrong in itertools.product(
         ("parameters", "network"), ({"a": "a" * 10**6}, {"a": nested(60)})
     ):
         with pytest.raises(DataError, match="not the header"):
-            parse_records((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
+            image_records.parse_records((json.dumps(header(**{name: wrong})) + "\n").encode(), file)
 
 
 def test_a_line_may_be_long_and_a_file_longer(
@@ -230,11 +212,11 @@ def test_a_line_may_be_long_and_a_file_longer(
         "pixels": "0" * 16,
     }
     data = line + (json.dumps(row) + "\n").encode() * 9
-    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 1)
-    assert len(parse_records(data, tmp_path)[1]) == 9
-    monkeypatch.setattr(record_lines, "LONGEST_LINE", len(line) - 2)
+    monkeypatch.setattr(image_records, "LONGEST_LINE", len(line) - 1)
+    assert len(image_records.parse_records(data, tmp_path)[1]) == 9
+    monkeypatch.setattr(image_records, "LONGEST_LINE", len(line) - 2)
     with pytest.raises(DataError, match="a line of"):
-        parse_records(data, tmp_path)
+        image_records.parse_records(data, tmp_path)
 
 
 def is_let_in(row: dict[str, Any], kind: type) -> bool:
@@ -260,7 +242,7 @@ def test_a_record_of_an_attack_says_one_thing() -> None:
             or (told[0] == 2 and told[2:4] == (False, 0.0) and told[5] is None)
         )
         fields = dict(zip(names, (*told[:2], {"pgd": told[2]}, *told[3:]), strict=True))
-        assert is_let_in({**row, **fields}, AttackedFields) is true, told
+        assert is_let_in({**row, **fields}, image_records.AttackRecord) is true, told
 
 
 @pytest.mark.parametrize(
@@ -280,15 +262,23 @@ def test_an_attack_leaves_no_more_than_was_right(
         "epsilon": 0.5,
     }
     result = msgspec.convert(
-        {**part, "curve": {"0.25": curve}, "parts": [part] * parts}, AttackResult
+        {**part, "curve": {"0.25": curve}, "parts": [part] * parts}, evidence_schema.AttackResult
     )
     assert (
-        bool([*_evidence_contradictions(Decoded("attack", AttackParameters(), result))])
+        bool(
+            [
+                *_evidence_contradictions(
+                    Decoded("attack", evidence_schema.AttackParameters(), result)
+                )
+            ]
+        )
         is contradicts
     )
     result.curve["far"] = 0.5
     with pytest.raises(Refused, match="far"):
-        list(_evidence_contradictions(Decoded("attack", AttackParameters(), result)))
+        list(
+            _evidence_contradictions(Decoded("attack", evidence_schema.AttackParameters(), result))
+        )
 
 
 @pytest.mark.parametrize(
@@ -301,8 +291,12 @@ def test_no_more_images_are_fooled_than_do_not_withstand(
     """Of four images three were right, and two withstood."""
     shares = {"clean": 0.75, "robust": 0.5, "attacks": {}, "median_norm": None, "epsilon": 0.5}
     counts = {"norm": "l2", "images": 4, "fooled": fooled, "fooled_8bit": as_files}
-    result = msgspec.convert({**shares, **counts, "curve": {}, "parts": []}, AttackResult)
-    found = [*_evidence_contradictions(Decoded("attack", AttackParameters(), result))]
+    result = msgspec.convert(
+        {**shares, **counts, "curve": {}, "parts": []}, evidence_schema.AttackResult
+    )
+    found = [
+        *_evidence_contradictions(Decoded("attack", evidence_schema.AttackParameters(), result))
+    ]
     assert bool(found) is contradicts, found
 
 
@@ -323,8 +317,8 @@ def test_what_is_kept_is_a_share_of_its_images(figure: str) -> None:
         "trained_on": False,
     }
     for share in (0.25, 0.3):
-        result = msgspec.convert({**fields, figure: share}, KeptResult)
-        entry = Decoded("adapt", KeptParameters("digits"), result)
+        result = msgspec.convert({**fields, figure: share}, evidence_schema.KeptResult)
+        entry = Decoded("adapt", evidence_schema.KeptParameters("digits"), result)
         with pytest.raises(Refused) if share == 0.3 else nullcontext():
             assert list(_evidence_contradictions(entry)) == []
 
@@ -365,7 +359,7 @@ def test_a_record_of_an_attack_by_patches_says_one_thing() -> None:
     for told in itertools.product((1, 2, None), (1, 2, None), (True, False), (None, (0, 0))):
         names = ("prediction", "adversarial_prediction", "robust", "corner")
         fields = dict(zip(names, (told[0], told[1], {"2x2": told[2]}, told[3]), strict=True))
-        assert is_let_in({**row, **fields}, PatchAttackedFields) is (told in said)
+        assert is_let_in({**row, **fields}, image_records.PatchRecord) is (told in said)
 
 
 PATCHES = {
@@ -400,8 +394,8 @@ def test_evidence_of_patches_does_not_contradict_itself(name: str) -> None:
     about = {"dataset": "digits", "split": "test", "limit": None, "seed": 0, "method": "patch"}
     said = list(
         _certify_contradictions(
-            msgspec.convert(about, CertifyParameters),
-            msgspec.convert({**result, **change}, CertifyResult),
+            msgspec.convert(about, evidence_schema.CertifyParameters),
+            msgspec.convert({**result, **change}, evidence_schema.CertifyResult),
         )
     )
     assert len(said) == len(found)
@@ -418,6 +412,9 @@ def test_a_seed_is_below_two_to_the_64() -> None:
         "precision": "float32",
         "noise": "gaussian",
     }
-    assert schema.convert_json({**options, "seed": 2**64 - 1}, SmoothingOptions).seed == 2**64 - 1
+    assert (
+        schema.convert_json({**options, "seed": 2**64 - 1}, evidence_schema.SmoothingOptions).seed
+        == 2**64 - 1
+    )
     with pytest.raises(Refused, match="seed"):
-        schema.convert_json({**options, "seed": 2**64}, SmoothingOptions)
+        schema.convert_json({**options, "seed": 2**64}, evidence_schema.SmoothingOptions)

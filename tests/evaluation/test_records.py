@@ -14,18 +14,13 @@ import msgspec
 import pytest
 
 from certcli.certify import methods
-from certcli.certify.certificate import Certificate, certified_accuracy
+from certcli.certify.certificate import certified_accuracy
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import record_lines
-from certcli.evaluation.intervals import lower_confidence, share_interval, upper_confidence
-from certcli.evaluation.records import FEW, PIXELS, RecordFile, read_records
-from certcli.evaluation.threat import Threat, attacked_percent
-from certcli.images import datasets
-from certcli.images.labelled import Images
+from certcli.evaluation import image_records, intervals, record_lines, records, threat
+from certcli.images import datasets, labelled
 from certcli.report import figures
 from certcli.system.errors import DataError, OutputError, UsageError
-from tests.helpers.commands import attempt, certvit, document
-from tests.helpers.grids import EVERY
+from tests.helpers import commands, grids
 
 pytestmark = pytest.mark.usefixtures("proven_once")
 
@@ -44,13 +39,13 @@ def tail(trials: int, least: int, p: Fraction) -> Fraction:
 @pytest.mark.parametrize("alpha", [0.001, 0.05])
 def test_confidence_bounds_against_exact_sums(successes: int, trials: int, alpha: float) -> None:
     """The stated p is on the safe side of the exact quantile, and no further than 1e-10 from it."""
-    low = Fraction(lower_confidence(successes, trials, alpha))
+    low = Fraction(intervals.lower_confidence(successes, trials, alpha))
     assert (
         tail(trials, successes, low)
         <= Fraction(alpha)
         < tail(trials, successes, low * (1 + Fraction(1, 10**10)))
     )
-    high = Fraction(upper_confidence(successes, trials, alpha))
+    high = Fraction(intervals.upper_confidence(successes, trials, alpha))
     if successes < trials:
         least = tail(trials, trials - successes, 1 - high)  # failures, as successes of 1 - p
         assert (
@@ -68,12 +63,12 @@ def test_intervals_agree_with_known_values() -> None:
         ((10, 10), (0.6915029, 1.0)),
         ((1, 1), (0.025, 1.0)),
     ):
-        assert share_interval(*counts) == pytest.approx(ends, abs=1e-6)
+        assert intervals.share_interval(*counts) == pytest.approx(ends, abs=1e-6)
     for wrong in ((1, 0), (3, 2), (-1, 4)):
         with pytest.raises(DataError):
-            share_interval(*wrong)
+            intervals.share_interval(*wrong)
     for alpha in (0.0, 1.0, -0.5, 1.5, math.nan):
-        for bound in (lower_confidence, upper_confidence):
+        for bound in (intervals.lower_confidence, intervals.upper_confidence):
             with pytest.raises(ValueError, match="alpha"):
                 bound(3, 4, alpha)
 
@@ -99,7 +94,7 @@ def proven(workshop: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kept", [100, 0.4, 1.0, *[0, 0.9] * EVERY], ids=lambda kept: f"{kept} of the file"
+    "kept", [100, 0.4, 1.0, *[0, 0.9] * grids.EVERY], ids=lambda kept: f"{kept} of the file"
 )
 def test_a_resumed_certify_is_an_uninterrupted_one(
     proven: Path, tmp_path: Path, kept: float, monkeypatch: pytest.MonkeyPatch
@@ -108,7 +103,7 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
     whole = tmp_path / "whole.jsonl"
     parts = tmp_path / "parts.jsonl"
     words = ("certify", proven, "--limit", 40, "--batch-size", 15)
-    expected = document(*words, "--records", whole)
+    expected = commands.document(*words, "--records", whole)
     written = whole.read_bytes()
     parts.write_bytes(written[: int(kept * len(written)) if isinstance(kept, float) else kept])
     complete = parts.read_bytes().count(b"\n") - 1
@@ -126,9 +121,9 @@ def test_a_resumed_certify_is_an_uninterrupted_one(
 
     monkeypatch.setattr(methods, "prepare_method", counting)
     taken = max(end for end in (0, 15, 30, 40) if end <= max(0, complete))
-    again = min(taken, FEW)
+    again = min(taken, records.FEW)
     told = {"resumed": {"records": taken, "computed_again": again}} if taken else {}
-    assert document(*words, "--records", parts, "--resume") == {**expected, **told}
+    assert commands.document(*words, "--records", parts, "--resume") == {**expected, **told}
     assert parts.read_bytes() == written
     new = [size for size, end in zip((15, 15, 10), (15, 30, 40), strict=True) if end > taken]
     assert certified == new + [size for size in (min(again, 15), again - 15) if size > 0]
@@ -138,7 +133,7 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
     proven: Path, workshop: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "r.jsonl"
-    document("certify", proven, "--limit", 20, "--records", path)
+    commands.document("certify", proven, "--limit", 20, "--records", path)
     before = path.read_bytes()
     others = [
         ("checkpoint", "certify", workshop / "constrained.safetensors", "--limit", 20),
@@ -156,16 +151,18 @@ def test_records_of_another_run_are_refused_and_the_difference_is_named(
         ),
     ]
     for named, *words in others:
-        failure = attempt(*words, "--records", path, "--resume").exception
+        failure = commands.attempt(*words, "--records", path, "--resume").exception
         assert isinstance(failure, UsageError), (words, failure)
         assert named in failure.message
     assert isinstance(
-        attempt("certify", proven, "--limit", 20, "--records", path).exception, UsageError
+        commands.attempt("certify", proven, "--limit", 20, "--records", path).exception, UsageError
     )
-    assert isinstance(attempt("certify", proven, "--resume").exception, UsageError)
+    assert isinstance(commands.attempt("certify", proven, "--resume").exception, UsageError)
     assert path.read_bytes() == before
     path.write_bytes(before.replace(b'"index"', b'"undex"', 1))
-    failure = attempt("certify", proven, "--limit", 20, "--records", path, "--resume").exception
+    failure = commands.attempt(
+        "certify", proven, "--limit", 20, "--records", path, "--resume"
+    ).exception
     assert isinstance(failure, DataError)
     assert "line 2 of" in failure.message
 
@@ -180,7 +177,7 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
         norm="l2",
         parameters={"sigma": 0.25, "n": 100},
     )
-    with RecordFile(tmp_path / "r.jsonl", run, images):
+    with records.RecordFile(tmp_path / "r.jsonl", run, images):
         pass
     turned = msgspec.structs.replace(run, parameters={"n": 100, "sigma": 0.25})
     assert json.dumps(run.to_json()) == json.dumps(turned.to_json())
@@ -197,10 +194,10 @@ def test_the_method_and_its_parameters_belong_to_the_run(plain: Checkpoint, tmp_
         (msgspec.structs.replace(run, norm="linf"), "norm is l2 there and linf here"),
     ):
         with pytest.raises(UsageError, match=named):
-            RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
+            records.RecordFile(tmp_path / "r.jsonl", other, images, resume=True)
 
 
-OneImage = tuple[record_lines.Run, Images, dict[str, Any]]
+OneImage = tuple[record_lines.Run, labelled.Images, image_records.Certificate]
 
 
 @pytest.fixture
@@ -208,8 +205,10 @@ def one_image(plain: Checkpoint) -> OneImage:
     """A run on one image, and its record."""
     images = datasets.load_dataset("digits", plain.record.input, "test").select(range(1))
     run = record_lines.Run.of("certify", plain.digest, images, "local", norm="l2", parameters={})
-    certificate = Certificate(int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0)
-    return run, images, certificate.to_json()
+    certificate = image_records.Certificate(
+        int(images.indices[0]), int(images.labels[0]), 3, 0.5, "local", 0.0
+    )
+    return run, images, certificate
 
 
 def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
@@ -223,9 +222,9 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
-        with RecordFile(path, run, images) as file:
+        with records.RecordFile(path, run, images) as file:
             with pytest.raises(ValueError, match="not JSON compliant"):
-                file.write([{**row, "radius": math.nan}])
+                file.write([msgspec.structs.replace(row, radius=math.nan)])
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
             for _ in range(1000):
                 file.write([row])
@@ -236,14 +235,14 @@ def test_a_disk_that_fills_is_one_error_and_what_fitted_is_gone_on_with(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.stat().st_size == 5000
-    assert RecordFile(path, run, images, resume=True).earlier > 10
+    assert records.RecordFile(path, run, images, resume=True).earlier > 10
 
 
 def test_records_are_on_disk_when_they_are_written(one_image: OneImage, tmp_path: Path) -> None:
     """So that a run that is killed loses none."""
     run, images, row = one_image
     path = tmp_path / "r.jsonl"
-    with RecordFile(path, run, images) as file:
+    with records.RecordFile(path, run, images) as file:
         for lines in range(1, 4):
             assert path.read_bytes().count(b"\n") == lines
             file.write([row])
@@ -252,23 +251,23 @@ def test_records_are_on_disk_when_they_are_written(one_image: OneImage, tmp_path
 def test_two_runs_do_not_write_one_file(one_image: OneImage, tmp_path: Path) -> None:
     run, images, _ = one_image
     path = tmp_path / "r.jsonl"
-    with RecordFile(path, run, images):
+    with records.RecordFile(path, run, images):
         whole = path.read_bytes()
         for options in ({"force": True}, {"resume": True}):
             with pytest.raises(OutputError, match="another run writes it"):
-                RecordFile(path, run, images, **options)
+                records.RecordFile(path, run, images, **options)
         assert path.read_bytes() == whole
     with pytest.raises(UsageError, match="another run") as refused:
-        RecordFile(path, msgspec.structs.replace(run, norm="linf"), images, resume=True)
+        records.RecordFile(path, msgspec.structs.replace(run, norm="linf"), images, resume=True)
     assert refused.tb is not None  # it holds the refused object, which must not hold the file
     for kept in (len(whole), 20):  # stopped behind its header, and within it
         path.write_bytes(whole[:kept])
-        with RecordFile(path, run, images, resume=True):
+        with records.RecordFile(path, run, images, resume=True):
             assert path.read_bytes() == whole
-    other = Certificate(999, 1, 1, 0.5, "local", 0.0).to_json() | {PIXELS: "0" * 16}
+    other = image_records.Certificate(999, 1, 1, 0.5, "local", 0.0, pixels="0" * 16).to_json()
     path.write_bytes(whole + json.dumps(other).encode() + b"\n")
     with pytest.raises(DataError, match="has a record of image 999"):
-        RecordFile(path, run, images, resume=True)
+        records.RecordFile(path, run, images, resume=True)
 
 
 def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_path: Path) -> None:
@@ -277,18 +276,18 @@ def test_the_header_says_what_was_assumed_of_the_network(workshop: Path, tmp_pat
     """
     path = tmp_path / "r.jsonl"
     words = ("certify", workshop / "certified.safetensors", "--records", path)
-    certvit(*words, "--limit", 4)
+    commands.certvit(*words, "--limit", 4)
     header, *rows = path.read_text().splitlines()
     stated = json.loads(header)
     assert stated["network"]["architecture"]["from"] == "its record"
     assert stated["network"]["mean"]["value"] == "0.5"
     del stated["network"]
     path.write_text("\n".join([json.dumps(stated), *rows[:2]]) + "\n")
-    certvit(*words, "--limit", 4, "--resume")
+    commands.certvit(*words, "--limit", 4, "--resume")
     assert len(path.read_text().splitlines()) == 5
-    run, read = read_records(path, "certify")
+    run, read = records.read_records(path, "certify")
     assert run.checkpoint == stated["checkpoint"]
-    assert [row["index"] for row in read] == [json.loads(row)["index"] for row in rows]
+    assert [row.index for row in read] == [json.loads(row)["index"] for row in rows]
 
 
 BROKEN = {
@@ -308,7 +307,7 @@ def test_files_that_are_no_records(kind: str, proven: Path, tmp_path: Path) -> N
     path.write_bytes(BROKEN[kind])
     for command, word in (("certify", "--attack-records"), ("attack", "--only-certified")):
         for named in (path, tmp_path / "absent.jsonl", tmp_path):
-            failure = attempt(command, proven, word, named, "--limit", 5).exception
+            failure = commands.attempt(command, proven, word, named, "--limit", 5).exception
             assert isinstance(failure, DataError), (command, named, failure)
             assert str(named) in failure.message
 
@@ -317,7 +316,7 @@ def test_a_figure_compares_the_images_that_both_know(
     proven: Path, workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attacked = tmp_path / "a.jsonl"
-    left = document(
+    left = commands.document(
         "attack",
         proven,
         "-a",
@@ -338,8 +337,8 @@ def test_a_figure_compares_the_images_that_both_know(
         figures, "draw_certified", lambda *given: (drawn.append(given), draw(*given))
     )
     words = ("certify", proven, "-e", 0.3, "--limit", 60, "--plot", tmp_path / "f.png", "--force")
-    whole = document(*words)
-    common = document(*words, "--attack-records", attacked)
+    whole = commands.document(*words)
+    common = commands.document(*words, "--attack-records", attacked)
     assert whole == common  # the figure changes nothing but itself
     (every, nothing, *_), (some, shares, _, _, title, *_) = drawn
     assert len(every["lipschitz: certified (proven)"]) == whole["images"] == 60
@@ -353,12 +352,12 @@ def test_a_figure_compares_the_images_that_both_know(
         sum(radius > 0.3 for radius in some["lipschitz: certified (proven)"]) / 30 <= left["robust"]
     )
     assert title == "certified on digits (test), n = 30"
-    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {attacked_percent(left['curve']['0.1'])} at 0.1"
-    shown = attempt(*words, "--attack-records", attacked).stdout
+    told = f"30 of these images: {100 * left['clean']:.1f} % at 0, {threat.attacked_percent(left['curve']['0.1'])} at 0.1"
+    shown = commands.attempt(*words, "--attack-records", attacked).stdout
     assert told in shown
     (clean,) = [line for line in shown.splitlines() if line.startswith("clean ")]
     assert f"{100 * left['clean']:.1f} %" in clean
-    several = attempt(
+    several = commands.attempt(
         *words,
         "--method",
         "lipschitz",
@@ -379,13 +378,13 @@ def test_a_figure_compares_the_images_that_both_know(
         (("certify", other), "another network"),
         (("certify", proven, "--split", "val"), "is another one in"),
     ):
-        failure = attempt(
+        failure = commands.attempt(
             *refused, "--attack-records", attacked, "--plot", tmp_path / "g.png"
         ).exception
         assert isinstance(failure, DataError)
         assert named in failure.message
     assert not (tmp_path / "g.png").exists()
-    document(
+    commands.document(
         "attack",
         proven,
         "-a",
@@ -399,7 +398,7 @@ def test_a_figure_compares_the_images_that_both_know(
         attacked,
         "--force",
     )
-    failure = attempt(
+    failure = commands.attempt(
         "certify", proven, "--attack-records", attacked, "--plot", tmp_path / "g.png"
     ).exception
     assert isinstance(failure, DataError)
@@ -408,7 +407,7 @@ def test_a_figure_compares_the_images_that_both_know(
 
 def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
-    found = document(
+    found = commands.document(
         "certify",
         proven,
         "-e",
@@ -422,34 +421,35 @@ def test_the_document_says_what_was_certified(proven: Path, tmp_path: Path) -> N
         "--min-certified",
         0,
     )
-    run, rows = read_records(path, "certify")
+    run, rows = records.read_records(path, "certify")
     assert found["checkpoint"] == run.checkpoint == Checkpoint.read(proven).digest
     assert found["dataset"] == msgspec.to_builtins(run.dataset)
     assert (found["promise"], found["method"], found["failure"]) == ("proof", "lipschitz", 0.0)
     assert found["bound"]["upper"] > 0
-    certificates = [Certificate.from_json(row) for row in rows]
-    expected = certified_accuracy(certificates, [Threat("l2", 0.1), Threat("l2", 0.3)])
+    expected = certified_accuracy(rows, [threat.Threat("l2", 0.1), threat.Threat("l2", 0.3)])
     assert found["certified"] == expected.certified
     assert found["intervals"]["0.3"] == list(
-        share_interval(round(50 * expected.certified["0.3"]), 50)
+        intervals.share_interval(round(50 * expected.certified["0.3"]), 50)
     )
     assert found["gate"] == {"passed": True, "verdict": "passed", "reasons": []}
-    assert all(len(row[PIXELS]) == 16 for row in rows)
+    assert all(len(row.pixels) == 16 for row in rows)
 
 
 def test_an_abstention_and_an_unbounded_radius_survive_the_file() -> None:
     for certificate in (
-        Certificate(3, 1, None, 0.0, "smoothing", 0.001, seconds=0.5),
-        Certificate(4, 1, 1, float("inf"), "lipschitz", 0.0),
-        Certificate(5, 1, 2, 0.25, "local", 0.0, rung="zonotope"),
+        image_records.Certificate(3, 1, None, 0.0, "smoothing", 0.001, seconds=0.5),
+        image_records.Certificate(4, 1, 1, float("inf"), "lipschitz", 0.0),
+        image_records.Certificate(5, 1, 2, 0.25, "local", 0.0, rung="zonotope"),
     ):
         row = json.loads(json.dumps(certificate.to_json(), allow_nan=False))
-        assert Certificate.from_json(row) == certificate
+        assert msgspec.convert(row, image_records.Certificate) == certificate
     rows = [
-        Certificate(1, 1, None, 0.0, "smoothing", 0.001),
-        Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
+        image_records.Certificate(1, 1, None, 0.0, "smoothing", 0.001),
+        image_records.Certificate(2, 1, 1, 0.5, "smoothing", 0.001),
     ]
-    found = certified_accuracy(rows, [Threat("l2", 0.25), Threat("l2", 0.5)]).to_json()
+    found = certified_accuracy(
+        rows, [threat.Threat("l2", 0.25), threat.Threat("l2", 0.5)]
+    ).to_json()
     assert (found["clean"], found["certified"], found["abstained"]) == (
         0.5,
         {"0.25": 0.5, "0.5": 0.0},

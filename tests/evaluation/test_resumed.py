@@ -11,8 +11,7 @@ import pytest
 
 from certcli.certify import methods
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import evidence_schema, records
-from certcli.evaluation.evidence import decode_evidence
+from certcli.evaluation import evidence, evidence_schema, records
 from tests.helpers.commands import attempt, document
 
 pytestmark = pytest.mark.usefixtures("proven_once")
@@ -59,7 +58,7 @@ NINE = ("--limit", 9, "--batch-size", 3)
 BEYOND = ("--limit", 20, "-e", 5)
 HONEST: dict[str, tuple[object, ...]] = {
     "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
-    "norms": ("--method", "local", "--effort", "norms", "-e", 0.001),
+    "local": ("--method", "local", "--effort", "tokens", "-e", 0.001),
 }
 
 
@@ -110,7 +109,7 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
 
 
 @pytest.mark.parametrize(
-    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("norms", "gate")]
+    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("local", "gate")]
 )
 def test_honest_records_of_methods_that_draw_or_search_agree(
     workshop: Path, made: Path, tmp_path: Path, method: str, way: str
@@ -160,4 +159,4 @@ def test_what_a_command_writes_is_understood(words: str, workshop: Path, tmp_pat
     entries = Checkpoint.read(file).record.evidence
     assert entries[-1].command == ("attack" if command == "audit" else command)
     for entry in entries:
-        decode_evidence(entry)
+        evidence.decode_evidence(entry)

@@ -11,20 +11,8 @@ import pytest
 import torch
 from scipy.stats import binom
 
-from certcli.certify.certificate import Certificate, certified_accuracy
-from certcli.evaluation.intervals import (
-    CHANCE,
-    FAILED,
-    PASSED,
-    UNDECIDED,
-    Demand,
-    Look,
-    Sample,
-    judge_sample,
-    planned_looks,
-    verdict_of,
-)
-from certcli.evaluation.perturbation import Region
+from certcli.certify.certificate import certified_accuracy
+from certcli.evaluation import image_records, intervals, perturbation
 from certcli.evaluation.threat import Patch, Threat
 from certcli.system.errors import Refused, UsageError
 
@@ -74,7 +62,7 @@ def test_threats_of_two_norms_have_no_order_and_no_common_shares() -> None:
         for compare in (min, max, lambda a, b: a >= b):
             with pytest.raises(TypeError, match="cannot be compared"):
                 compare(ASCENDING[one][1], ASCENDING[other][1])
-        rows = [Certificate(0, 1, 1, 0.5, "lipschitz", 0.0)]
+        rows = [image_records.Certificate(0, 1, 1, 0.5, "lipschitz", 0.0)]
         with pytest.raises(TypeError, match="cannot be compared"):
             certified_accuracy(rows, [ASCENDING[one][1], ASCENDING[other][1]])
     with pytest.raises(TypeError):
@@ -95,11 +83,11 @@ def test_what_a_threat_allows(threat: Threat) -> None:
     image = torch.full((3, 6, 6), 0.5).double()
     away = torch.ones(3, 6, 6).double()
     if isinstance(threat.size, Patch):
-        region = Region.within(threat.size, [(3, 2)], image[None])
+        region = perturbation.Region.within(threat.size, [(3, 2)], image[None])
         wrong = region.project(away[None], image[None])[0].clone()
         wrong[0, 0, 0] = 0.0
     else:
-        region = Region(threat.norm, threat.radius)
+        region = perturbation.Region(threat.norm, threat.radius)
         wrong = image + 1.01 * threat.radius * region.steepest(away[None])[0]
     inside = region.project(away[None], image[None])[0]
     # the projection rounds in the last digit
@@ -123,18 +111,20 @@ def test_a_patch_allows_no_row_and_no_column_more(rows: int, columns: int, allow
 @pytest.mark.parametrize(
     ("hits", "images", "demand", "verdict"),
     [
-        (6, 20, Demand(0.4), UNDECIDED),  # 12 to 54 %
-        (49, 200, Demand(0.4), FAILED),
-        (120, 200, Demand(0.4), PASSED),
-        (0, 3, Demand(0.0), PASSED),
-        (0, 3, Demand(0.0, more=True), UNDECIDED),
-        (3, 3, Demand(1.0), UNDECIDED),
-        (3, 3, Demand(1.0, more=True), FAILED),  # no share is more
+        (6, 20, intervals.Demand(0.4), intervals.UNDECIDED),  # 12 to 54 %
+        (49, 200, intervals.Demand(0.4), intervals.FAILED),
+        (120, 200, intervals.Demand(0.4), intervals.PASSED),
+        (0, 3, intervals.Demand(0.0), intervals.PASSED),
+        (0, 3, intervals.Demand(0.0, more=True), intervals.UNDECIDED),
+        (3, 3, intervals.Demand(1.0), intervals.UNDECIDED),
+        (3, 3, intervals.Demand(1.0, more=True), intervals.FAILED),  # no share is more
     ],
     ids=str,
 )
-def test_the_interval_decides(hits: int, images: int, demand: Demand, verdict: str) -> None:
-    assert verdict_of(hits, images, demand) == verdict
+def test_the_interval_decides(
+    hits: int, images: int, demand: intervals.Demand, verdict: str
+) -> None:
+    assert intervals.verdict_of(hits, images, demand) == verdict
 
 
 @pytest.mark.parametrize(
@@ -142,25 +132,25 @@ def test_the_interval_decides(hits: int, images: int, demand: Demand, verdict: s
     [(4, [4]), (50, [50]), (60, [50, 60]), (200, [50, 100, 200]), (450, [50, 100, 200, 400, 450])],
 )
 def test_looks_come_at_places_that_no_clock_chooses(available: int, counts: list[int]) -> None:
-    assert planned_looks(available) == counts
+    assert intervals.planned_looks(available) == counts
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.4, 0.5, 0.9])
 def test_more_time_never_changes_a_verdict(share: float) -> None:
     draw = random.Random(round(100 * share))
-    demand = Demand(0.4)
+    demand = intervals.Demand(0.4)
     for available in (7, 50, 120, 200):
         outcomes = [draw.random() < share for _ in range(available)]
         verdicts = [
-            judge_sample(Sample(outcomes[:count], available), demand).verdict
+            intervals.judge_sample(intervals.Sample(outcomes[:count], available), demand).verdict
             for count in range(available + 1)
         ]
-        first = next((v for v in verdicts if v != UNDECIDED), UNDECIDED)
+        first = next((v for v in verdicts if v != intervals.UNDECIDED), intervals.UNDECIDED)
         begun = verdicts.index(first)
-        assert set(verdicts[:begun]) <= {UNDECIDED}
+        assert set(verdicts[:begun]) <= {intervals.UNDECIDED}
         assert set(verdicts[begun:]) == {first}
         if available > 50:
-            assert begun >= 50 or first == UNDECIDED
+            assert begun >= 50 or first == intervals.UNDECIDED
 
 
 @pytest.mark.parametrize("available", [50, 200, 800])
@@ -168,25 +158,34 @@ def test_false_verdicts_are_as_rare_as_the_intervals_say(available: int) -> None
     """Exactly, look by look: a network whose true share is the demand passes a look with half of
     the chance at most.
     """
-    planned = planned_looks(available)
-    chance = CHANCE / len(planned)
+    planned = intervals.planned_looks(available)
+    chance = intervals.CHANCE / len(planned)
     total = 0.0
     for count in planned:
-        verdicts = [verdict_of(hits, count, Demand(0.4), chance) for hits in range(count + 1)]
-        passing = verdicts.index(PASSED)
-        assert verdicts == sorted(verdicts, key=(FAILED, UNDECIDED, PASSED).index)
+        verdicts = [
+            intervals.verdict_of(hits, count, intervals.Demand(0.4), chance)
+            for hits in range(count + 1)
+        ]
+        passing = verdicts.index(intervals.PASSED)
+        assert verdicts == sorted(
+            verdicts, key=(intervals.FAILED, intervals.UNDECIDED, intervals.PASSED).index
+        )
         total += float(binom.sf(passing - 1, count, 0.4))
-    assert total <= CHANCE / 2
+    assert total <= intervals.CHANCE / 2
 
 
 def test_a_proven_share_is_rounded_down_and_a_measured_one_to_the_nearest() -> None:
-    look = Look(79, 120, 0.05, PASSED)
+    look = intervals.Look(79, 120, 0.05, intervals.PASSED)
     assert look.counted().startswith("79 of 120 images (65 %")
     assert look.counted(proven=False).startswith("79 of 120 images (66 %")
 
 
 @pytest.mark.parametrize("available", [4, 60, 450])
 def test_the_chance_of_a_false_verdict_is_divided_among_the_looks(available: int) -> None:
-    look = judge_sample(Sample([True] * min(available, 50), available), Demand(0.4))
-    assert look.chance == pytest.approx(CHANCE / len(planned_looks(available)))
-    assert look.verdict == (UNDECIDED if available == 4 else PASSED)  # 4 of 4: 40 % at least
+    look = intervals.judge_sample(
+        intervals.Sample([True] * min(available, 50), available), intervals.Demand(0.4)
+    )
+    assert look.chance == pytest.approx(intervals.CHANCE / len(intervals.planned_looks(available)))
+    assert look.verdict == (
+        intervals.UNDECIDED if available == 4 else intervals.PASSED
+    )  # 4 of 4: 40 % at least

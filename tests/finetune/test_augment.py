@@ -72,8 +72,7 @@ def test_colours_change_by_an_own_amount_each_and_stay_in_range(name: str, moved
     jittered = moves.augment_batch(images, (name,), torch.zeros(1), generator)
     assert torch.equal(images, before)
     assert jittered.shape == images.shape
-    assert float(jittered.min()) >= 0
-    assert float(jittered.max()) <= 1
+    assert 0 <= float(jittered.min()) <= float(jittered.max()) <= 1
     assert len({tuple(image.flatten().tolist()) for image in jittered}) == 20
     again = moves.augment_batch(images, (name,), torch.zeros(1), torch.Generator().manual_seed(0))
     assert torch.equal(jittered, again)
@@ -159,8 +158,7 @@ def test_attacked_images_stay_in_the_ball_and_cost_more(
     region = Region(norm, radius)  # type: ignore[arg-type]
     # a step in float32 may pass the radius by its rounding
     assert float(image_norms(adversarial - images, region.norm).max()) <= radius * (1 + 1e-5)
-    assert float(adversarial.min()) >= 0
-    assert float(adversarial.max()) <= 1
+    assert 0 <= float(adversarial.min()) <= float(adversarial.max()) <= 1
     with torch.no_grad():
         assert float(error(model(adversarial))) > float(error(model(images)))
 

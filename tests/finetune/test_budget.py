@@ -30,17 +30,14 @@ from certcli.finetune.budget import (
 )
 from certcli.finetune.loop import Trainer
 from certcli.finetune.option_texts import parse_duration, share_done
-from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.state import KEY
 from certcli.finetune.step import Diverged
 from certcli.finetune.validation import Quality
-from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import CheckpointError, OutputError, UsageError
 from certcli.system.files import atomic_file
 from tests.helpers.commands import attempt
-
-LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
+from tests.helpers.training import LIPSCHITZ, digit_sets, trainer_of
 
 
 @pytest.fixture
@@ -140,16 +137,19 @@ def test_a_plan_fits_its_time_and_wastes_little(
 
 def test_measuring_a_run_leaves_it_as_it_was(start: Path) -> None:
     checkpoint = Checkpoint.read(start)
-    sets = [
-        datasets.load_dataset("digits", checkpoint.record.input, split).limit(64)
-        for split in ("train", "val")
-    ]
-    settings = FinetuneSettings(
-        optimiser="stiefel", lr=0.01, epochs=2, batch_size=16, ema=0.5, augment=("warp",)
-    )
+    sets = digit_sets(checkpoint, 64, 64)
     ends = []
     for measured in (False, True):
-        run = Trainer(build.load(checkpoint, writable=True), settings, 10, "x")
+        run = trainer_of(
+            checkpoint,
+            optimiser="stiefel",
+            lr=0.01,
+            epochs=2,
+            batch_size=16,
+            ema=0.5,
+            augment=("warp",),
+        )
+        settings = run.settings
         if measured:
             budget.plan_for_budget(run, *sets, budget=0.01, around=Costs(0, 0, 0, 0, 0))
             assert run.settings.steps is not None

@@ -16,12 +16,12 @@ from certcli.finetune.losses import forms
 from certcli.finetune.losses.local import LocalEnclosure, local
 from certcli.finetune.settings import FinetuneSettings
 from certcli.finetune.validation import ENCLOSED_ENTRIES, Quality, Validation
-from certcli.images import datasets
 from certcli.models import build
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm, spread_of
+from certcli.nn.blocks import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError, UsageError
 from tests.helpers.commands import certvit
+from tests.helpers.training import digit_sets, trainer_of
 
 SHAPES: dict[str, dict[str, Any]] = {
     "class token": {},
@@ -57,12 +57,8 @@ def curved_network(**changes: Any) -> PixelModel:
 
 
 def judged_images(model: PixelModel) -> tuple[Tensor, Tensor]:
-    images, _ = (
-        datasets.load_dataset("digits", initialised_plain().record.input, "val")
-        .limit(COUNT)
-        .tensors()
-    )
-    images = images.double()
+    _, images_of = digit_sets(initialised_plain(), 1, COUNT)
+    images = images_of.tensors()[0].double()
     return images, model(images).argmax(1)
 
 
@@ -169,14 +165,8 @@ def test_a_block_that_computes_something_else_is_refused_by_name() -> None:
         LocalEnclosure(model)
 
 
-def trainer_of(checkpoint: Checkpoint, **changes: Any) -> Trainer:
-    settings = FinetuneSettings(**{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
-    return Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
-
-
-def digit_sets(checkpoint: Checkpoint, count: int = 256) -> tuple[datasets.Images, datasets.Images]:
-    train = datasets.load_dataset("digits", checkpoint.record.input, "train").limit(count)
-    return train, datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40)
+def trainer(checkpoint: Checkpoint, **changes: Any) -> Trainer:
+    return trainer_of(checkpoint, **{"batch_size": 64, "lr": 3e-3, "epsilon": 0.05, **changes})
 
 
 def test_the_worst_logits_weigh_what_is_asked() -> None:
@@ -203,8 +193,8 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
         "certcli.finetune.validation.evaluate", lambda *_, **__: Quality(0.95, None, None)
     )
     monkeypatch.setattr(Validation, "_enclosed_share", lambda self, enclosure, images: next(shares))
-    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=4)
-    epochs = list(run.run(*digit_sets(checkpoint)))
+    run = trainer(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=4)
+    epochs = list(run.run(*digit_sets(checkpoint, 256, 40)))
     # no share before the penalty has its weight
     assert [epoch.certified_estimate for epoch in epochs] == [None, None, 0.4, 0.1]
     assert run.best_epoch == 3
@@ -212,10 +202,10 @@ def test_a_run_for_local_certificates_is_judged_by_them_and_chooses_its_epoch_so
 
 def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
     checkpoint = initialised_plain(depth=1)
-    run = trainer_of(checkpoint, loss="local", epochs=3, epsilon=0.02)
-    *_, last = run.run(*digit_sets(checkpoint))
-    few = datasets.load_dataset("digits", checkpoint.record.input, "val").limit(40).limit(32)
-    images, labels = few.tensors()
+    run = trainer(checkpoint, loss="local", epochs=3, epsilon=0.02)
+    sets = digit_sets(checkpoint, 256, 40)
+    *_, last = run.run(*sets)
+    images, labels = sets[1].limit(32).tensors()
     enclosure = LocalEnclosure(run.model)
     every = enclosure.directions(torch.Generator(), 64)
     with torch.no_grad():
@@ -227,21 +217,21 @@ def test_the_share_is_of_margins_that_the_enclosure_leaves_positive() -> None:
 
 def test_a_penalised_network_of_another_kind_is_judged_by_clean_accuracy() -> None:
     checkpoint = initialised_plain(qk_norm=True, depth=1)
-    run = trainer_of(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
-    epochs = list(run.run(*digit_sets(checkpoint)))
+    run = trainer(checkpoint, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
+    epochs = list(run.run(*digit_sets(checkpoint, 256, 40)))
     assert all(epoch.certified_estimate is None for epoch in epochs)
     with pytest.raises(ArchitectureError, match=r"blocks\.0 differs"):
-        trainer_of(checkpoint, loss="local", epochs=2)
+        trainer(checkpoint, loss="local", epochs=2)
 
 
 def test_a_penalised_network_whose_enclosure_takes_long_is_judged_by_clean_accuracy() -> None:
     """An estimate of the usual digits network takes a minute, an epoch of it two seconds."""
     large = initialised_plain(depth=1, embed_dim=64)
-    penalised = trainer_of(large, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
+    penalised = trainer(large, loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2)
     assert LocalEnclosure(penalised.model).entries == ENCLOSED_ENTRIES + 64
     assert penalised.validation.enclosure is None
-    assert trainer_of(large, loss="local", epochs=2).validation.enclosure is not None
-    small = trainer_of(
+    assert trainer(large, loss="local", epochs=2).validation.enclosure is not None
+    small = trainer(
         initialised_plain(depth=1), loss="ce", enclosure_penalty=(0.1, 0.1, 0.1), epochs=2
     )
     assert small.validation.enclosure is not None

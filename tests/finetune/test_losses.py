@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from certcli.certify.chains.sequential import SequentialNetwork
-from certcli.finetune.loop import Trainer
 from certcli.finetune.losses import LOSSES, NEEDS_CHAIN, NEEDS_PAIRS
 from certcli.finetune.losses.bounds import (
     EMMA_FLOOR,
@@ -22,13 +21,12 @@ from certcli.finetune.losses.bounds import (
     ChainBound,
     worst_logits,
 )
-from certcli.finetune.settings import FinetuneSettings
-from certcli.images import datasets
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.models import build
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError, UsageError
 from tests.certify.test_local_lip import NETWORKS, SIZE, images, neighbours, network
+from tests.helpers.training import digit_sets, trainer_of
 
 CERTIFIED = sorted(NEEDS_PAIRS | NEEDS_CHAIN)
 K = 7
@@ -82,7 +80,7 @@ def test_a_bound_that_is_far_too_large_has_a_way_down(name: str, gain: float) ->
     assert float(slope) > 0.01  # a flat one has 1e-9 of it at 30, and none beyond
 
 
-@pytest.mark.parametrize("name", ["lmt", "emma", "trades", *sorted(NEEDS_CHAIN)])
+@pytest.mark.parametrize("name", ["lmt", "emma", "trades", "bcp", "local-lip"])
 def test_at_radius_zero_only_cross_entropy_is_left(name: str) -> None:
     logits, labels, pairs = batch()
     expected = functional.cross_entropy(logits, labels)
@@ -156,13 +154,14 @@ def test_emma_asks_every_pair_for_what_it_has_reached() -> None:
     )
 
 
-def test_gloro_prefers_its_extra_class_exactly_where_nothing_is_certified() -> None:
+@pytest.mark.parametrize("name", ["gloro", "local-lip-gloro"])
+def test_an_extra_class_is_preferred_exactly_where_nothing_is_certified(name: str) -> None:
     """With a large scale cross entropy is 0 or large: below log 2 only where the label wins all k +
     1 classes.
     """
     logits, labels, pairs = batch(count=200)
     radius = 0.4
-    loss = LOSSES.load("gloro")
+    loss = loaded(name)
     margin = logits.gather(1, labels.unsqueeze(1)) - logits - radius * pairs[labels]
     certified = margin.scatter(1, labels.unsqueeze(1), math.inf).amin(dim=1) > 0
     assert 10 < int(certified.sum()) < 190
@@ -202,7 +201,7 @@ CHAINED = sorted(NEEDS_CHAIN)
 
 def chain_bound(model: PixelModel, name: str, iterations: int = 30) -> ChainBound:
     arithmetic = TrainableArithmetic(torch.device("cpu"), iterations=iterations)
-    return ChainBound(model, lambda: arithmetic, drop=name == "local-lip")
+    return ChainBound(model, lambda: arithmetic, drop=name != "bcp")
 
 
 # of "thresholds" the four iterations find 95 % of a norm (measured): training's estimate, no bound
@@ -221,7 +220,7 @@ def test_gains_are_the_certificates_and_above_what_neighbours_reach(name: str, l
         with torch.no_grad():
             gains = bound.gains(pixels, labels, radius).scatter(1, labels[:, None], 0.0)
         values = proven.values(pixels)
-        drop = loss == "local-lip"
+        drop = loss != "bcp"
         lowest = proven.margins(
             values, proven.moves(pixels, values, radii, drop=drop), labels, drop=drop
         )
@@ -267,13 +266,8 @@ def test_chain_gradients_are_those_of_finite_differences(name: str, loss: str) -
 @pytest.mark.parametrize("loss", CHAINED)
 def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
     checkpoint = build.initialise("certvit_4c3f", {"img_size": 8})
-    sets = [
-        datasets.load_dataset("digits", checkpoint.record.input, split).limit(32)
-        for split in ("train", "val")
-    ]
-    settings = FinetuneSettings(loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
-    run = Trainer(build.load(checkpoint, writable=True), settings, 10, "test")
-    (record,) = run.run(*sets)
+    run = trainer_of(checkpoint, loss=loss, epsilon=1e-3, ramp=0, steps=2, batch_size=16)
+    (record,) = run.run(*digit_sets(checkpoint, 32, 32))
     assert run.pairs() is None
     assert record.certified_estimate is not None
     assert record.certified_estimate <= record.clean
@@ -283,4 +277,4 @@ def test_a_run_validates_by_the_bound_it_trains(loss: str) -> None:
 def test_a_network_that_is_no_chain_is_refused() -> None:
     checkpoint = build.initialise("certvit_vit_digits", {})
     with pytest.raises(NoBoundError, match="no chain"):
-        Trainer(build.load(checkpoint, writable=True), FinetuneSettings(loss="bcp"), 10, "test")
+        trainer_of(checkpoint, loss="bcp")

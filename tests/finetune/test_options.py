@@ -21,10 +21,10 @@ from certcli.finetune.stiefel import polar_factor
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system.errors import ArchitectureError, DataError, UsageError
+from tests.helpers.training import LIPSCHITZ, digit_sets, trainer_of
 from tests.helpers.workshop import TINY
 
-Sets = tuple[datasets.Images, datasets.Images]
-LIPSCHITZ = {"patch": 4, "width": 16, "depth": 1, "head": [16]}
+Sets = list[datasets.Images]
 
 
 def initialised(arch: str, arguments: dict, seed: int = 0) -> Checkpoint:
@@ -42,22 +42,18 @@ def taught_by(teacher: Checkpoint, student: Checkpoint, classes: tuple[str, ...]
 
 def trainer(checkpoint: Checkpoint, teacher: bool = False, **options: object) -> Trainer:
     plain = {"loss": "ce", "epochs": 2, "batch_size": 32, "lr": 0.01}
-    settings = FinetuneSettings(**{**plain, **options})  # type: ignore[arg-type]
     taught = None
     if teacher:
         taught = taught_by(
             initialised(checkpoint.record.arch, dict(checkpoint.record.arch_args), seed=1),
             checkpoint,
         )
-    return Trainer(build.load(checkpoint, writable=True), settings, 10, "test", taught)
+    return trainer_of(checkpoint, taught, **{**plain, **options})
 
 
 @pytest.fixture(scope="module")
 def sets(lipschitz: Checkpoint) -> Sets:
-    spec = lipschitz.record.input
-    return datasets.load_dataset("digits", spec, "train").limit(96), datasets.load_dataset(
-        "digits", spec, "val"
-    ).limit(40)
+    return digit_sets(lipschitz, 96, 40)
 
 
 MASKED = {"attack_norm": "l2", "attack_epsilon": 0.5, "attack_steps": 2, "ard_prm": 1.0}

@@ -19,7 +19,7 @@ from certcli.finetune.penalties import EnclosurePenalty, SpectralPenalty
 from certcli.models.pixels import PixelModel
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
-from certcli.nn.norms import FloorNorm
+from certcli.nn.blocks import FloorNorm
 from certcli.system.errors import ArchitectureError, UsageError
 
 LAMBDAS = (0.5, 2.0, 3.0)

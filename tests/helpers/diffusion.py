@@ -45,17 +45,6 @@ NETWORKS: Mapping[str, dict[str, Any]] = {
         "resnet_time_scale_shift": "scale_shift",
         "attn_norm_num_groups": 4,
     },
-    "resampling attention": {
-        **SMALL,
-        "block_out_channels": [8, 8, 16],
-        "layers_per_block": 2,
-        "down_block_types": ["AttnDownBlock2D", "AttnDownBlock2D", "DownBlock2D"],
-        "up_block_types": ["UpBlock2D", "AttnUpBlock2D", "AttnUpBlock2D"],
-        "upsample_type": "resnet",
-        "resnet_time_scale_shift": "scale_shift",
-        "mid_block_scale_factor": 1.5,
-        "center_input_sample": True,
-    },
     "without attention": {
         **SMALL,
         "down_block_types": ["DownBlock2D"] * 2,
@@ -66,11 +55,7 @@ NETWORKS: Mapping[str, dict[str, Any]] = {
 }
 SCHEDULES: Mapping[str, dict[str, Any]] = {
     "linear": {},
-    "scaled linear": {"beta_schedule": "scaled_linear", "beta_end": 0.012},
     "cosine": {"beta_schedule": "squaredcos_cap_v2", "num_train_timesteps": 400},
-    "sigmoid": {"beta_schedule": "sigmoid"},
-    "no signal": {"rescale_betas_zero_snr": True},
-    "trained": {"trained_betas": [0.01, 0.1, 0.2, 0.3], "num_train_timesteps": 4},
 }
 STEPS = (7, 640)
 SIDE = 8

@@ -2,7 +2,6 @@
 measure it.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor, fx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from certcli.enclosure.balls import ball as balls
-from certcli.enclosure.balls.network import NormsNetwork
-from certcli.enclosure.zonotopes import space as zonotopes
 from certcli.enclosure.zonotopes.backward import lower
 from certcli.enclosure.zonotopes.domain import l2_ball, linf_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.margins import nothing_further, optimised
 from certcli.enclosure.zonotopes.network import LocalNetwork
+from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.trace import executed
 from certcli.evaluation.perturbation import Norm
 from certcli.models.pixels import PixelModel
@@ -132,22 +129,12 @@ def ball_places(model: PixelModel, pixels: Tensor, norm: Norm, count: int) -> Te
 
 
 class Enclosed:
-    """A network with both of its enclosures, traced once.
-
-    Attributes:
-        reached: For each of the two domains the entries of its table whose rules have returned a
-            value.
-    """
+    """A network, traced once. reached: the entries of the table whose rules have returned a value."""
 
     def __init__(self, model: PixelModel) -> None:
         self.model = model
-        self.reached: dict[str, set[Entry]] = defaultdict(set)
-        self.networks: dict[type, Any] = {}
-
-    def network(self, kind: type) -> Any:
-        if kind not in self.networks:
-            self.networks[kind] = kind(self.model, IMAGE)
-        return self.networks[kind]
+        self.reached: set[Entry] = set()
+        self.network = LocalNetwork(model, IMAGE)
 
 
 Walk = Callable[[Enclosed, Tensor, float, int], Walked]
@@ -168,31 +155,14 @@ def _zonotopes(
         if start.space.reach is not None:
             fall, rise = start.space.reach
             every = torch.maximum(torch.minimum(every, rise), -fall)
-        local = row.network(LocalNetwork)
+        local = row.network
         logits = row.model(pixels)[0]
         places = [(e, start.at(e)) for e in every]
         walked = Walked(int(logits.argmax()), places, local.ending.trace)
         further = optimised if len(logits) <= FEW else nothing_further
-        with suppress(Unbounded), recorded(zonotopes.rules) as reached:
+        with suppress(Unbounded), recorded(rules) as reached:
             walked.bounds = local.margins(start, walked.label, walked.watch, further)
-        row.reached[zonotopes.rules.domain] |= reached
-        return walked
-
-    return walk
-
-
-def ball_walk(norm: Norm) -> Walk:
-    def walk(row: Enclosed, pixels: Tensor, radius: float, count: int) -> Walked:
-        every = ball_places(row.model, pixels, norm, count)
-        near = row.network(NormsNetwork)
-        places = [(0, pixels + radius * e.view_as(pixels)) for e in every]
-        label = row.model(pixels).argmax(1)
-        walked = Walked(int(label), places, near.ending.trace)
-        radii = torch.tensor([radius], dtype=torch.float64)
-        with recorded(balls.rules) as reached:
-            bounds = near.margins(pixels, radii, label, watch=walked.watch, norm=norm)[0]
-        row.reached[balls.rules.domain] |= reached
-        walked.bounds = bounds.nan_to_num(nan=-torch.inf)
+        row.reached |= reached
         return walked
 
     return walk
@@ -207,7 +177,6 @@ ZONOTOPES: dict[str, Walk] = {
     "l2 with few symbols": _zonotopes("l2", squares=128, limit=100),
     "l2 and back": _zonotopes("l2", in_box=True, tape=True),
 }
-BALLS: dict[str, Walk] = {"l2 ball": ball_walk("l2"), "linf ball": ball_walk("linf")}
 
 
 def sample_images(count: int) -> list[Tensor]:

@@ -14,8 +14,9 @@ from certcli.enclosure.zonotopes.form import Form, Space
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm, signs
 from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
 from certcli.enclosure.zonotopes.products import TIMES, product, squares
+from certcli.enclosure.zonotopes.rules.arithmetic import negative
 from certcli.enclosure.zonotopes.rules.attention import attend, average, scores, softmax
-from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin, negative
+from certcli.enclosure.zonotopes.rules.layers import affine, clipped_relu, maxmin
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.curves import (
     EXP,
@@ -31,8 +32,8 @@ from certcli.engine.curves import (
     SQRT,
     TANH,
 )
+from certcli.nn.blocks import CenterNorm, Spread
 from certcli.nn.layers import ClippedReLU, MaxMin
-from certcli.nn.norms import CenterNorm, Spread
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,12 @@ class Case:
         return middle - truth if self.below else (truth - middle).abs()
 
 
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
 def seeded_weight(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(3)).double()
+    return draw(*shape, seed=3)
 
 
 _W, _B, _G = seeded_weight(5, 4), seeded_weight(5), seeded_weight(4)

@@ -22,6 +22,7 @@ from timm.models.swin_transformer_v2 import WindowAttention as WindowAttentionV2
 from certcli.models.pixels import PixelNormalize, PixelResize, ResizedPixels
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import (
     ChannelRoll,
     ClippedReLU,
@@ -31,8 +32,6 @@ from certcli.nn.layers import (
     Rounded,
     TokenMaxMin,
 )
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers import forwards
 from tests.helpers.spellings import SPELLINGS, bare, calls_on_tokens

@@ -14,7 +14,7 @@ import certcli.system.compat  # noqa: F401
 # isort: split
 import timm.layers as timm_layers
 
-from certcli.nn.norms import TokenBatchNorm
+from certcli.nn.blocks import TokenBatchNorm
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers.lipschitz_cases import f, of_tokens, statistics
 

@@ -17,7 +17,7 @@ from certcli.lipschitz.network import bound_network, propagate, trace_network
 from certcli.lipschitz.numerics.arithmetic import lambert_w_upper
 from certcli.lipschitz.numerics.trainable import TrainableArithmetic
 from certcli.lipschitz.rules.lipschitz_attention import l2_mixing_constant, lambert_w_of_exp
-from certcli.nn.norms import FloorNorm
+from certcli.nn.blocks import FloorNorm
 from certcli.nn.surgery import REPLACEMENTS
 from tests.helpers.lipschitz_cases import f
 from tests.helpers.slopes import slope_at

@@ -105,6 +105,12 @@ def overwritten_view(net: nn.Module, x: Tensor) -> Tensor:
     return z
 
 
+def written_into_part(net: nn.Module, x: Tensor) -> Tensor:
+    y = x * 2
+    y[:, 0] = x[:, 1]
+    return y
+
+
 def written_into_constant(net: nn.Module, x: Tensor) -> Tensor:
     canvas = torch.zeros(1, 2, 4, 4)
     canvas[:, :, 0] = x[:, :, 0]
@@ -184,6 +190,18 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "0.0: item reads a tensor's value",
     ),
     "view of an overwritten tensor": (lambda: Net(overwritten_view), "overwritten in place"),
+    "assignment into a part": (
+        lambda: nn.Sequential(Net(written_into_part)),
+        "0: an assignment into a part of a tensor (torch.cat and torch.where make a new one)",
+    ),
+    "operation of a family": (
+        lambda: nn.Sequential(Net(lambda m, x: torch.fft.fft(x).real)),
+        "0: no theorem for the operation 'torch.fft.fft'",
+    ),
+    "choice by a value": (
+        lambda: Net(lambda m, x: torch.where(x > 0, x, 2 * x)),
+        "no theorem for the operation '>'",
+    ),
     "assignment into a constant": (lambda: Net(written_into_constant), "writes into a tensor"),
     "buffer that changes": (lambda: Net(written_into_buffer), "store"),
     "buffer that is copied into": (lambda: Net(copied_into_buffer), "copy_"),
@@ -252,7 +270,9 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "scores of unknown size as logits": (
         lambda: Net(
-            lambda m, x: (lambda y: y @ y.transpose(-1, -2))(x.masked_fill(m.store > 0, 0.3))
+            lambda m, x: (lambda y: y @ y.transpose(-1, -2))(
+                torch.where(torch.eye(4) > 0, x, -torch.inf).clamp_min(-50.0)
+            )
         ),
         "no bound on its size",
     ),

@@ -27,8 +27,7 @@ from certcli.lipschitz.rules.lipschitz_attention import _with_bias
 from certcli.lipschitz.rules.moves import rearranged_bound
 from certcli.lipschitz.value import Affine, Size, Value
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import FloorNorm
-from certcli.nn.residual import ConvexResidual
+from certcli.nn.blocks import ConvexResidual, FloorNorm
 from tests.helpers.lipschitz_cases import f, of_tokens, replaced_by
 from tests.helpers.slopes import IMAGE
 from tests.nn.test_attention import PLACES, SHIFTED, WIDTH, Lone, replacement, stir

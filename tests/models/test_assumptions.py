@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.balls.network import NormsNetwork
+from certcli.enclosure.zonotopes.domain import l2_ball
+from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.evaluation.image_doubts import chance_doubt, image_doubts
 from certcli.images.labelled import Images
 from certcli.lipschitz.network import prove_network
@@ -22,7 +23,7 @@ from certcli.models import build
 from certcli.models.assumptions import OWN, RECORD
 from certcli.models.open import open_checkpoint
 from certcli.models.origins import Hints
-from certcli.nn.norms import TokenBatchNorm
+from certcli.nn.blocks import TokenBatchNorm
 from certcli.system.errors import ArchitectureError
 from tests.helpers.commands import console
 
@@ -43,10 +44,8 @@ def test_the_competitions_networks_load_by_name_and_have_bounds(norm: str, fc_no
     pixels = torch.rand(
         1, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64
     )
-    near = NormsNetwork(model.double(), (3, 32, 32)).margins(
-        pixels, torch.tensor([1e-6]).double(), torch.tensor([0])
-    )
-    assert bool(near.isfinite().all())
+    ball = l2_ball(pixels, 1e-6, squares_up_to=0, limit=1, by_fibres=True)
+    assert bool(LocalNetwork(model.double(), (3, 32, 32)).margins(ball, 0).isfinite().all())
 
 
 def test_batch_norm_over_tokens_is_torchs() -> None:

@@ -73,6 +73,8 @@ NETWORK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "groups of attention": ({"attn_norm_num_groups": -1}, "attn_norm_num_groups"),
     "a time": ({"time_embedding_dim": 10**9}, "time_embedding_dim"),
     "groups": ({"norm_num_groups": 3}, "is no UNet"),
+    "a shifted image": ({"center_input_sample": True}, "center_input_sample"),
+    "a scaled middle": ({"mid_block_scale_factor": 1.5}, "mid_block_scale_factor"),
     "channels": ({"in_channels": 3}, "3 channels"),
     "outputs": ({"out_channels": 3}, "gives 3"),
     "tensors": ({"block_out_channels": [8, 24]}, "disagree"),
@@ -80,7 +82,9 @@ NETWORK_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 SCHEDULE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a solver": ({"_class_name": "EulerDiscreteScheduler"}, "EulerDiscreteScheduler"),
     "a prediction": ({"prediction_type": "flow"}, "flow"),
-    "a schedule": ({"beta_schedule": "laplace"}, "laplace"),
+    "a schedule": ({"beta_schedule": "sigmoid"}, "sigmoid"),
+    "trained betas": ({"trained_betas": [0.01, 0.1]}, "trained_betas"),
+    "no signal at the end": ({"rescale_betas_zero_snr": True}, "rescale_betas_zero_snr"),
     "thresholding": ({"thresholding": True}, "thresholding"),
     "an unknown field": ({"shift": 3.0}, "shift"),
     "no noise": ({"beta_start": 0.0, "beta_end": 0.0}, "does not grow"),
@@ -129,7 +133,7 @@ def as_pickle(path: Path) -> None:
 
 
 FOLDERS: dict[str, tuple[Spoil, str]] = {
-    **{f"broken {n}": (lambda path, n=n: (path / n).write_text("{"), "no JSON object") for n in DESCRIPTIONS},
+    **{f"broken {n}": (lambda path, n=n: (path / n).write_text("{"), "cannot be used") for n in DESCRIPTIONS},
     **{f"no {n}": (lambda path, n=n: (path / n).unlink(), f"{n} is missing") for n in DESCRIPTIONS},
     # a terabyte, a pipe and a broken link are neither read nor taken for absent
     **{
@@ -304,8 +308,8 @@ REFUSED: dict[str, tuple[Guided, Any, dict[str, Any], str]] = {
     "no order": (PLAIN, None, {"use_new_attention_order": None}, "use_new_attention_order"),
     "odd heads": (PLAIN, None, {"num_heads": 5}, "not cut into heads by 5"),
     "no steps": (PLAIN, None, {"diffusion_steps": None}, "diffusion_steps"),
-    "a schedule": (PLAIN, None, {"noise_schedule": "sigmoid"}, "holds no flags"),
-    "a flag": (PLAIN, None, {"num_channels": 32}, "holds no flags"),
+    "a schedule": (PLAIN, None, {"noise_schedule": "sigmoid"}, "noise_schedule"),
+    "a flag": (PLAIN, None, {"num_channels": 32}, "num_channels"),
     "how steps are told": (PLAIN, None, {"diffusion_steps": 4000}, "rescale_timesteps"),
 }
 

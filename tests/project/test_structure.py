@@ -255,7 +255,7 @@ READ_ELSEWHERE = {
     "report/shares.py": "the package's own table",
     "system/files.py": "the writer: what it has written, and folders, to lock them",
     "system/memory.py": "/proc and the control group",
-    "system/products.py": "/proc/cpuinfo",
+    "system/torch_modes.py": "/proc/cpuinfo",
     "system/reading.py": "the reader",
     "checkpoint/tensor_files.py": "the temporary file that it writes",
     "cli/shared/streams.py": "/dev/null",

@@ -3,6 +3,7 @@ commands gave.
 """
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
 from benchmarks.tables.rows import BY_NAME, DATA, ROWS, TABLES
 from benchmarks.tables.run import arguments, figure, made_by, step
+from certcli.evaluation.intervals import share_interval
 from certcli.evaluation.threat import parse_radius, radius_key
 
 RUNS = results.read()
@@ -30,7 +32,8 @@ def test_every_row_has_its_table_and_a_name_of_its_own() -> None:
         assert len(row.cells) == len(tables[row.table].heads)
         assert set(row.after) <= set(BY_NAME)
         assert not row.same or (row.same in BY_NAME and not row.steps)
-        assert all(where.split("/")[0] in row.steps for where in row.figures.values() if row.steps)
+        known = {*row.steps, "cpu_seconds"}
+        assert all(where.split("/")[0] in known for where in row.figures.values() if row.steps)
         columns = {
             column.key
             for other in ROWS
@@ -67,6 +70,24 @@ def test_a_run_is_of_the_commands_that_its_row_shows(name: str) -> None:
             assert 0 <= value <= 1
         else:
             assert value is None or value == "inf" or math.isfinite(value)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in RUNS if "attack" in RUNS[name].get("images", {})]
+)
+def test_no_row_certifies_what_an_attack_breaks(name: str) -> None:
+    """Image by image certified <= attacked <= clean; of two samples their intervals must allow it."""
+    run = RUNS[name]
+    row = BY_NAME[name.rpartition("#")[0]]
+    shares = ("certified", "attacked", "clean")
+    intervals = [
+        share_interval(*render.hits_of(row, key, run)) for key in shares if key in run["figures"]
+    ]
+    for (low, _), (_, high) in pairwise(intervals):
+        assert low <= high
+    samples = run["images"]
+    if "certify" in samples and samples["certify"] == samples["attack"]:
+        assert run["figures"]["certified"] <= run["figures"]["attacked"] <= run["figures"]["clean"]
 
 
 def test_commands_are_filled_in_as_they_would_be_typed() -> None:

@@ -18,7 +18,7 @@ from certcli.lipschitz.numerics.real import as_real
 from certcli.rounding import NeighbourErrors
 from certcli.rounding.arithmetics import Precision
 from certcli.rounding.enclosed import ErrorStep
-from certcli.rounding.operation_errors import Executed, Followed, Steep
+from certcli.rounding.operation_errors import Executed, Followed, OfResult, Steep
 from tests.helpers.executions import channels_last
 
 Draw = Callable[[Tensor, torch.Generator], Tensor]
@@ -113,7 +113,8 @@ def operations(
                 if operands is not None:
                     pair = _pair(node, parts, values, operands, steps, places, precision)
                     rounding = steps[0].rounding
-                    function = rounding.rounding if isinstance(rounding, Steep) else rounding
+                    function: Any = rounding.rounding if isinstance(rounding, Steep) else rounding
+                    function = OfResult if isinstance(rounding, OfResult) else function
                     theorem = f"{function.__module__}.{function.__qualname__.split('.')[0]}"
                     yield Alone(theorem, node, name, *pair)
 
@@ -167,8 +168,12 @@ def _pair(
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), stored)
         return result_of(node, parts[dtype], args, kwargs)[0]
 
-    bound = float(steps[0].rounding(sizes))
     exact = run(torch.float64, torch.clone)
+    rounding = steps[0].rounding
+    bound = float(rounding(sizes))
+    if isinstance(rounding, OfResult) and bool(exact.isfinite().all()):
+        near = sizes_of(exact)
+        bound = float(rounding.near(near.total, near.peak))
     # of results that overflow there is no proof, whatever is charged: `NeighbourErrors._pairs`
     if not float(exact.abs().max()) + bound < precision.largest:
         return 0.0, math.inf

@@ -26,9 +26,8 @@ from certcli.lipschitz.numerics.real import ZERO, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import CosineAttention, L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import L2Pool, OrthogonalMixing
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import PRECISIONS
 from certcli.rounding.arithmetics import BlockMap, LinearMap, Precision, Stored, length
 from certcli.rounding.enclosed import carried, errors_of_pairs

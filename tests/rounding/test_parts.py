@@ -31,7 +31,7 @@ from certcli.lipschitz.numerics.real import INF, as_real
 from certcli.lipschitz.numerics.spectral import spectral_norms
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import ConvAttention
-from certcli.nn.norms import FloorNorm
+from certcli.nn.blocks import FloorNorm
 from certcli.rounding import PRECISIONS, NeighbourErrors, arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision, Stored, largest
 from certcli.rounding.neighbours import _floats

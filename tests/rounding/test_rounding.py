@@ -2,6 +2,7 @@
 within it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,8 @@ from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import InputSpec, Replacement
+from certcli.engine import curves
+from certcli.engine.curves import Curve
 from certcli.engine.table import NoRule
 from certcli.engine.tracer import Untraceable
 from certcli.lipschitz.network import prove_network
@@ -338,3 +341,33 @@ def test_every_replacement_has_rules(kind: str, tiny: Checkpoint) -> None:
     assert bool(
         ((logits - net(images)).abs() <= errors).all()
     )  # fused kernels sum in another order
+
+
+RECIPROCAL_ROOT = lambda t: 1 / mpmath.sqrt(t)  # noqa: E731
+STEEP_CURVES: dict[str, tuple[Curve, Callable[[Any], Any]]] = {
+    "exp": (curves.EXP, mpmath.exp),
+    "log": (curves.LOG, mpmath.log),
+    "sqrt": (curves.SQRT, mpmath.sqrt),
+    "1/sqrt": (curves.RSQRT, RECIPROCAL_ROOT),
+    "1/x": (curves.RECIPROCAL, lambda t: 1 / t),
+}
+
+
+@pytest.mark.parametrize("arithmetic", ["float64", "float32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", STEEP_CURVES)
+def test_steep_curves_are_computed_within_their_units(name: str, arithmetic: str) -> None:
+    """Over the normal range, near 1, and by kernels of long and of single rows."""
+    curve, function = STEEP_CURVES[name]
+    p = PRECISIONS[arithmetic]
+    most = math.log2(p.largest) - 2
+    powers = torch.linspace(-most if name != "exp" else -12, most, 399, dtype=torch.float64)
+    x = torch.cat([2**powers, 1 + torch.linspace(-1e-2, 1e-2, 100, dtype=torch.float64)])
+    x = torch.cat([x, -x]).clamp(-0.6 * most, 0.6 * most) if name == "exp" else x
+    x = x.to(p.dtype)
+    real = each(function)(exact(x.double()))
+    long = curve.value(x)
+    single = torch.cat([curve.value(row) for row in x.split(1)])
+    for computed in (long, single, curve.value(x[::2]).repeat_interleave(2)[: len(x)]):
+        same = slice(None, None, 2)
+        off = np.abs(exact(computed.double())[same] - real[same])
+        assert (off <= curve.units * p.function * np.abs(real[same]) + p.tiny).all()

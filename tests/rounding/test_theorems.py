@@ -24,9 +24,8 @@ from certcli.lipschitz.numerics.real import ONE, Real, as_real
 from certcli.models.pixels import PixelNormalize
 from certcli.nn.attention import AttentionShape
 from certcli.nn.attention_variants import CosineAttention, L2Attention
+from certcli.nn.blocks import CenterNorm, ConvexResidual, FloorNorm, WeightedResidual
 from certcli.nn.layers import OrthogonalMixing, TokenMaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm
-from certcli.nn.residual import ConvexResidual, WeightedResidual
 from certcli.rounding import arithmetics
 from certcli.rounding.arithmetics import FLOAT64, BlockMap, LinearMap, Precision
 from certcli.rounding.enclosed import Head

@@ -27,7 +27,7 @@ import certcli.system.compat  # noqa: F401
 from timm.models.vision_transformer import VisionTransformer
 
 from certcli.certify.box.certifier import BoxCertifier
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.chains.local_lip import BcpCertifier, LocalLipCertifier
 from certcli.certify.lipschitz import LipschitzCertifier
 from certcli.certify.local import LocalCertifier
@@ -41,13 +41,9 @@ from certcli.certify.options import (
     Patches,
     Proof,
 )
-from certcli.certify.patch.certifier import (
-    PatchCertificate,
-    PatchCertifier,
-    TouchedPasses,
-    defended,
-)
+from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses, defended
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.image_records import Certificate, PatchCertificate
 from certcli.evaluation.perturbation import Region
 from certcli.evaluation.threat import Patch
 from certcli.lipschitz.network import prove_network

@@ -23,16 +23,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec import structs
 from scipy import stats
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate
 from certcli.certify.methods import certify_images, certify_run
 from certcli.certify.options import Smoothing
 from certcli.certify.smoothing import noise
 from certcli.certify.smoothing.method import SmoothingCertifier
 from certcli.certify.smoothing.noise import Classifier
 from certcli.checkpoint.record import InputSpec
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.records import RecordFile, read_records
 from certcli.evaluation.threat import PRECISIONS
 from certcli.images.labelled import Images
@@ -189,7 +190,10 @@ def arranged(
     paths[1].write_bytes(kept[: -len(kept) // 5])  # and torn
     with watched_noise() as after:
         several(paths[1])
-    rows = [[{**row, "seconds": 0} for row in read_records(path, "certify")[1]] for path in paths]
+    rows = [
+        [structs.replace(row, seconds=0.0) for row in read_records(path, "certify")[1]]
+        for path in paths
+    ]
     wrong = []
     if again := reused(dealt) + reused(before) + reused(after):
         wrong.append(f"{again} draws are used twice")
@@ -197,7 +201,7 @@ def arranged(
         wrong.append("a resumed run draws other samples")
     if rows[0] != rows[1]:
         wrong.append("the records of a resumed run are others")
-    return [Certificate.from_json(row) for row in rows[1]], "; ".join(wrong)
+    return rows[1], "; ".join(wrong)
 
 
 def drawn_coverage(runs: int, seed: int) -> bool:

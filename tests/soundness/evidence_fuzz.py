@@ -57,7 +57,7 @@ def another_norm(result: Raw, about: Raw, rng: random.Random) -> None:
 
 
 def another_method(result: Raw, about: Raw, rng: random.Random) -> None:
-    local = {"effort": "norms", "norm": "l2", "symbols": 0, "steps": 4}
+    local = {"effort": "tokens", "norm": "l2", "symbols": 1, "steps": 4}
     name, parameters = rng.choice((("lipschitz", {}), ("bcp", {}), ("local", local)))
     about["method"] = result["method"] = name
     result.update(parameters=parameters, promise="proof", failure=0.0, arithmetic="real")

@@ -60,7 +60,7 @@ class Laboratory:
     def __init__(self, folder: Path, plain: Path, certified: Path) -> None:
         self.known: dict[str, Recertified | CertvitError] = {}
         digits = ("--dataset", "digits", "--limit")
-        local = ("--method", "local", "--effort", "norms")
+        local = ("--method", "local", "--effort", "tokens")
         noise = (
             "--method",
             "smoothing",

@@ -15,9 +15,7 @@ from torch import Tensor, fx, nn
 
 from certcli.certify.around import Around, AroundImages
 from certcli.certify.local import LocalCertifier
-from certcli.certify.options import BRANCH, NORMS, REAL, TOKENS, ZONOTOPE, Local
-from certcli.enclosure.balls.ball import Near, Normalised, settled
-from certcli.enclosure.balls.network import NormsNetwork
+from certcli.certify.options import BRANCH, REAL, TOKENS, ZONOTOPE, Local
 from certcli.enclosure.zonotopes import pointwise
 from certcli.enclosure.zonotopes.domain import l2_ball
 from certcli.enclosure.zonotopes.form import Form, Unbounded
@@ -91,17 +89,8 @@ def share_of_form(form: Form, e: Tensor, truth: Tensor) -> float:
     return float((far / free.clamp_min(1e-300)).max())
 
 
-def share_of_ball(near: Near, e: Tensor, truth: Tensor) -> float:
-    """The same for a ball of norms, the larger of each fibre's share and that of all together."""
-    far = truth - near.centre[0]
-    noise = 1e-13 * (1 + near.centre.norm())
-    each = (far.norm(dim=-1) - noise) / near.fibre[0].clamp_min(1e-300)
-    together = (far.flatten(1).norm(dim=1) - noise) / near.whole.clamp_min(1e-300)
-    return max(float(each.max()), float(together.max()))
-
-
 def walked_program(
-    network: LocalNetwork | NormsNetwork,
+    network: LocalNetwork,
     pixels: Tensor,
     label: int,
     radius: float,
@@ -115,29 +104,18 @@ def walked_program(
     def watch(node: fx.Node, value: object, token: int | None) -> None:
         values[node] = value, token
 
+    ball = l2_ball(pixels, radius, squares_up_to=128, limit=300, by_fibres=by_fibres)
     try:
-        if isinstance(network, LocalNetwork):
-            return values, network.margins(
-                l2_ball(pixels, radius, squares_up_to=128, limit=300, by_fibres=by_fibres),
-                label,
-                watch,
-            )
-        return values, network.margins(
-            pixels, torch.tensor([radius], dtype=torch.float64), torch.tensor([label]), watch=watch
-        )[0]
+        return values, network.margins(ball, label, watch)
     except Unbounded:
         return values, None
 
 
-def check_nodes(
-    found: Found, name: str, network: LocalNetwork | NormsNetwork, pixels: Tensor, seed: int
-) -> None:
+def check_nodes(found: Found, name: str, network: LocalNetwork, pixels: Tensor, seed: int) -> None:
     """No point of the ball leaves a node; at radius 0 no margin is above the logits' own."""
     traced = network.ending.trace
     logits = traced.root(pixels)[0]
-    scaled = (
-        isinstance(network, LocalNetwork) and network.ending.norm is not None
-    )  # its margins have the sign alone
+    scaled = network.ending.norm is not None  # its margins have the sign alone
     label = seed % CLASSES
     by_fibres = name == TOKENS
     _, margins = walked_program(network, pixels, label, 0.0, by_fibres)
@@ -160,8 +138,7 @@ def check_nodes(
                 found.tried[f"{name} points at nodes"] += len(points)
                 share = float("inf")
                 if tuple(part.shape) == tuple(tensors.shape[1:]):
-                    measure = share_of_form if isinstance(part, Form) else share_of_ball
-                    share = measure(part, moves.flatten(1), tensors)
+                    share = share_of_form(part, moves.flatten(1), tensors)
                 rule = name, rule_of(traced, node)
                 found.tightest[rule] = max(found.tightest.get(rule, 0.0), share)
                 if not share <= 1:
@@ -182,15 +159,14 @@ def rule_of(traced: Trace, node: fx.Node) -> str:
 
 def nodes_beside_points(
     value: object, tensors: list[object], token: int | None
-) -> Iterator[tuple[Form | Near, Tensor]]:
+) -> Iterator[tuple[Form, Tensor]]:
     """What a walk says of a node's tensors, beside these tensors at some points: (points, *shape)."""
     if isinstance(value, (list, tuple)):
         for i, part in enumerate(value):
             yield from nodes_beside_points(part, [one[i] for one in tensors], token)
-    elif isinstance(value, (Form, Near, Normalised)):
+    elif isinstance(value, Form):
         stacked = torch.stack(tensors)
-        part = value if isinstance(value, Form) else settled(value)
-        yield part, stacked if token is None else stacked[:, :, token : token + 1]
+        yield value, stacked if token is None else stacked[:, :, token : token + 1]
 
 
 def least_margin_by_attack(
@@ -270,18 +246,17 @@ def _check_laws(seed: int, found: Found) -> None:
     model = program(seed)
     laws = Found()
     pixels = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(seed + 1)).double()
-    for name in (ZONOTOPE, TOKENS, NORMS, BRANCH):
+    for name in (ZONOTOPE, TOKENS, BRANCH):
         options = Local(
             effort=name,
-            at=() if name == NORMS else RADII,
+            at=RADII,
             arithmetic=(REAL, None)[seed % 2],
             seconds=1.0 if name == BRANCH else None,  # what is proven by then is attacked
         )
         try:
             certifier = LocalCertifier(model, SIZE, options, symbols=300, steps=1)
             if name != BRANCH:
-                network = certifier._balls() if name == NORMS else certifier.network
-                check_nodes(laws, name, network, pixels, seed)
+                check_nodes(laws, name, certifier.network, pixels, seed)
             check_certificate(laws, model, certifier, pixels, seed)
         except (NoRule, Untraceable, NoBoundError) as reason:
             found.refused[f"{name}: {str(reason).removeprefix('no local certificate: ')}"[:90]] += 1

@@ -19,8 +19,8 @@ from timm.layers import LayerScale
 from timm.layers.attention import Attention
 from timm.models.swin_transformer import WindowAttention
 
+from certcli.nn.blocks import CenterNorm, FloorNorm
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, FloorNorm
 
 SIZE = (1, 4, 4)
 CLASSES = 3

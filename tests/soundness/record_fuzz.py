@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from certcli.attack.findings import attack_again, findings_of
-from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import Campaign, attack_run, stages_of, tasks_of
 from certcli.certify import methods
@@ -28,6 +27,7 @@ from certcli.cli.certify.run import CertifyTask, run_all
 from certcli.cli.shared.groups import BatchDevice, Source
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import intervals
+from certcli.evaluation.image_records import AttackRecord
 from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Threat
 from certcli.images import datasets
@@ -123,9 +123,10 @@ class Runs:
         )
         stages = stages_of(["pgd-3"], None, "l2", RADII, AttackSettings())
         self.settings = AttackSettings()
-        drawn = [stage.with_draws(0, self.net.record.classes) for stage in stages]
+        model = build.load(self.net)
+        drawn = [stage.ready(model, self.net.record, self.settings) for stage in stages]
         self.tasks = tasks_of(drawn, self.images)
-        self.campaign = Campaign(build.load(self.net), self.tasks, self.settings, BATCH)
+        self.campaign = Campaign(model, self.tasks, self.settings, BATCH)
 
     def certify(self, share: float, every: bool) -> list[float]:
         """Return the clean share, and the certified share at each radius."""
@@ -154,7 +155,7 @@ class Runs:
             for number, part in self.campaign.run(file):
                 rows.setdefault(number, []).extend(part)
         if file.taken:
-            attack_again(self.campaign, rows, file.taken, share, every, "the file")
+            attack_again(self.campaign, rows[0], file.taken, share > 0, every, "the file")
         summaries = findings_of(self.tasks, rows, ()).parts[0].summaries
         return [summaries[0].clean, *(summary.robust for summary in summaries)]
 

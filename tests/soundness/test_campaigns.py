@@ -10,13 +10,15 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from msgspec import structs
 from scipy import stats
 from torch import nn
 
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.methods import METHODS
 from certcli.certify.options import Arithmetic
 from certcli.certify.smoothing.method import SmoothingCertifier
+from certcli.evaluation.image_records import Certificate
 from certcli.models.pixels import PixelModel
 from tests.certify.test_certificate_law import PatchClaiming
 from tests.helpers.grids import EVERY
@@ -69,7 +71,7 @@ def inflated(row: Row, factor: float) -> Row:
         found = certifier.batch
 
         def batch(*given: Any) -> list[Certificate]:
-            return [replace(claim, radius=claim.radius * factor) for claim in found(*given)]
+            return [structs.replace(claim, radius=claim.radius * factor) for claim in found(*given)]
 
         certifier.batch = batch  # type: ignore[method-assign]
         return certifier

@@ -1,7 +1,6 @@
 """Local certificates of programs with odd indexing and layouts: true, or refused."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +16,8 @@ from timm.layers.attention import Attention
 from certcli.certify.local import LocalCertifier
 from certcli.certify.options import Local
 from certcli.checkpoint.record import InputSpec
-from certcli.enclosure.balls.ball import rules as norms_rules
-from certcli.enclosure.balls.network import NormsNetwork
 from certcli.enclosure.zonotopes.columns import weights
 from certcli.enclosure.zonotopes.domain import l2_ball
-from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.network import LocalNetwork
 from certcli.enclosure.zonotopes.space import rules
 from certcli.engine.table import NoRule
@@ -48,7 +44,7 @@ def test_no_point_leaves_a_node_and_no_attack_succeeds(seed: int) -> None:
     found = Found()
     check_program(seed, found)
     assert not found.broken
-    assert found.tried["zonotope nodes"] + found.tried["norms nodes"] + found.refused.total() > 0
+    assert found.tried["zonotope nodes"] + found.refused.total() > 0
 
 
 def reordered(w: Writer) -> None:
@@ -103,7 +99,7 @@ FALSE = {"reordered": (4, 17), "windows": (0, 24), "convolved": (0, 4, 23, 29)}
 """Seeds whose certificates an attack refuted when domains believed a layout."""
 
 
-@pytest.mark.parametrize("effort", ["zonotope", "norms", "auto"])
+@pytest.mark.parametrize("effort", ["zonotope", "auto"])
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_layouts_keep_their_certificates_true(kind: str, effort: str) -> None:
     for seed in FALSE[kind] if EVERY else FALSE[kind][:2]:
@@ -154,7 +150,7 @@ def certified_radius(model: nn.Module, image: Tensor, effort: str) -> float:
     return certifier.batch([0], image, [int(model(image).argmax())])[0].radius
 
 
-@pytest.mark.parametrize("effort", ["zonotope", "norms", "auto"])
+@pytest.mark.parametrize("effort", ["zonotope", "auto"])
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_theorem_is_about_is_refused(name: str, effort: str) -> None:
     build, reason = REFUSED[name]
@@ -164,7 +160,7 @@ def test_what_no_theorem_is_about_is_refused(name: str, effort: str) -> None:
         certified_radius(model, image, effort)
 
 
-def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
+def test_a_norm_with_a_negative_eps_is_refused() -> None:
     """Its slope is no longer that of a projection onto a sphere: on small tokens it grows without
     bound.
     """
@@ -176,10 +172,10 @@ def test_a_norm_with_a_negative_eps_has_no_ball() -> None:
     )
     torch.manual_seed(1)
     model.e.weight.data.normal_(std=3)
-    network = NormsNetwork(model.double().eval().requires_grad_(False), SIZE)
+    network = LocalNetwork(model.double().eval().requires_grad_(False), SIZE)
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
     with pytest.raises(NoRule, match="eps"):
-        network.margins(image, torch.ones(1).double() / 64, torch.tensor([0]))
+        network.margins(l2_ball(image, 1 / 64, squares_up_to=99, limit=99), 0)
 
 
 def test_a_negative_deviation_bounds_as_its_mirror_image() -> None:
@@ -210,47 +206,27 @@ def small_tokens() -> nn.Module:
     return net.double().eval().requires_grad_(False)
 
 
-def around(table: Any, image: Tensor) -> Tensor:
-    if table is rules:
-        return LocalNetwork(small_tokens(), SIZE).margins(
-            l2_ball(image, 1e-4, squares_up_to=99, limit=99), 0
-        )
-    return NormsNetwork(small_tokens(), SIZE).margins(
-        image, torch.full((1,), 1e-4).double(), torch.tensor([0])
-    )
-
-
 WRONG: dict[str, Callable[[Any], Any]] = {
-    "another shape": lambda x: (
-        x.linear(lambda t: t[..., 1:])
-        if isinstance(x, Form)
-        else replace(x, centre=x.centre[..., 1:])
-    ),
+    "another shape": lambda x: x.linear(lambda t: t[..., 1:]),
     "another centre": lambda x: x.shift(torch.full((), 1e-3).double()),
-    "other entries": lambda x: reversed_entries(x),
+    "other entries": lambda x: x.linear(lambda t: t.flip(-1)),
     "nothing": lambda x: None,
 }
 
 
-def reversed_entries(x: Any) -> Any:
-    if isinstance(x, Form):
-        return x.linear(lambda t: t.flip(-1))
-    return replace(x, centre=x.centre.flip(-1))
-
-
 @pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("table", [rules, norms_rules], ids=["zonotope", "norms"])
 def test_a_rule_that_is_wrong_is_found_beside_the_network(
-    table: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The graph runs beside the walk: a mistake in any rule, of this or a later day, gives no
     radius.
     """
-    known = table.modules[nn.GELU]
+    known = rules.modules[nn.GELU]
     wrong = lambda ctx, module, x: WRONG[name](known.apply(ctx, module, x))  # noqa: E731
-    monkeypatch.setitem(table.modules, nn.GELU, type(known)(nn.GELU, wrong, known.when))
+    monkeypatch.setitem(rules.modules, nn.GELU, type(known)(nn.GELU, wrong, known.when))
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(0)).double()
+    ball = l2_ball(image, 1e-4, squares_up_to=99, limit=99)
     with pytest.raises(
         NoRule, match={"another shape": "shape", "nothing": "NoneType"}.get(name, "excludes")
     ):
-        around(table, image)
+        LocalNetwork(small_tokens(), SIZE).margins(ball, 0)

@@ -18,7 +18,7 @@ from certcli.attack.judge import predict_classes
 from certcli.audit.plan import EndsAfter, OutOfTime
 from certcli.engine import table
 from certcli.lipschitz.network import bound_network
-from certcli.system import products
+from certcli.system import torch_modes
 from tests.helpers import grids
 
 pytestmark = pytest.mark.skipif(
@@ -63,13 +63,13 @@ LEFT_ALONE: dict[str, Callable[[], Tensor]] = {
 @pytest.fixture
 def onednn_calls(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     calls: list[None] = []
-    product = products._onednn
+    product = torch_modes._onednn
 
     def counted(*operands: Any) -> Tensor:
         calls.append(None)
         return product(*operands)
 
-    monkeypatch.setattr(products, "_onednn", counted)
+    monkeypatch.setattr(torch_modes, "_onednn", counted)
     return calls
 
 
@@ -81,7 +81,7 @@ def test_the_sums_are_as_near_as_those_of_torch(
     onednn_calls: list[None],
 ) -> None:
     exact = compute(Tensor.double)
-    with torch.inference_mode(inference), products.OneDnnProducts():
+    with torch.inference_mode(inference), torch_modes.OneDnnProducts():
         result = compute(lambda operand: operand)
     assert onednn_calls
     assert result.shape == exact.shape
@@ -102,11 +102,11 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
 
         return replaced
 
-    table = products._REPLACEMENTS
-    monkeypatch.setattr(products, "_REPLACEMENTS", {op: noted(op, table[op]) for op in table})
+    table = torch_modes._REPLACEMENTS
+    monkeypatch.setattr(torch_modes, "_REPLACEMENTS", {op: noted(op, table[op]) for op in table})
     for compute in PRODUCTS.values():
         for inference in (False, True):
-            with torch.inference_mode(inference), products.OneDnnProducts():
+            with torch.inference_mode(inference), torch_modes.OneDnnProducts():
                 compute(lambda operand: operand)
     assert reached == set(table)
 
@@ -114,7 +114,7 @@ def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("compute", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_all_else_is_torchs_own(compute: Callable[[], Tensor], onednn_calls: list[None]) -> None:
     plain = compute()
-    with products.OneDnnProducts():
+    with torch_modes.OneDnnProducts():
         result = compute()
     assert not onednn_calls
     assert torch.equal(result, plain)
@@ -124,7 +124,7 @@ def test_rows_that_lie_apart_are_multiplied_as_they_are() -> None:
     """Outside of inference mode such a product is one of a batch, which is left alone."""
     apart = TOKENS.transpose(0, 1).contiguous().transpose(0, 1)
     for inference in (False, True):
-        with torch.inference_mode(inference), products.OneDnnProducts():
+        with torch.inference_mode(inference), torch_modes.OneDnnProducts():
             result = F.linear(apart, RIGHT.mT.contiguous(), BIAS)
         assert torch.allclose(result.double(), TOKENS.double() @ RIGHT.double() + BIAS, atol=1e-4)
 
@@ -140,7 +140,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
         return [*gradients, *torch.autograd.grad(penalty, (tokens, weight))]
 
     exact = second(torch.float64)
-    with products.OneDnnProducts():
+    with torch_modes.OneDnnProducts():
         near = second(torch.float32)
     assert len(onednn_calls) > 3
     for value, true in zip(near, exact, strict=True):
@@ -150,7 +150,7 @@ def test_gradients_and_their_gradients_pass(onednn_calls: list[None]) -> None:
 def test_a_verdict_is_taken_on_the_network_as_it_runs(onednn_calls: list[None]) -> None:
     network = torch.nn.Linear(96, 130)
     plain = predict_classes(network, LEFT)
-    with products.OneDnnProducts():
+    with torch_modes.OneDnnProducts():
         judged = predict_classes(network, LEFT)
         assert not onednn_calls
         network(LEFT)
@@ -170,9 +170,9 @@ def _refusing(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def test_a_library_that_reads_other_layouts_otherwise_is_not_taken(
     product: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert products._agrees()
-    monkeypatch.setattr(products, "_onednn", product)
-    assert not products._agrees()
+    assert torch_modes._agrees()
+    monkeypatch.setattr(torch_modes, "_onednn", product)
+    assert not torch_modes._agrees()
 
 
 @pytest.mark.parametrize(
@@ -196,26 +196,28 @@ def test_the_processor_decides(
     place = tmp_path / "cpuinfo"
     if listed:
         place.write_text(processor)
-    monkeypatch.setattr(products, "CPU_INFO", place)
+    monkeypatch.setattr(torch_modes, "CPU_INFO", place)
     monkeypatch.setattr(platform, "processor", lambda: processor)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-    products.is_faster.cache_clear()
+    torch_modes.is_faster.cache_clear()
     try:
-        assert products.is_faster() is expected
+        assert torch_modes.is_faster() is expected
         assert (
-            isinstance(products.fast_products(torch.nn.Linear(512, 512)), products.OneDnnProducts)
+            isinstance(
+                torch_modes.fast_products(torch.nn.Linear(512, 512)), torch_modes.OneDnnProducts
+            )
             is expected
         )
         assert not isinstance(
-            products.fast_products(torch.nn.Linear(8, 8)), products.OneDnnProducts
+            torch_modes.fast_products(torch.nn.Linear(8, 8)), torch_modes.OneDnnProducts
         )
         assert not isinstance(
-            products.fast_products(torch.nn.Linear(512, 512, device="meta")),
-            products.OneDnnProducts,
+            torch_modes.fast_products(torch.nn.Linear(512, 512, device="meta")),
+            torch_modes.OneDnnProducts,
         )
     finally:
-        products.is_faster.cache_clear()
+        torch_modes.is_faster.cache_clear()
 
 
 WATCHED = (

@@ -196,7 +196,7 @@ def test_nobody_samples_for_days(number: str) -> None:
         "precision": "float32",
     }
     options = msgspec.convert(
-        {**given, "noise": "", number: evidence.MOST_DRAWS + 1}, SmoothingOptions
+        {**given, "noise": "", number: claims.MOST_DRAWS + 1}, SmoothingOptions
     )
     (found,) = evidence._certified_claims(None, Fields(options=options), None, {})  # type: ignore[arg-type]
     assert found.status == N

@@ -7,18 +7,9 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor, nn
 
-from certcli.attack.families.ascent import log_odds, lost_margin, targeted_margin
-from certcli.attack.families.smallest import fab_within
-from certcli.attack.families.square import square_attack
-from certcli.attack.judge import judge_points, tuck_in
+from certcli.attack import judge, watched_model
+from certcli.attack.families import ascent, smallest, square
 from certcli.attack.settings import AttackSettings, Craft
-from certcli.attack.watched_model import (
-    AttackSearch,
-    climb_with,
-    count_classes,
-    count_targets,
-    seeded,
-)
 from certcli.evaluation.perturbation import Region, beside_pixels, per_image
 
 APGD_STEPS = 100  # Croce & Hein's; torchattacks' default, in its AutoAttack too, is 10
@@ -40,7 +31,9 @@ def apgd_ce(
 
     Source: Croce & Hein 2020, Algorithm 1.
     """
-    return _untargeted(lambda z, y, _: log_odds(z, y), model, images, labels, region, settings)
+    return _untargeted(
+        lambda z, y, _: ascent.log_odds(z, y), model, images, labels, region, settings
+    )
 
 
 def apgd_dlr(
@@ -54,9 +47,9 @@ def apgd_dlr(
 
     def ratio(logits: Tensor, labels: Tensor, _: Tensor) -> Tensor:
         if logits.shape[1] < 3:
-            return lost_margin(logits, labels)
+            return ascent.lost_margin(logits, labels)
         top = logits.topk(3, dim=1).values
-        return lost_margin(logits, labels) / (top[:, 0] - top[:, 2]).clamp_min(1e-12)
+        return ascent.lost_margin(logits, labels) / (top[:, 0] - top[:, 2]).clamp_min(1e-12)
 
     return _untargeted(ratio, model, images, labels, region, settings)
 
@@ -71,9 +64,9 @@ def apgd_targeted(
     numerator is used. With `give_up` a target is left at a checkpoint where the loss has come less
     than half the way from its value at the image to 0. Source: Croce & Hein 2020, Eq. 7.
     """
-    targets = count_targets(model, images, settings)
+    targets = watched_model.count_targets(model, images, settings)
 
-    def climb(search: AttackSearch) -> Tensor:
+    def climb(search: watched_model.AttackSearch) -> Tensor:
         best = search.images.clone()
         height = torch.full_like(search.images[:, 0, 0, 0], float("-inf"))
         for _, owner, classes in search.aimed(targets):
@@ -82,14 +75,14 @@ def apgd_targeted(
             best[higher], height[higher] = end[higher], value[higher]
         return best
 
-    return climb_with(climb, model, images, labels, region, settings)
+    return watched_model.climb_with(climb, model, images, labels, region, settings)
 
 
 def targeted_ratio(logits: Tensor, labels: Tensor, targets: Tensor) -> Tensor:
     """(z_t - z_y) / (z_(1) - (z_(3) + z_(4)) / 2), below four classes its numerator: (r, k), (r,),
     (r,) -> (r,).
     """
-    margin = targeted_margin(logits, labels, targets)
+    margin = ascent.targeted_margin(logits, labels, targets)
     if logits.shape[1] < 4:
         return margin
     top = logits.topk(4, dim=1).values
@@ -104,12 +97,12 @@ def _untargeted(
     region: Region,
     settings: AttackSettings,
 ) -> Tensor:
-    def climb(search: AttackSearch) -> Tensor:
+    def climb(search: watched_model.AttackSearch) -> Tensor:
         return _ascend_runs(
             search, loss, torch.arange(len(search.images), device=search.images.device), None
         )[0]
 
-    return climb_with(climb, model, images, labels, region, settings)
+    return watched_model.climb_with(climb, model, images, labels, region, settings)
 
 
 @dataclass
@@ -136,7 +129,7 @@ class _Runs:
 
 
 def _ascend_runs(
-    search: AttackSearch, loss: TargetLoss, owner: Tensor, targets: Tensor | None
+    search: watched_model.AttackSearch, loss: TargetLoss, owner: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """A run for each of `owner`: points (b, c, h, w) of each image's largest loss, and it (b,).
 
@@ -237,7 +230,7 @@ def _on_the_sphere(images: Tensor, region: Region, generator: torch.Generator) -
     return region.project(images + delta * per_image(region.radii(images) / length, images), images)
 
 
-PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, fab_within, square_attack)
+PARTS: tuple[Craft, ...] = (apgd_ce, apgd_targeted, smallest.fab_within, square.square_attack)
 
 
 def autoattack(
@@ -270,7 +263,7 @@ def _ensemble(
 ) -> Tensor:
     images, labels = images.detach(), labels.to(images.device)
     settings = (
-        replace(settings, classes=count_classes(model, images, settings))
+        replace(settings, classes=watched_model.count_classes(model, images, settings))
         if len(images)
         else settings
     )
@@ -283,14 +276,16 @@ def _ensemble(
         images_left = images[standing]
         truth = labels[standing]
         limit = region.of(standing)
-        candidates = tuck_in(part(model, images_left, truth, limit, settings), images_left, limit)
-        with seeded(images_left, settings.draw), torch.no_grad():
-            value = lost_margin(model(candidates), truth)
+        candidates = judge.tuck_in(
+            part(model, images_left, truth, limit, settings), images_left, limit
+        )
+        with watched_model.seeded(images_left, settings.draw), torch.no_grad():
+            value = ascent.lost_margin(model(candidates), truth)
         higher = value > height[standing]
         best[standing[higher]], height[standing[higher]] = candidates[higher], value[higher]
         if settings.stop_early:  # else (transfer) the crafting model cannot say what is solved
-            with seeded(images_left, settings.draw):
-                verdict = judge_points(
+            with watched_model.seeded(images_left, settings.draw):
+                verdict = judge.judge_points(
                     model,
                     images_left,
                     truth,

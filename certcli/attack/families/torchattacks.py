@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from torch import OutOfMemoryError, Tensor, nn
 
-from certcli.attack.catalogue import BUDGET, Spec, signature, torchattacks_library
+from certcli.attack import catalogue, watched_model
 from certcli.attack.settings import AttackSettings
-from certcli.attack.watched_model import Watched, count_classes, craft_with
 from certcli.evaluation.perturbation import Region
 from certcli.system.errors import CertvitError, UsageError, one_line
 
@@ -19,7 +18,7 @@ JSMA_ENTRIES = 4096
 
 
 def craft(
-    spec: Spec,
+    spec: catalogue.Spec,
     model: nn.Module,
     images: Tensor,
     labels: Tensor,
@@ -43,12 +42,15 @@ def craft(
             values = _call_arguments(spec, region, radius, settings, model, images)
 
             def run(
-                net: Watched, images: Tensor, labels: Tensor, values: dict[str, Any] = values
+                net: watched_model.Watched,
+                images: Tensor,
+                labels: Tensor,
+                values: dict[str, Any] = values,
             ) -> Tensor:
                 with contextlib.redirect_stdout(io.StringIO()), _numpy_seeded(settings.draw):
-                    attack = getattr(torchattacks_library(), spec.name)(net, **values)
+                    attack = getattr(catalogue.torchattacks_library(), spec.name)(net, **values)
                     if spec.name == "JSMA":  # it would aim at class (y + 1) mod 10 of any network
-                        classes = count_classes(model, images, settings)
+                        classes = watched_model.count_classes(model, images, settings)
                         attack.set_mode_targeted_by_function(
                             lambda _, labels: (labels + 1) % classes, quiet=True
                         )
@@ -57,9 +59,9 @@ def craft(
 
             try:
                 part = images[rows], labels.to(images.device)[rows], region.of(rows)
-                adversarial[rows] = craft_with(run, model, *part, settings, watch=False).to(
-                    adversarial.dtype
-                )
+                adversarial[rows] = watched_model.craft_with(
+                    run, model, *part, settings, watch=False
+                ).to(adversarial.dtype)
             except (CertvitError, OutOfMemoryError):
                 raise
             except Exception as failure:  # the library checks little of what it is given
@@ -71,7 +73,7 @@ def craft(
 
 
 def _call_arguments(
-    spec: Spec,
+    spec: catalogue.Spec,
     region: Region,
     radius: float,
     settings: AttackSettings,
@@ -81,17 +83,18 @@ def _call_arguments(
     """Return the call's arguments: ours, defaults that follow the budget, and those given."""
     if spec.name == "JSMA" and images[0].numel() > JSMA_ENTRIES:
         raise UsageError(
-            f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}"
+            f"{spec} takes images of {JSMA_ENTRIES:,} values at most, not {images[0].numel():,}",
+            "another attack: certvit attack --list shows them",
         )
-    spec_signature = signature(spec.name)
+    spec_signature = catalogue.signature(spec.name)
     ours = {
         "eps": radius,
         "max_epsilon": radius,
         "norm": {"l2": "L2", "linf": "Linf"}[region.norm],
         "seed": settings.draw,
-        "n_classes": count_classes(model, images, settings),
+        "n_classes": watched_model.count_classes(model, images, settings),
         "n_queries": settings.queries,
-        **(dict.fromkeys(BUDGET, settings.steps) if settings.steps is not None else {}),
+        **(dict.fromkeys(catalogue.BUDGET, settings.steps) if settings.steps is not None else {}),
     }
     if "alpha" in spec_signature.arguments and spec_signature.radius is not None:
         ours["alpha"] = (

@@ -19,24 +19,20 @@ climbs m(a) / K - D(a, r), D the largest such distance, with r raised until that
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
-from certcli.certify.certificate import (
-    AGAIN,
-    Certificate,
-    RecheckSettings,
-    whole_batch,
-)
+from certcli.certify.certificate import AGAIN, RecheckSettings, whole_batch
 from certcli.certify.lipschitz import METHOD as GLOBAL
 from certcli.certify.lipschitz import LipschitzCertifier, as_executed, pair_radii
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.images.labelled import sent
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double

@@ -13,13 +13,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from certcli.certify.certificate import AGAIN, Certificate, RecheckSettings, require_logits
+from certcli.certify.certificate import AGAIN, RecheckSettings, require_logits
 from certcli.certify.chains.sequential import SequentialNetwork, Values
 from certcli.certify.lipschitz import ProvingCertifier, as_executed, certified_radii
 from certcli.certify.options import Proof
 from certcli.checkpoint.file import Checkpoint
 from certcli.enclosure.zonotopes.columns import TINY
 from certcli.evaluation.evidence import Claim
+from certcli.evaluation.image_records import Certificate
 from certcli.lipschitz.network import prove_network
 from certcli.models.build import load_double
 from certcli.models.pixels import PixelModel

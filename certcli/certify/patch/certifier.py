@@ -3,21 +3,21 @@ climb, and the classes of images, by a network or by the defence.
 """
 
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from certcli.certify.certificate import Certificate, Certifier, RecheckSettings
+from certcli.certify.certificate import Certifier, RecheckSettings
 from certcli.certify.options import VOTING, Patches
 from certcli.certify.patch.double_masking import DoubleMasking, Procedure, Voting
 from certcli.certify.patch.passes import NONE, MaskedPasses, seen
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import Claim
-from certcli.evaluation.threat import Defence, Patch, Threat
+from certcli.evaluation.image_records import Certificate, PatchCertificate, counts_of_votes
+from certcli.evaluation.threat import Defence, Patch
 from certcli.images.labelled import sent
 from certcli.models import build
 from certcli.models.pixels import AUTO, PixelModel, seen_part
@@ -28,43 +28,6 @@ ROWS = {"cpu": 8, "cuda": 128}
 """Passes in a batch, always: a CPU gains nothing by more."""
 AT_ONCE = 16
 """Images that share batches."""
-
-
-@dataclass(frozen=True)
-class PatchCertificate(Certificate):
-    """proven: patches, as spelled, that do not change the class. votes: of each pass, if any.
-
-    radius: 0, because the certificate does not speak of balls.
-    """
-
-    proven: tuple[str, ...] = ()
-    votes: tuple[int, ...] = ()
-
-    @property
-    def held(self) -> tuple[str, ...]:
-        return self.proven
-
-    def holds_at(self, threat: Threat) -> bool:
-        return self.correct and (threat.size == 0 or threat.key in self.proven)
-
-    def to_json(self) -> dict[str, Any]:
-        """Without a radius; with the votes also how many each class has."""
-        row = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("radius", "rung", "splits")
-        }
-        row |= {"proven": list(self.proven), "votes": list(self.votes)}
-        if not self.votes:
-            del row["votes"]
-            return row
-        counts = sorted(Counter(self.votes).items(), key=lambda item: (-item[1], item[0]))
-        return row | {"counts": {str(top): count for top, count in counts}}
-
-    @classmethod
-    def from_json(cls, row: Mapping[str, Any]) -> "PatchCertificate":
-        certified = {name: tuple(row.get(name, ())) for name in ("proven", "votes")}
-        return super().from_json({**row, "radius": 0.0, **certified})
 
 
 class PatchCertifier(Certifier):
@@ -129,12 +92,10 @@ class PatchCertifier(Certifier):
                 index,
                 label,
                 None if one.prediction == NONE else one.prediction,
-                0.0,
-                METHOD,
-                0.0,
                 seconds=seconds,
                 proven=tuple(str(patch) for patch in one.proven),
                 votes=one.votes,
+                counts=counts_of_votes(one.votes),
             )
             for index, label, one in zip(indices, labels, outcomes, strict=True)
         ]

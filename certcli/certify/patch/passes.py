@@ -16,8 +16,7 @@ from functools import partial, reduce
 import torch
 from torch import Tensor
 
-from certcli.engine.replay import logits_agree, movement_of_margins, noise_like
-from certcli.engine.watched_run import rows_are_apart
+from certcli.engine.replay import logits_agree, noise_like, rows_are_apart
 from certcli.evaluation.threat import Patch
 from certcli.images.labelled import sent
 from certcli.models.pixels import Grid, SeenPart
@@ -180,9 +179,10 @@ def _require_no_company(after: Tensor, before: Tensor, rows: Tensor) -> None:
         rows: The logits whose movement is the scale, (r, k).
     """
     finite = len(rows) > 1 and bool(torch.isfinite(rows).all())
-    if finite and not logits_agree(after, before, rows, movement_of_margins):
+    if finite and not logits_agree(after, before, rows):
         raise UsageError(
-            "no certificate against patches: the network's logits of an image depend on the images beside it"
+            "no certificate against patches: the network's logits of an image depend on the images beside it",
+            "a network that judges each image alone: no layer may mix the images of a batch",
         )
 
 

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from certcli.certify.options import FARTHEST
 from certcli.certify.smoothing.pixel_denoiser import PixelDenoiser
 from certcli.checkpoint.file import Checkpoint
-from certcli.engine.replay import logits_agree, movement_of_margins, noise_like
-from certcli.engine.watched_run import rows_are_apart
+from certcli.engine.replay import difference_in_company, noise_like, rows_are_apart
 from certcli.models import build
-from certcli.models.onnx.runtime import RunByRuntime, has_steps
+from certcli.models.onnx.open import RunByRuntime, has_steps
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import UsageError
 from certcli.system.memory import out_of_memory
@@ -223,6 +222,7 @@ DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 BESIDE = (
     "no certificate by smoothing: the network's logits of an image depend on the images beside it"
 )
+READ = "another --method, such as lipschitz or local, which reads the layers"
 CLIMBED = 16
 """Draws whose mean an attack on the smoothed classifier climbs on."""
 
@@ -264,7 +264,8 @@ class Classifier(nn.Module):
             return self.logits(prepared)
         if size not in self._apart:
             self._apart[size] = rows_are_apart(self.logits, prepared)
-            self._require_alone(prepared, self.logits(prepared))
+            if difference_in_company(self.logits, prepared, sorted({0, size // 2, size - 1})):
+                raise UsageError(BESIDE, READ)  # draws would not be independent
         if self._apart[size]:
             return self.logits(prepared)
         return torch.cat([self.logits(row[None]) for row in prepared])
@@ -272,19 +273,6 @@ class Classifier(nn.Module):
     @property
     def networks(self) -> list[nn.Module]:
         return [self.net] if self.denoiser is None else [self.net, self.denoiser]
-
-    def _require_alone(self, prepared: Tensor, logits: Tensor) -> None:
-        """UsageError where a row's logits depend on its batch, or on torch's inference mode.
-
-        Draws of a batch would not be independent, and the count of votes would say nothing.
-        """
-        if logits.shape[0] != len(prepared) or not bool(torch.isfinite(logits).all()):
-            return  # the caller says so
-        rows = sorted({0, len(prepared) // 2, len(prepared) - 1})
-        with torch.inference_mode(not torch.is_inference_mode_enabled()), torch.no_grad():
-            alone = torch.cat([self.logits(prepared[row : row + 1].clone()) for row in rows])
-        if not logits_agree(alone, logits[rows], logits, movement_of_margins):
-            raise UsageError(BESIDE)
 
     def logits(self, prepared: Tensor) -> Tensor:
         """Return the logits, without a look at what a batch has to do with them."""
@@ -329,14 +317,8 @@ def require_rows_alone(model: PixelModel) -> None:
     """UsageError where logits depend on the batch: its draws would not be independent."""
     weight = next(model.parameters(), torch.zeros(()))
     images = noise_like(torch.empty(3, *model.input_size, dtype=weight.dtype, device=weight.device))
-    try:
-        together = model(images)
-        alone = torch.cat([model(image[None]) for image in images])
-    except RuntimeError:  # of single images, or not in this precision: the run itself says so
-        return
-    agree = logits_agree(together, alone, moves=movement_of_margins)
-    if bool(torch.isfinite(alone).all()) and not agree:
-        raise UsageError(BESIDE)
+    if difference_in_company(model, images):
+        raise UsageError(BESIDE, READ)
 
 
 class Smoothed(nn.Module):

@@ -21,7 +21,7 @@ from certcli.checkpoint.file import require_weights, tensors_digest
 from certcli.evaluation.threat import rounded_down, rounded_up
 from certcli.models.diffusion import EPSILON, LATENT, SAMPLE, Schedule, assembled
 from certcli.models.program import program_digest
-from certcli.nn.unet import UNet, noise_to_signal
+from certcli.nn.unet import UNet
 from certcli.system.errors import ArchitectureError, UsageError, one_line
 
 
@@ -53,6 +53,13 @@ def millions(net: nn.Module) -> str:
     """Return the number of parameters in words: "1.3M parameters"."""
     count = sum(value.numel() for value in net.parameters())
     return f"{count:,} parameters" if count < 10_000 else f"{count / 1e6:.3g}M parameters"
+
+
+ALWAYS: Mapping[str, Mapping[str, Any]] = {
+    "network": {"center_input_sample": False, "mid_block_scale_factor": 1.0},
+    "schedule": {"trained_betas": None, "rescale_betas_zero_snr": False},
+}
+"""Fields that have one value by now, which digests of records cover."""
 
 
 class OneShot(PixelDenoiser):
@@ -87,8 +94,8 @@ class OneShot(PixelDenoiser):
         self.noise = 2 * sigma * self.signal
         parameters = {
             "tensors": digest,
-            "network": asdict(net.shape),
-            "schedule": asdict(schedule),
+            "network": {**ALWAYS["network"], **asdict(net.shape)},
+            "schedule": {**ALWAYS["schedule"], **asdict(schedule)},
             "step": self.step,
         }
         text = json.dumps(parameters, sort_keys=True, separators=(",", ":"))
@@ -148,9 +155,9 @@ class Diffusion:
 
 def step_of(schedule: Schedule, sigma: float) -> int:
     """Return the step of noise nearest to 2 sigma on [-1, 1]; UsageError beyond the schedule."""
-    ratios = noise_to_signal(schedule.alpha_bars)
-    # the last step without signal is beyond every sigma
-    ratios = ratios[ratios.isfinite() & (ratios > 0)]
+    signal = schedule.alpha_bars
+    ratios = ((1 - signal) / signal).sqrt()  # the noise's deviation at each step, images in [-1, 1]
+    ratios = ratios[ratios.isfinite()]  # a last step without signal is beyond every sigma
     low = float(ratios.min()) / 2
     high = float(ratios.max()) / 2
     if not low <= sigma <= high:

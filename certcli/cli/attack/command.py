@@ -11,8 +11,7 @@ from certcli.certify.options import Patches
 from certcli.cli.shared import groups
 from certcli.cli.shared.command import Reads, Records, Resume, Writes, command, group, typed_share
 from certcli.evaluation import threat
-from certcli.system.errors import UsageError
-from certcli.system.options import option
+from certcli.system import errors, options
 
 if TYPE_CHECKING:
     from certcli.attack.settings import AttackSettings
@@ -34,7 +33,7 @@ def list_attacks(context: typer.Context, enabled: bool) -> None:
     )
     try:
         theirs = [(PREFIX + name, signature(name)) for name in torchattacks_names()]
-    except UsageError as failure:
+    except errors.UsageError as failure:
         sink.text(f"{failure.message}: {failure.hint}")
     else:
         sink.table(
@@ -52,18 +51,20 @@ def list_attacks(context: typer.Context, enabled: bool) -> None:
 class Attacks:
     """Which attacks run, at which radii, and what they may spend."""
 
-    attacks: list[str] = option(
+    attacks: list[str] = options.option(
         list,
         "fgsm, pgd-50, margin-pgd, autoattack, torchattacks:Jitter,steps=20, and all that "
         "--list shows; may be repeated. Default: pgd.",
         "--attack",
         "-a",
     )
-    listed: bool = option(
+    listed: bool = options.option(
         False, "Show all attacks and exit.", "--list", is_eager=True, callback=list_attacks
     )
-    preset: str | None = option(None, "A paper's evaluation: certvit, specformer-standard, ...")
-    epsilon: list[float] = option(
+    preset: str | None = options.option(
+        None, "A paper's evaluation: certvit, specformer-standard, ..."
+    )
+    epsilon: list[float] = options.option(
         list,
         "Radius in pixel units, 0.5 or 8/255; repeated: a curve. Default: 0.5.",
         "--epsilon",
@@ -71,39 +72,41 @@ class Attacks:
         metavar="R",
         read=threat.parse_radius,
     )
-    norm: threat.Kind | None = option(None, "l2 (default), linf, or patch (with --patch).")
-    defence: threat.Defence = option(
+    norm: threat.Kind | None = options.option(None, "l2 (default), linf, or patch (with --patch).")
+    defence: threat.Defence = options.option(
         "none", "With --norm patch: none, or patch, the classifier of certify --method patch."
     )
-    steps: int | None = option(
+    steps: int | None = options.option(
         None, "Steps of iterated attacks. Default: each attack's own.", min=1
     )
-    restarts: int = option(1, "Runs of random attacks on images that are not broken yet.", min=1)
-    step_size: float | None = option(
+    restarts: int = options.option(
+        1, "Runs of random attacks on images that are not broken yet.", min=1
+    )
+    step_size: float | None = options.option(
         None,
         "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
         metavar="A",
         read=threat.parse_radius,
     )
-    samples: int = option(
+    samples: int = options.option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
-    precision: threat.Precision = option(
+    precision: threat.Precision = options.option(
         "float32",
         "Precision of the attack's own passes, float32 or bf16; results are judged in "
         "the network's own.",
     )
-    pixels: threat.Pixels = option(
+    pixels: threat.Pixels = options.option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
     )
-    independent: bool = option(
+    independent: bool = options.option(
         False, "Run every attack on every image, also on images that are broken already."
     )
-    crafted_on: str | None = option(
+    crafted_on: str | None = options.option(
         None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=Reads()
     )
-    checks: bool = option(
+    checks: bool = options.option(
         True, "Check the evaluation itself on a few images.", "--checks/--no-checks"
     )
 
@@ -122,7 +125,7 @@ class Attacks:
             pixels=self.pixels,
         )
         if certified and self.precision != "float32":
-            raise UsageError("certificates are attacked in float64", "leave out --precision")
+            raise errors.UsageError("certificates are attacked in float64", "leave out --precision")
         return settings, stages_of(
             self.attacks,
             self.preset,
@@ -138,7 +141,7 @@ class Attacks:
 class AttackedImages(groups.Evaluation):
     """The images that are attacked."""
 
-    only_certified: Path | None = option(
+    only_certified: Path | None = options.option(
         None,
         "Records of `certify`: attack each certified image at its own radius.",
         metavar="FILE.jsonl",
@@ -150,7 +153,7 @@ class AttackedImages(groups.Evaluation):
 class AttackOutput:
     """What is written beside the document, and what it must meet."""
 
-    minimum: float | None = option(
+    minimum: float | None = options.option(
         None,
         "Required share that withstands the attacks at the smallest radius: exit 7 if it "
         "is missed, 9 if the images do not decide.",
@@ -160,10 +163,10 @@ class AttackOutput:
     )
     records: Records = None
     resume: Resume = False
-    save_examples: Path | None = option(
+    save_examples: Path | None = options.option(
         None, "Write adversarial examples as safetensors.", mark=Writes()
     )
-    gallery: Path | None = option(
+    gallery: Path | None = options.option(
         None,
         "Draw images, perturbations and predictions: FILE.png, .svg or .pdf.",
         metavar="FILE",
@@ -177,7 +180,7 @@ class AttackOutput:
     def check(self) -> None:
         """UsageError on wishes that contradict, before any work."""
         if self.resume and self.keeps_images:
-            raise UsageError(
+            raise errors.UsageError(
                 "the records that --resume reads hold no images",
                 "leave out --save-examples, --gallery",
             )

@@ -1,33 +1,29 @@
 """`attack --norm patch`: what patches leave of a network, or of its defended classifier."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from certcli.attack import findings, judge
 from certcli.attack.catalogue import PATCH_ATTACK as ATTACK
-from certcli.attack.judge import predict_classes
-from certcli.attack.patch import PatchTarget, attack_patches
+from certcli.attack.patch import PatchCampaign, PatchTarget
 from certcli.attack.settings import AttackSettings
 from certcli.certify import options
-from certcli.certify.patch.certifier import PatchCertificate, TouchedPasses, prepare_patch
+from certcli.certify.patch.certifier import TouchedPasses, prepare_patch
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.attack.command import AttackedImages, AttackOutput, Attacks
 from certcli.cli.shared.groups import BatchDevice, Output, Source
 from certcli.cli.shared.output import Gate, Sink, percent
 from certcli.evaluation import evidence, record_lines, records, threat
+from certcli.evaluation.image_records import PatchRecord
 from certcli.evaluation.intervals import number_of, share_interval
-from certcli.evaluation.records import RecordBatch, Resumed, compute_again
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.system.errors import CertvitError, DataError, UsageError
-
-Row = dict[str, Any]
-"""A record."""
-MOST_AT_ONCE = 16
 
 
 def asks_for_patches(
@@ -100,40 +96,34 @@ def attack_by_patches(
         norm="patch",
         parameters={**about, "against": spelled},
     )
-    rows_of: dict[str, list[Row]] = {}
-    read: list[_Batch] = []
-    with records.RecordFile(
-        results.records, run, images, ("patch", "index"), resume=results.resume, force=output.force
-    ) as file:
-        for patch in sizes:
-            part = images
-            if certified is not None:
-                those = set(certified.get(str(patch), []))
-                part = images.select(
-                    [place for place, index in enumerate(images.indices.tolist()) if index in those]
-                )
-            with sink.progress(f"attack ({patch})", total=len(part)) as bar:
-                for batch in _attacked_batches(
-                    targets[patch], part, patch, settings, file, device, machine.batch_size
-                ):
-                    rows_of.setdefault(str(patch), []).extend(batch.rows)
-                    read += [batch] if batch.read else []
-                    bar.advance(len(batch.rows))
-            if str(patch) not in rows_of:
-                raise DataError(
-                    f"no image is certified against {patch}", "leave out --only-certified"
-                )
-    resumed = (
-        _attack_patches_again(read, spelled[0], results, output.output is not None)
-        if read
-        else None
-    )
+    images_of = {patch: _certified_of(images, patch, certified) for patch in sizes}
+    campaign = PatchCampaign(targets, images_of, settings, machine.batch_size, device)
+    rows_of: dict[str, list[PatchRecord]] = {}
+    with (
+        records.RecordFile(
+            results.records,
+            run,
+            images,
+            ("patch", "index"),
+            resume=results.resume,
+            force=output.force,
+        ) as file,
+        sink.progress("attack by patches", total=sum(map(len, images_of.values()))) as bar,
+    ):
+        for batch in campaign.run(file):
+            rows_of.setdefault(batch[0].patch, []).extend(batch)
+            bar.advance(len(batch), batch[0].patch)
+    resumed = None
+    if file.taken:
+        rows = [row for part in rows_of.values() for row in part]
+        gate_rests, every = bool(results.minimum), output.output is not None
+        resumed = findings.attack_again(
+            campaign, rows, file.taken, gate_rests, every, str(results.records)
+        )
     parts = [_patch_part(patch, rows) for patch, rows in rows_of.items()]
     first = parts[0]
     gate = Gate()
-    fallen = [
-        row["index"] for rows in rows_of.values() for row in rows if not row["robust"][ATTACK]
-    ]
+    fallen = [row.index for rows in rows_of.values() for row in rows if not row.withstood]
     if certified is not None and fallen:
         gate.demand(
             False,
@@ -194,9 +184,9 @@ def attack_by_patches(
     gate.enforce()
 
 
-def _patch_part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
-    right = sum(row["prediction"] == row["label"] for row in rows)
-    withstood = sum(row["robust"][ATTACK] for row in rows)
+def _patch_part(patch: str, rows: Sequence[PatchRecord]) -> dict[str, Any]:
+    right = sum(row.prediction == row.label for row in rows)
+    withstood = sum(row.withstood for row in rows)
     attacked = list(share_interval(withstood, len(rows)))
     return {
         "norm": "patch",
@@ -214,62 +204,17 @@ def _patch_part(patch: str, rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Images attacked together, at one size. read: their records were in the file; find: again."""
-
-    rows: list[Row]
-    read: bool
-    find: Callable[[], list[Row]]
-
-
-def _attack_patches_again(
-    read: Sequence[_Batch], patch: str, results: AttackOutput, every: bool
-) -> Resumed:
-    """Attack batches that were read again; DataError when one does not agree.
-
-    Args:
-        patch: the size of which the gate speaks.
-    """
-
-    def disagreements(places: Sequence[int]) -> Iterator[str]:
-        for batch in (read[place] for place in places):
-            for row, now in zip(batch.rows, batch.find(), strict=True):
-                if any(row[name] != value for name, value in now.items()):
-                    which = f"image {row['index']} at {row['patch']}"
-                    yield f"the record of {which} in {results.records} does not agree"
-
-    def hits(rows: Sequence[Row]) -> int:
-        return sum(row["robust"][ATTACK] for row in rows if row["patch"] == patch)
-
-    pieces = [RecordBatch(len(batch.rows), hits(batch.rows)) for batch in read]
-    return compute_again(pieces, disagreements, gate=bool(results.minimum), every=every)
-
-
-def _attacked_batches(
-    target: PatchTarget,
-    images: Images,
-    patch: threat.Patch,
-    settings: AttackSettings,
-    file: records.RecordFile,
-    device: torch.device,
-    batch_size: int,
-) -> Iterator[_Batch]:
-    """Yield records batch by batch; what the file holds already is read, not found again."""
-
-    def find(indices: list[int], pixels: torch.Tensor, labels: list[int]) -> list[Row]:
-        return [
-            row.to_json()
-            for row in attack_patches(target, indices, pixels.to(device), labels, patch, settings)
-        ]
-
-    for indices, pixels, labels in images.batches(min(batch_size, MOST_AT_ONCE)):
-        these = partial(find, indices.tolist(), pixels, labels.tolist())
-        earlier = file.take([(str(patch), index) for index in indices.tolist()])
-        rows = earlier if earlier is not None else these()
-        if earlier is None:
-            file.write(rows)
-        yield _Batch(rows, earlier is not None, these)
+def _certified_of(
+    images: Images, patch: threat.Patch, certified: Mapping[str, list[int]] | None
+) -> Images:
+    """Return the images that are certified against the patch; all where no records say so."""
+    if certified is None:
+        return images
+    those = set(certified.get(str(patch), []))
+    places = [place for place, index in enumerate(images.indices.tolist()) if index in those]
+    if not places:
+        raise DataError(f"no image is certified against {patch}", "leave out --only-certified")
+    return images.select(places)
 
 
 def _targets(
@@ -284,7 +229,7 @@ def _targets(
     if defence == "none":
         model = build.load(checkpoint, device)
         plain = PatchTarget(
-            lambda corner: model, lambda pixels: list(predict_classes(model, pixels).tolist())
+            lambda corner: model, lambda pixels: list(judge.predict_classes(model, pixels).tolist())
         )
         return dict.fromkeys(sizes, plain), {}
     certifier = prepare_patch(checkpoint, device, defended)
@@ -311,9 +256,8 @@ def _certified_by_records(
         )
     indices_of: dict[str, list[int]] = {}
     for row in rows:
-        claim = PatchCertificate.from_json(row)
-        for patch in claim.proven if claim.correct else ():
-            indices_of.setdefault(patch, []).append(claim.index)
+        for patch in row.proven if row.correct else ():
+            indices_of.setdefault(patch, []).append(row.index)
     if not indices_of:
         raise DataError(f"{path} certifies no image", "leave out --only-certified")
     return options.Patches.of(run.parameters), indices_of

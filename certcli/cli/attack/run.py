@@ -15,7 +15,6 @@ from certcli.attack.findings import (
     findings_of,
     inspect,
 )
-from certcli.attack.run import AttackRecord
 from certcli.attack.settings import AttackSettings
 from certcli.attack.stages import (
     RECORD_KEYS,
@@ -33,6 +32,7 @@ from certcli.cli.attack import patches as patch_attacked
 from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Bar, Gate, Sink, percent
 from certcli.evaluation import evidence_schema, intervals, record_lines, threat
+from certcli.evaluation.image_records import AttackRecord, Certificate
 from certcli.evaluation.records import RecordFile, digested
 from certcli.images import labelled, names
 from certcli.models import build, origins
@@ -52,7 +52,7 @@ class Session:
     images: labelled.Images
     tasks: Sequence[StageTask]
     settings: AttackSettings
-    certificates: Mapping[int, judge.CertifiedImage] | None
+    certificates: Mapping[int, Certificate] | None
     machine: groups.BatchDevice
     facts: Mapping[str, Any]
     sink: Sink
@@ -115,9 +115,9 @@ class Session:
                             )
         findings = findings_of(self.tasks, records_of, flags, self.certificates)
         if file.taken:
-            resumed = attack_again(
-                campaign, records_of, file.taken, results.minimum, every, str(results.records)
-            )
+            rows = [row for number in sorted(records_of) for row in records_of[number]]
+            gate = bool(results.minimum)
+            resumed = attack_again(campaign, rows, file.taken, gate, every, str(results.records))
             findings = replace(findings, resumed=resumed)
         return findings, records_of
 
@@ -323,13 +323,8 @@ def report_attacks(
     images = digested(inputs.answered(checkpoint, images, machine.pick(), sink), processes.team())
     shares_seen = inputs.say_seen(checkpoint, images, sink)
     sink.assumes(checkpoint.reading.line(), checkpoint.reading.to_json())
-    drawn = [
-        stage.with_draws(data.seed, checkpoint.record.classes, attacks.precision).with_square(
-            checkpoint.net, checkpoint.record.input.size
-        )
-        for stage in stages
-    ]
-    tasks = tasks_of(drawn, images, certificates)
+    stages = tuple(stage.ready(checkpoint.net, checkpoint.record, settings) for stage in stages)
+    tasks = tasks_of(stages, images, certificates)
     facts = {
         "preset": attacks.preset,
         "source": crafted_on.digest if crafted_on else None,

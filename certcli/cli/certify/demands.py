@@ -7,8 +7,7 @@ from typing import Any
 from certcli.certify.certificate import CertifiedAccuracy
 from certcli.certify.methods import METHODS
 from certcli.cli.certify.command import RADII, CertifyOptions
-from certcli.cli.shared.command import typed_share
-from certcli.cli.shared.output import Gate
+from certcli.cli.shared import command, output
 from certcli.evaluation.threat import Threat
 from certcli.system.errors import UsageError
 from certcli.system.options import NOTE
@@ -30,7 +29,7 @@ class CertifiedDemand:
     share: float = 0.0
     every: bool = False
 
-    def check(self, accuracy: CertifiedAccuracy, gate: Gate) -> None:
+    def check(self, accuracy: CertifiedAccuracy, gate: output.Gate) -> None:
         hits = round(accuracy.against(self.threat) * accuracy.images)
         gate.demand_share(
             hits,
@@ -47,22 +46,26 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
     target = options.target
     methods = target.methods
     norm = options.local.norm
-    if "patch" not in methods and options.patches.patches:
-        raise UsageError(
-            "--patch is for --method patch", "certvit certify ... --method patch --patch 32"
-        )
-    if "patch" in methods and methods != ["patch"]:
-        raise UsageError(
+    patch = "patch" in methods
+    conflicting = [name for name in ("epsilon", "plot", "attack_records") if getattr(target, name)]
+    _require_none(
+        (
+            not patch and options.patches.patches,
+            "--patch is for --method patch",
+            "certvit certify ... --method patch --patch 32",
+        ),
+        (
+            patch and methods != ["patch"],
             "--method patch stands alone: shares against patches and within radii cannot be compared",
             "certvit certify ... for the other methods",
-        )
-    for name in ("epsilon", "plot", "attack_records") if "patch" in methods else ():
-        if getattr(target, name):
-            raise UsageError(
-                f"--{name.replace('_', '-')} does not go with --method patch", "leave it out"
-            )
-    demand = None
-    threats = list[Threat]()
+        ),
+        (
+            patch and conflicting,
+            f"--{''.join(conflicting[:1]).replace('_', '-')} does not go with --method patch",
+            "leave it out",
+        ),
+    )
+    demand, threats = None, list[Threat]()
     if methods != ["patch"]:
         demand, threats = demand_of(
             target.minimum, [Threat(norm, radius) for radius in target.epsilon or RADII[norm]]
@@ -70,38 +73,58 @@ def require_compatible(options: CertifyOptions) -> tuple[CertifiedDemand | None,
     for method in methods:
         if method != AUTO:
             METHODS[method]
-    if len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1):
-        raise UsageError(
-            f"--method {' '.join(methods)}: name each method once, and auto alone", "--method auto"
-        )
-    if norm == "linf" and methods != ["local"]:
-        raise UsageError(
+    named = ", ".join(methods)
+    panels = {"smoothing": options.smoothing, "local": options.local}
+    unused = [
+        (method, first_given(values))
+        for method, values in panels.items()
+        if not {method, AUTO} & set(methods)
+    ]
+    _require_none(
+        (
+            len(set(methods)) != len(methods) or (AUTO in methods and len(methods) > 1),
+            f"--method {' '.join(methods)}: name each method once, and auto alone",
+            "--method auto",
+        ),
+        (
+            norm == "linf" and methods != ["local"],
             "--norm linf works with --method local only",
             "certvit certify ... --method local --norm linf -e 1/255",
-        )
-    if options.proof.arithmetic is not None and not set(methods) <= set(PROVING):
-        reason = "smoothing has --precision, patch is about the network as it runs"
-        raise UsageError(
-            f"--arithmetic works with --method {', '.join(PROVING)}: {reason}",
+        ),
+        (
+            options.proof.arithmetic is not None and not set(methods) <= set(PROVING),
+            f"--arithmetic works with --method {', '.join(PROVING)}: smoothing has --precision, "
+            "patch is about the network as it runs",
             "leave out --arithmetic",
-        )
-    for method, values in (("smoothing", options.smoothing), ("local", options.local)):
-        if method not in methods and AUTO not in methods and (unused := first_given(values)):
-            raise UsageError(
-                f"{unused} works with --method {method}, not with {', '.join(methods)}",
+        ),
+        *(
+            (
+                option,
+                f"{option} works with --method {method}, not with {named}",
                 f"leave it out, or --method {method}",
             )
-    if target.radius == "largest" and not {"local", AUTO} & set(methods):
-        raise UsageError(
-            f"--radius works with --method local, not with {', '.join(methods)}: others compute each "
-            "radius at once",
+            for method, option in unused
+        ),
+        (
+            target.radius == "largest" and not {"local", AUTO} & set(methods),
+            f"--radius works with --method local, not with {named}: others compute each radius at "
+            "once",
             "leave it out, or --method local",
-        )
-    if target.records is not None and len(methods) > 1:
-        raise UsageError(
-            "a file of records holds one method", "run them one by one, or leave out --records"
-        )
+        ),
+        (
+            target.records is not None and len(methods) > 1,
+            "a file of records holds one method",
+            "run them one by one, or leave out --records",
+        ),
+    )
     return demand, threats
+
+
+def _require_none(*contradictions: tuple[Any, str, str]) -> None:
+    """Raise UsageError for the first of these that holds: whether it does, its cause, its hint."""
+    for holds, cause, hint in contradictions:
+        if holds:
+            raise UsageError(cause, hint)
 
 
 def first_given(values: Any) -> str | None:
@@ -125,7 +148,7 @@ def demand_of(
     chosen = sorted(set(threats))
     share, at, size = (text or "0").partition("@")
     try:
-        minimum = typed_share(share)
+        minimum = command.typed_share(share)
     except ValueError as failure:
         hint = "certvit certify --help shows how it is written"
         raise UsageError(f"--min-certified: {failure}", hint) from failure

@@ -1,10 +1,8 @@
 """certvit certify NET.onnx --vnnlib SPEC: attack, then proof, then VNN-COMP's words for the
 result."""
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,21 +11,18 @@ import torch
 import typer
 from torch import nn
 
-from certcli.attack.run import attack_images
+from certcli.attack import run, stages
 from certcli.attack.settings import AttackSettings
-from certcli.attack.stages import stages_of
-from certcli.certify import vnnlib
-from certcli.certify.methods import prepare_method
+from certcli.audit.plan import EndsAfter, OutOfTime
+from certcli.certify import methods, vnnlib
 from certcli.certify.options import AUTO, BRANCH
 from certcli.certify.query_network import QueryNetwork, query_network
 from certcli.cli.certify.command import CertifyOptions
 from certcli.cli.shared.output import Sink
 from certcli.evaluation import perturbation, threat
 from certcli.models import build, in_memory
-from certcli.models.build import OpenCheckpoint
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of_onnx
-from certcli.models.onnx.runtime import ROUNDING, Runtime
+from certcli.models.onnx.open import ROUNDING, Runtime, network_of_onnx
 from certcli.system.errors import GateError, NoBoundError, UndecidedError, UsageError
 
 HOLDS, VIOLATED, UNKNOWN = "holds", "violated", "unknown"
@@ -60,29 +55,6 @@ def require_read(context: typer.Context) -> None:
             )
 
 
-class SecondsAreOver(BaseException):
-    """Raised in the midst of whatever runs: no handler of errors may take it for one."""
-
-
-@contextmanager
-def ended_after(seconds: float) -> Iterator[None]:
-    """Raise SecondsAreOver in the body after these seconds, on systems that have alarms."""
-
-    def over(*_: Any) -> None:
-        raise SecondsAreOver
-
-    if not hasattr(signal, "setitimer"):
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, over)
-    signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-3))
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 @dataclass
 class Decision:
     """What is known of a query so far.
@@ -112,9 +84,9 @@ def answer_query(options: CertifyOptions, sink: Sink) -> None:
     decision = Decision()
     end = started + (options.local.seconds or SECONDS)
     try:
-        with ended_after(end - time.perf_counter()):
+        with EndsAfter(end - time.perf_counter()):
             _decide(decision, source, options, end)
-    except SecondsAreOver:
+    except OutOfTime:
         decision.remark = f"its seconds were over in {decision.doing}; a larger --seconds"
     spent = round(time.perf_counter() - started, 3)
     about = {"arithmetic": decision.arithmetic} if decision.arithmetic else {}
@@ -187,7 +159,11 @@ def _runs_as_read(net: nn.Module, network: QueryNetwork, runtime: Runtime, query
 
 
 def _counterexample(
-    opened: OpenCheckpoint, network: QueryNetwork, query: vnnlib.Query, runtime: Runtime, seed: int
+    opened: build.OpenCheckpoint,
+    network: QueryNetwork,
+    query: vnnlib.Query,
+    runtime: Runtime,
+    seed: int,
 ) -> Example | None:
     """Attack the grey image within radius 1/2; what the file itself does at the point decides."""
 
@@ -196,9 +172,9 @@ def _counterexample(
     point = grey
     if int(model(grey).argmax()) == 0:
         settings = AttackSettings(steps=STEPS, restarts=ATTACKS, seed=seed)
-        (stage,) = stages_of(("pgd",), None, "linf", (0.5,), settings)
+        (stage,) = stages.stages_of(("pgd",), None, "linf", (0.5,), settings)
         batch = (torch.tensor([0]), grey, torch.tensor([0]))
-        (record,) = attack_images(
+        (record,) = run.attack_images(
             model,
             [batch],
             stage.plan,
@@ -228,7 +204,7 @@ def nearest_in_box(inputs: Any, query: vnnlib.Query) -> Any:
 
 
 def _proof_of_query(
-    opened: OpenCheckpoint, options: CertifyOptions, seconds: float
+    opened: build.OpenCheckpoint, options: CertifyOptions, seconds: float
 ) -> tuple[str, str]:
     """Return the arithmetic in which class 0 is proven within 1/2 of the grey image, or "" and why not.
 
@@ -249,7 +225,7 @@ def _proof_of_query(
 
 
 def _certified_query(
-    opened: OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
+    opened: build.OpenCheckpoint, options: CertifyOptions, effort: Any, seconds: float
 ) -> tuple[Any, bool]:
     """Return the certifier of this effort, and whether it proves class 0."""
     local = replace(
@@ -260,7 +236,7 @@ def _certified_query(
         seconds=seconds if effort == BRANCH else None,
         arithmetic=options.proof.arithmetic,
     )
-    certifier: Any = prepare_method(
+    certifier: Any = methods.prepare_method(
         "local", opened, options.machine.pick_for(local.arithmetic), local
     )
     (certificate,) = certifier.batch([0], torch.full((1, *opened.record.input.size), 0.5), [0])

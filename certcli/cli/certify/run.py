@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from certcli.certify import certificate, method_choice, methods
-from certcli.certify.options import BRANCH, CertifierOptions
+from certcli.certify.options import CertifierOptions
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.certify import command, demands, query, view
 from certcli.cli.shared import groups, inputs
@@ -41,7 +41,7 @@ def choose_methods(
     """Return the methods as named; for `auto` the one worth having, whose reason is shown."""
     first, *others = options.target.methods
     if first != demands.AUTO:
-        return method_choice.MethodChoice(first, "", tuple(others), options.local.effort)
+        return method_choice.MethodChoice(first, "", tuple(others))
     smallest = next((threat.radius for threat in task.threats if threat.radius > 0), 0.25)
     machine = options.machine
     choice = method_choice.choose_method(
@@ -73,18 +73,13 @@ def run_all(
 
 
 def _method_options(
-    method: str,
-    choice: method_choice.MethodChoice,
-    task: CertifyTask,
-    options: command.CertifyOptions,
+    method: str, task: CertifyTask, options: command.CertifyOptions
 ) -> CertifierOptions | None:
     if method == "local":  # the radii of -e are decided, others searched
         asked = [threat.radius for threat in task.threats if threat.radius > 0]
         return replace(
             options.local,
-            effort=choice.effort,
             at=asked if options.decides else options.local.at,
-            seconds=options.local.seconds if choice.effort == BRANCH else None,
             arithmetic=options.proof.arithmetic,
         )
     if method in demands.PROVING:
@@ -112,7 +107,7 @@ def _certify_by(
     batch_size = options.machine.batch_size
     certifier = choice.ready.get(method)
     if certifier is None or (method == "local" and options.decides):
-        chosen = _method_options(method, choice, task, options)
+        chosen = _method_options(method, task, options)
         certifier = methods.prepare_method(
             method,
             task.checkpoint,

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from certcli.certify.certificate import Certificate, CertifiedAccuracy, Certifier
+from certcli.certify.certificate import CertifiedAccuracy, Certifier
 from certcli.cli.shared.output import Sink, percent
 from certcli.evaluation import intervals, record_lines, records
-from certcli.evaluation.records import Resumed
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import (
     Norm,
     Threat,
@@ -37,7 +37,7 @@ class Result:
     rows: Sequence[Certificate]
     accuracy: CertifiedAccuracy
     seconds: float | None
-    resumed: Resumed | None = None
+    resumed: records.Resumed | None = None
 
     def share(self, threat: Threat) -> str:
         return (
@@ -156,7 +156,7 @@ def _show_methods(
     )
     for result in results:
         sink.text(
-            f"{result.certifier.method}: {result.certifier.title_of(result.rows)}. {result.certifier.statement}"
+            f"{result.certifier.method}: {result.certifier.title}. {result.certifier.statement}"
         )
 
 
@@ -186,7 +186,7 @@ def _show_method(result: Result, where: str, attacked: Mapping[Threat, float], s
         "certified accuracy",
         "95 % interval",
     ]
-    sink.table(f"{where}; {result.certifier.title_of(result.rows)}", columns, rows)
+    sink.table(f"{where}; {result.certifier.title}", columns, rows)
     if accuracy.abstained:
         sink.text(f"abstained: {percent(accuracy.abstained)}")
     taken = (
@@ -269,12 +269,10 @@ def attacked_shares(
     outcomes: dict[Threat, dict[int, bool]] = {}
     clean: dict[int, bool] = {}
     for row in rows:
-        if row["kind"] == norm and row["index"] in images.digests:
-            at = outcomes.setdefault(Threat(norm, row["epsilon"]), {})
-            at[row["index"]] = at.get(row["index"], True) and all(
-                withstood is True for withstood in row["robust"].values()
-            )
-            clean[row["index"]] = row["prediction"] == row["label"]
+        if row.kind == norm and row.index in images.digests:
+            at = outcomes.setdefault(Threat(norm, row.epsilon), {})
+            at[row.index] = at.get(row.index, True) and row.withstood
+            clean[row.index] = row.correct
     common = set.intersection(*map(set, outcomes.values())) if outcomes else set()
     if not common:
         raise DataError(

@@ -11,8 +11,7 @@ import typer
 from certcli.cli.shared import groups
 from certcli.cli.shared.command import Plot, Reads, command, group
 from certcli.evaluation.threat import Norm, require_norm
-from certcli.system.errors import UsageError
-from certcli.system.options import option
+from certcli.system import errors, options
 
 if TYPE_CHECKING:
     from certcli.models.origins import Hints
@@ -22,7 +21,9 @@ if TYPE_CHECKING:
 class BoundedNetwork(groups.Source):
     """A network that may end in features."""
 
-    features: bool = option(False, "Bound the features of a network that has no classifier.")
+    features: bool = options.option(
+        False, "Bound the features of a network that has no classifier."
+    )
 
     def hints(self) -> Hints:
         return replace(super().hints(), features=self.features, logits=True)
@@ -32,28 +33,30 @@ class BoundedNetwork(groups.Source):
 class SlopeSearch:
     """The measured slope beside the proven one."""
 
-    estimate: bool = option(True, "Measure a lower bound on images.", "--estimate/--no-estimate")
+    estimate: bool = options.option(
+        True, "Measure a lower bound on images.", "--estimate/--no-estimate"
+    )
 
 
 @group("Near images")
 class NearImages:
     """Constants that hold near one image."""
 
-    around: list[float] = option(
+    around: list[float] = options.option(
         list,
         "Prove beside it, of each image of --dataset, the slopes of margins and logits within R of it. "
         "Once for each R.",
         metavar="R",
     )
-    norm: Norm = option("l2", "Norm of R: l2, or linf.")
+    norm: Norm = options.option("l2", "Norm of R: l2, or linf.")
 
     def __post_init__(self) -> None:
         require_norm(self.norm)
         if self.norm != "l2" and not self.around:
-            raise UsageError("--norm is of --around", "--around 0.01")
+            raise errors.UsageError("--norm is of --around", "--around 0.01")
         for radius in self.around:
             if not 0 < radius < math.inf:
-                raise UsageError(
+                raise errors.UsageError(
                     f"--around {radius:g}: a radius is a finite number above 0", "--around 0.1"
                 )
 
@@ -62,8 +65,8 @@ class NearImages:
 class Views:
     """The tables and figures beside the bound."""
 
-    layers: bool = option(False, "One row for each layer instead of each block.")
-    other: str | None = option(
+    layers: bool = options.option(False, "One row for each layer instead of each block.")
+    other: str | None = options.option(
         None,
         "Second checkpoint: its bound is printed, too. --arch and the like apply to both.",
         "--compare",

@@ -164,7 +164,9 @@ def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions
         NoBoundError: an operation has no derivative; the walk does not fit into memory.
     """
     if audited.of_features:
-        raise errors.UsageError("--around is about logits, and this network ends in features")
+        raise errors.UsageError(
+            "--around is about logits, and this network ends in features", "leave out --around"
+        )
     return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
 
 
@@ -214,7 +216,17 @@ def _show_near_table(
     sink: Sink,
 ) -> None:
     norm = options.near.norm
-    columns = ["image", "R", "margin", "upper", "lower", "upper / lower", "logits", "min(R, m / L)"]
+    columns = [
+        "image",
+        "R",
+        "margin",
+        "upper",
+        "lower",
+        "upper / lower",
+        "logits",
+        "min(R, m / L)",
+        "by integral",
+    ]
     cells = []
     for index, near in rows:
         rival = near.rival
@@ -232,6 +244,7 @@ def _show_near_table(
                 ratio,
                 threat.rounded_up(near.logits, 5),
                 threat.proven_radius(near.radius),
+                threat.proven_radius(near.by_integral),
             ]
         )
     title = (
@@ -265,6 +278,7 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
         "lower": near.slopes.tolist(),
         "logits_upper": near.logits if near.logits < math.inf else "inf",
         "certified": near.radius,
+        "certified_by_integral": near.by_integral,
         "why": near.why,
         "seconds": round(near.seconds, 3),
     }

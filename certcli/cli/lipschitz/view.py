@@ -12,7 +12,7 @@ from certcli.evaluation.threat import proven_radius, rounded_down, rounded_up
 from certcli.lipschitz.bound import FEATURES, LOGITS, bound_document, log10_or_none
 from certcli.lipschitz.network import NetworkBound
 from certcli.models import build, pixels
-from certcli.nn.residual import attention_weight
+from certcli.nn.blocks import attention_weight
 from certcli.system.errors import GateError, NoBoundError
 
 USABLE = 1e-3

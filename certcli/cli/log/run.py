@@ -15,10 +15,8 @@ from typing import Any
 from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.tensor_files import ENDING, shards_of_index
-from certcli.cli.shared.groups import Talk
-from certcli.cli.shared.output import Sink, percent
-from certcli.evaluation.evidence import command_of, evidence_document, understood
-from certcli.evaluation.intervals import share_text
+from certcli.cli.shared import groups, output
+from certcli.evaluation import evidence, intervals
 from certcli.evaluation.threat import (
     attacked_percent,
     confidence,
@@ -31,7 +29,7 @@ from certcli.evaluation.threat import (
 from certcli.system.errors import CheckpointError
 
 
-def report_checkpoints(checkpoints: Sequence[Path], talk: Talk) -> None:
+def report_checkpoints(checkpoints: Sequence[Path], talk: groups.Talk) -> None:
     """Show lineage and evidence of a checkpoint, or compare several in a table."""
     sink = talk.sink()
     read = [(path, Checkpoint.read(path)) for path in files_of(checkpoints)]
@@ -68,7 +66,7 @@ def _checkpoints_in(folder: Path) -> list[Path]:
     return sorted([*indexes, *(file for file in files if file not in parts)])
 
 
-def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> None:
+def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: output.Sink) -> None:
     """Print a row for each result of each checkpoint, and say where their images differ.
 
     Fresh evidence only: what was measured of another network says nothing about this one.
@@ -80,8 +78,8 @@ def compare_evidence(read: Sequence[tuple[Path, Checkpoint]], sink: Sink) -> Non
         fresh = [e for e in checkpoint.record.evidence if e.digest == checkpoint.digest]
         silent += [] if fresh else [name]
         for entry in fresh:
-            rows.append((name, command_of(entry), evidence_sentence(entry)))
-            decoded = understood(entry)
+            rows.append((name, evidence.command_of(entry), evidence_sentence(entry)))
+            decoded = evidence.understood(entry)
             images = decoded and entry.command in ("certify", "attack") and decoded.result.dataset
             if images:
                 about = f"{images.images} of {images.name} ({images.split})"
@@ -108,7 +106,7 @@ STALE = "STALE: about another network, not these weights; nothing can recompute 
 AS_STATED = "as the file states it; `certvit verify` recomputes what is proven, measured figures are the author's word"
 
 
-def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
+def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: output.Sink) -> None:
 
     record = checkpoint.record
     outputs = f"{record.classes} classes" if record.classes else "no classifier"
@@ -127,7 +125,7 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: Sink) -> None:
             ["command", "about", "result"],
             [
                 (
-                    command_of(entry),
+                    evidence.command_of(entry),
                     "this network" if entry.digest == checkpoint.digest else "STALE",
                     evidence_sentence(entry),
                 )
@@ -172,7 +170,7 @@ def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "evidence": [
             {
-                **evidence_document(entry, checkpoint.digest),
+                **evidence.evidence_document(entry, checkpoint.digest),
                 "stale": entry.digest != checkpoint.digest,
                 "status": "unverified",
             }
@@ -186,7 +184,7 @@ def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def evidence_sentence(entry: Evidence) -> str:
 
-    decoded = understood(entry)
+    decoded = evidence.understood(entry)
     return (
         NOT_UNDERSTOOD
         if decoded is None
@@ -213,11 +211,11 @@ def _bound_of(result: Any) -> str:
 def _certify_words(result: Any, about: Any) -> str:
     n = result.images
     shares = ", ".join(
-        f"{share_text(share, n, proven_percent)} at {threat.proven()}"
+        f"{intervals.share_text(share, n, proven_percent)} at {threat.proven()}"
         for threat, share in result.shares
     )
     norm = {"l2": "", "linf": " (radii linf)", "patch": " (patches, pixels)"}[result.norm]
-    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, certified {shares}{norm}"
+    text = f"{_images_words(result)}: clean {intervals.share_text(result.clean, n)}, certified {shares}{norm}"
     promise = f"probability {confidence(result.failure)}" if result.failure else "proven"
     radius = result.average_radius
     mean = f", average radius {proven_radius(radius, 4)}" if isinstance(radius, float) else ""
@@ -230,18 +228,19 @@ def _certify_words(result: Any, about: Any) -> str:
 def _attack_words(result: Any, about: Any) -> str:
     n = result.images
     each = ", ".join(
-        f"{name} {share_text(share, n, attacked_percent)}" for name, share in result.attacks.items()
+        f"{name} {intervals.share_text(share, n, attacked_percent)}"
+        for name, share in result.attacks.items()
     )
     flags = f"; checks raised: {len(result.flags)}" if result.flags else ""
     radius = f"{result.norm} {result.threat.attacked()}"
-    withstood = f"withstand {radius} {share_text(result.robust, n, attacked_percent)}"
-    text = f"{_images_words(result)}: clean {share_text(result.clean, n)}, {withstood}"
+    withstood = f"withstand {radius} {intervals.share_text(result.robust, n, attacked_percent)}"
+    text = f"{_images_words(result)}: clean {intervals.share_text(result.clean, n)}, {withstood}"
     return f"{text} (measured; {each}){flags}"
 
 
 def _finetune_words(result: Any, about: Any) -> str:
     count = result.dataset.images if result.dataset else about.images
-    certified = f"certified {share_text(result.certified, count, proven_percent)} at {proven_radius(about.epsilon)}"
+    certified = f"certified {intervals.share_text(result.certified, count, proven_percent)} at {proven_radius(about.epsilon)}"
     images = (
         _images_words(result)
         if result.dataset
@@ -249,16 +248,18 @@ def _finetune_words(result: Any, about: Any) -> str:
     )
     if not result.dataset and about.images is not None:
         images = f"{about.images} validation image{'s' * (about.images != 1)}"
-    return f"{images}: clean {share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
+    return f"{images}: clean {intervals.share_text(result.clean, count)}, and {certified} (proven), {_bound_of(result)}"
 
 
 def _fidelity_words(result: Any, about: Any) -> str:
     n = result.images
-    parts = [f"{n} images of {result.dataset}: same top-1 on {share_text(result.agreement, n)}"]
-    parts.append(f"logit error {percent(result.logits_error)}")
+    parts = [
+        f"{n} images of {result.dataset}: same top-1 on {intervals.share_text(result.agreement, n)}"
+    ]
+    parts.append(f"logit error {output.percent(result.logits_error)}")
     if result.accuracy_before is not None or result.accuracy_after is not None:
         before, after = (
-            "not stated" if share is None else share_text(share, n)
+            "not stated" if share is None else intervals.share_text(share, n)
             for share in (result.accuracy_before, result.accuracy_after)
         )
         parts.append(f"accuracy {before} -> {after}")

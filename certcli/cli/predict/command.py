@@ -12,8 +12,7 @@ from certcli.certify.options import Patches
 from certcli.cli.shared import groups, output
 from certcli.cli.shared.command import Reads, command, group
 from certcli.evaluation.threat import Defence
-from certcli.system import errors, processes
-from certcli.system.options import option
+from certcli.system import errors, options, processes
 
 if TYPE_CHECKING:
     from certcli.certify.patch.certifier import ClassProbability
@@ -32,10 +31,10 @@ class Pictures:
         typer.Argument(metavar="IMAGES", help="Image files, or folders of them."),
         Reads(),
     ]
-    defence: Defence = option(
+    defence: Defence = options.option(
         "none", "patch: the defended classifier of certify --method patch, with the same options."
     )
-    prove: bool = option(
+    prove: bool = options.option(
         False, "With a defence: say for each image which patches provably cannot change its class."
     )
 

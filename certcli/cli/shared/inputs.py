@@ -101,7 +101,9 @@ def parse_arguments(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not equals or not key:
-            raise errors.UsageError(f"'{errors.one_line(pair)[:80]}' is not KEY=VALUE")
+            raise errors.UsageError(
+                f"'{errors.one_line(pair)[:80]}' is not KEY=VALUE", "--arch-arg img_size=32"
+            )
         try:
             arguments[key] = json.loads(text)
         except (ValueError, RecursionError):
@@ -356,7 +358,9 @@ def _settings_table(path: Path, place: tuple[str, ...]) -> dict[str, Any]:
     for name in place:
         table = table.get(name, {}) if isinstance(table, dict) else {}
     if not isinstance(table, dict):
-        raise errors.UsageError(f"{path}: {'.'.join(place)} is no table")
+        raise errors.UsageError(
+            f"{path}: {'.'.join(place)} is no table", '[tool.certvit.audit]\ntime-budget = "2m"'
+        )
     return table
 
 

@@ -15,7 +15,7 @@ from certcli.attack.families.ascent import margin_pgd
 from certcli.attack.judge import judge_points, tuck_in
 from certcli.attack.settings import AttackSettings
 from certcli.certify import methods
-from certcli.certify.certificate import Certificate, Certifier
+from certcli.certify.certificate import Certifier
 from certcli.certify.patch.certifier import PatchCertifier, TouchedPasses
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.shared import groups, output
@@ -23,6 +23,7 @@ from certcli.cli.shared.output import Gate, Sink
 from certcli.cli.verify import command
 from certcli.evaluation import perturbation, record_lines, records
 from certcli.evaluation.evidence import MOST_DRAWS, STATUSES, Claim, method_of, unverified_reasons
+from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.threat import Patch, Threat
 from certcli.images.labelled import Images
 from certcli.system.errors import DataError, GateError, UsageError
@@ -136,7 +137,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
             certifier, chosen, images, seed, attack, options.machine.batch_size
         ):
             number = row.certificate.index
-            abstains = row.claim.status == "unverified"
+            abstains = row.certificate.prediction is None
             name = images.named(number)
             claims.append(replace(row.claim, entry=name, number=number, asked=not abstains))
             attacked += row.attacked
@@ -168,7 +169,7 @@ def check_records(options: command.VerifyOptions, sink: output.Sink) -> CheckedF
 
 def _ready(
     run: record_lines.Run,
-    rows: Sequence[Mapping[str, Any]],
+    rows: list[Certificate],
     checkpoint: Checkpoint,
     images: Images,
     options: command.VerifyOptions,
@@ -191,12 +192,13 @@ def _ready(
         )
     except UsageError as failure:
         raise DataError(
-            f"{options.file} states parameters that mean nothing: {failure.message}"
+            f"{options.file} states parameters that mean nothing here: {failure.message}",
+            "certify again",
         ) from failure
     methods.require_same_way(
         run, methods.certify_run(certifier, checkpoint, images), str(options.file)
     )
-    return certifier, methods.read_claims(rows, images, certifier, str(options.file))
+    return certifier, methods.read_claims(rows, images, str(options.file))
 
 
 def _recorded_images(

@@ -1,6 +1,7 @@
 """The work of `certvit verify`: what kind of file it is, its claims, and the document about
 them."""
 
+import functools
 import json
 import math
 import os
@@ -14,7 +15,7 @@ from msgspec import UNSET
 
 from certcli.audit.document_builder import with_evidence
 from certcli.certify import around, methods
-from certcli.certify.around import Around, AroundImages, NearImage
+from certcli.certify.around import NearImage
 from certcli.checkpoint import record, schema, tensor_files
 from certcli.checkpoint.file import Checkpoint
 from certcli.cli.log.run import document_of, files_of
@@ -28,7 +29,6 @@ from certcli.report.document import from_json
 from certcli.system import errors, reading
 from certcli.verification import documents, evidence
 from certcli.verification import report as reports
-from certcli.verification.documents import kind_of, unread_fields
 from certcli.verification.report import SLACK
 
 
@@ -63,7 +63,7 @@ def check_report(
     file = options.file
     try:
         text = reading.read_bounded(file, reading.LARGEST_REPORT)
-        kind = kind_of(schema.decode_json(text, schema.Json))
+        kind = documents.kind_of(schema.decode_json(text, schema.Json))
         if kind == "lipschitz":
             return kind, check_proof_report(options, text, sink)
         return kind, check_results(options, text, kind, sink)
@@ -89,7 +89,9 @@ def check_proof_report(
         return records.CheckedFile(documents.verify_laws(report), words, whole=False, about=facts)
 
     checked = {*schema.ReportFields.__struct_fields__, "command"} - {"lower"}
-    unread = unread_fields({*schema.decode_json(text, schema.Json), reports.SHAPES} - checked)
+    unread = documents.unread_fields(
+        {*schema.decode_json(text, schema.Json), reports.SHAPES} - checked
+    )
     of_features = report.bound_of == "features"
     checkpoint = options.open(sink, features=of_features, logits=report.around is UNSET)
     claims = reports.verify_report(report, checkpoint, unread, options.machine.pick())
@@ -175,7 +177,13 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     gate = output.Gate()
     documents = []
     for path, checkpoint in checkpoints.items():
-        claims = check_evidence(checkpoint, options, sink)
+        opened = with_network(checkpoint)
+        claims = evidence.check_record_evidence(
+            opened,
+            certify_again(opened, options.scope, options.data, options.machine, sink),
+            options.machine.pick(),
+            measured=not options.scope.proven_only,
+        )
         claims += [claim for name, claim in linked if name == str(path)]
         reason = records.failure(path, claims)
         gate.demand(not reason, errors.GateError(reason))
@@ -192,18 +200,6 @@ def verify_checkpoints(options: command.VerifyOptions, sink: output.Sink) -> Non
     sink.text(
         f"verified{by}: all proven statements about this network; measured figures, lineage and "
         "results about other networks cannot be verified"
-    )
-
-
-def check_evidence(
-    checkpoint: Checkpoint, options: command.VerifyOptions, sink: output.Sink
-) -> list[Claim]:
-    """Return the claims of one checkpoint's record."""
-
-    checkpoint = with_network(checkpoint)
-    certify = certify_again(checkpoint, options.scope, options.data, options.machine, sink)
-    return evidence.check_record_evidence(
-        checkpoint, certify, options.machine.pick(), measured=not options.scope.proven_only
     )
 
 
@@ -304,26 +300,33 @@ def _near_claims(
             "these are other images than those of the report: name its --dataset",
         )
         return
-    near = {row.radius: Around(row.radius, claimed.norm, slopes=False) for row in claimed.images}
+    near = {
+        row.radius: around.Around(row.radius, claimed.norm, slopes=False) for row in claimed.images
+    }
     network = around.prepare(checkpoint, list(near.values()), options.machine.pick())
     rows = list(claimed.images)
     if options.scope.sample is not None and options.scope.sample < len(rows):
         chooser = random.Random(os.urandom(8))  # the file's author cannot have predicted it
         rows = chooser.sample(rows, options.scope.sample)
+
+    @functools.cache
+    def proven(index: int) -> dict[float, NearImage]:
+        """Return what is proven near an image in all its balls: radii build on those before."""
+        places = (images.indices == index).nonzero().flatten().tolist()
+        balls = {row.radius: near[row.radius] for row in claimed.images if row.index == index}
+        nearby = network.each(images.fetch(places[:1]), list(balls.values())) if places else ()
+        return {one.around.radius: one for one in nearby}
+
     with sink.progress("prove slopes again", total=len(rows)) as bar:
         for row in rows:
-            yield _near_claim(row, near[row.radius], network, images)
+            yield _near_claim(row, proven(row.index).get(row.radius))
             bar.advance()
 
 
-def _near_claim(
-    row: schema.NearImageFields, around: Around, network: AroundImages, images: Images
-) -> Claim:
+def _near_claim(row: schema.NearImageFields, proven: NearImage | None) -> Claim:
     statement = f"slopes near image {row.index}, within {row.radius:g}"
-    places = (images.indices == row.index).nonzero().flatten().tolist()
-    if not places:
+    if proven is None:
         return Claim(statement, "refuted", "no such image is among them")
-    (proven,) = network.each(images.fetch(places[:1]), [around])
     problem = next(_near_problems(row, proven), None)
     if problem is not None:
         return Claim(statement, "refuted", problem)
@@ -341,7 +344,7 @@ def _same_margins(claims: list[float], margins: list[float]) -> bool:
     return len(claims) == len(margins) and all(abs(a - b) <= 1e-9 * size for a, b in pairs)
 
 
-def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[str]:
+def _near_problems(row: schema.NearImageFields, proven: around.NearImage) -> Iterator[str]:
     """Yield what does not follow: bounds below those proven again, radii above them."""
     if row.prediction != proven.prediction:
         yield f"class {row.prediction} is stated, the network says {proven.prediction}"
@@ -359,6 +362,8 @@ def _near_problems(row: schema.NearImageFields, proven: NearImage) -> Iterator[s
     for claimed, bound in pairs:
         if float(claimed) * (1 + SLACK) < bound and float(claimed) < math.inf:
             yield f"{threat.rounded_down(claimed, 9)} is stated, {threat.rounded_up(bound, 9)} is proven"
-    if row.certified > proven.radius * (1 + SLACK):
-        shown = threat.rounded_up(row.certified, 9), threat.rounded_down(proven.radius, 9)
-        yield f"radius {shown[0]} is stated, {shown[1]} is proven"
+    radii = (row.certified, proven.radius), (row.certified_by_integral, proven.by_integral)
+    for claimed, radius in radii:
+        if claimed > radius * (1 + SLACK):
+            shown = threat.rounded_up(claimed, 9), threat.rounded_down(radius, 9)
+            yield f"radius {shown[0]} is stated, {shown[1]} is proven"

@@ -3,4 +3,4 @@
 import certcli.system.compat  # noqa: F401 (before anything here imports timm)
 
 # isort: split
-from certcli.enclosure.slopes import attention, layers, pulls  # noqa: F401 (for their decorators)
+from certcli.enclosure.slopes import layers, pulls  # noqa: F401 (for their decorators)

@@ -1,4 +1,6 @@
-"""Pulls of layers: linear maps, norms, functions entry by entry, products. Proofs: docs/local.md, 13."""
+"""Pulls of layers: linear maps, norms, functions entry by entry, products, attention: p = softmax(s q
+k^T), p v. Proofs: docs/local.md, 13.
+"""
 
 import functools
 import itertools
@@ -11,34 +13,34 @@ from timm.layers import LayerScale
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import (
+from certcli.enclosure.operations import (
     CONVOLUTIONS,
+    constant_operand,
+    of_statistics,
     register_convolutions,
     register_fixed_choices,
     register_largest,
-    register_maxima,
-)
-from certcli.enclosure.operations import (
-    constant_operand,
-    of_statistics,
     register_linear,
+    register_maxima,
     register_norms,
-    repeated,
     spelled,
     unit_length,
 )
 from certcli.enclosure.slopes.products import by_row, inner, times
-from certcli.enclosure.slopes.pulls import PullContext, Pulled, pulls, put_back
+from certcli.enclosure.slopes.pulls import PullContext, Pulled, adjoint, pulls, put_back
 from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import centred, mean_square, over_width
 from certcli.enclosure.zonotopes.pointwise import activation, apply
-from certcli.enclosure.zonotopes.rules.layers import arranged, negative
+from certcli.enclosure.zonotopes.rules.arithmetic import negative, repeated
+from certcli.enclosure.zonotopes.rules.attention import multiplied
+from certcli.engine.attention import attention_module, fused_attention
 from certcli.engine.averages import Separable, register_averages, register_interpolation
 from certcli.engine.curves import NAMED, RECIPROCAL, STEEP, Curve, Line, derivative, register_curves
+from certcli.engine.table import with_attributes
+from certcli.nn.blocks import CenterNorm, Spread
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import CenterNorm, Spread
 
 
 def through(weight: Tensor, gradient: Form) -> Form:
@@ -46,7 +48,7 @@ def through(weight: Tensor, gradient: Form) -> Form:
     return gradient.worked().linear(lambda t: t @ weight, lambda t: t @ weight.abs(), len(weight))
 
 
-register_linear(pulls, Form, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
+register_linear(pulls, lambda ctx, x, weight, bias: [(x, through(weight, ctx.gradient))])
 
 
 def convolution_transposed(
@@ -54,14 +56,14 @@ def convolution_transposed(
 ) -> Pulled:
     def back(kernel: Tensor) -> Callable[[Tensor], Tensor]:
         run = lambda t: CONVOLUTIONS[kernel.dim()](t, kernel, None, **options)  # noqa: E731
-        _, pull, *_ = torch.func.vjp(run, torch.zeros_like(x.centre))
-        return lambda t: torch.vmap(pull)(t)[0]
+        _, pulled = adjoint(run, [x])
+        return lambda t: pulled(t)[0]
 
     gradient = ctx.gradient.worked()
     return [(x, gradient.linear(back(weight), back(weight.abs()), weight.numel()))]
 
 
-register_convolutions(pulls, Form, convolution_transposed)
+register_convolutions(pulls, convolution_transposed)
 AFFINE_PULLS = (
     pulls.functions[F.linear],
     pulls.functions[F.conv2d],
@@ -233,9 +235,9 @@ def mixed_back(ctx: PullContext, *parts: Any) -> Pulled:
     return [(part, ctx.gradient.scale(share)) for part, share in pairs if isinstance(part, Form)]
 
 
-register_maxima(pulls, (Form,), larger_back)
-register_largest(pulls, lambda x: x, largest_back)
-register_fixed_choices(pulls, Form, mixed_back)
+register_maxima(pulls, larger_back)
+register_largest(pulls, largest_back)
+register_fixed_choices(pulls, mixed_back)
 
 
 @spelled(pulls, "sum")
@@ -255,10 +257,10 @@ def opposite(ctx: PullContext, x: Form) -> Pulled:
 
 
 @spelled(pulls, "product")
-def multiplied(ctx: PullContext, x: Any, y: Any) -> Pulled:
+def multiplied_entries(ctx: PullContext, x: Any, y: Any) -> Pulled:
     gradient = ctx.gradient.worked()
     if isinstance(x, Form) and isinstance(y, Form):
-        of_x, of_y = (times(gradient, repeated(part, gradient.shape, arranged)) for part in (y, x))
+        of_x, of_y = (times(gradient, repeated(part, gradient.shape)) for part in (y, x))
         return [(x, of_x), (y, of_y)]
     x, y = (x, y) if isinstance(x, Form) else (y, x)
     return [(x, gradient.scale(constant_operand(y, x.centre, x.shape)))]
@@ -280,3 +282,92 @@ def constant(value: Tensor, like: Form) -> Form:
     """Return a tensor as a form without symbols."""
     zeros = like.gens.new_zeros(like.fixed, *value.shape)
     return Form(like.space, value, zeros, torch.zeros_like(value))
+
+
+def relative(x: Form, weight: Tensor, axis: int) -> Form:
+    """x less its average by these weights (of about sum 1) along an axis, the same for all along it."""
+    return x.linear(
+        lambda t: t - (weight * t).sum(axis, keepdim=True),
+        lambda t: t + (weight.abs() * t).sum(axis, keepdim=True),
+        x.shape[axis] + 4,
+    )
+
+
+def of_scores(p: Form, gradient: Form) -> Form:
+    """p (g - <p, g>) row by row: what is the same in a row of g drops out, as p sums to 1."""
+    gradient = relative(gradient.worked(), p.centre, -1).worked()
+    along = inner(p, gradient)
+    spread = along.linear(lambda t: t.expand(*t.shape[:-1], p.shape[-1]))
+    return times(p, (gradient + negative(spread)).worked()).worked()
+
+
+def attend_back(ctx: PullContext, scale: float) -> tuple[Form, Form, Form]:
+    """Return the gradients of q, k and v, heads (w, h, n, e).
+
+    Rows of p sum to 1, so that values count up to what all share; rows of the scores' gradient sum to
+    0, so that keys do, too.
+    """
+    q, k, v, p = (ctx.inner[name] for name in "qkvp")
+    gradient = ctx.gradient.worked()
+    weight = p.centre.mean(-2)[..., None]  # (w, h, j, 1)
+    values = ctx.once("values", lambda: relative(v, weight, -2).linear(lambda t: t.mT).worked())
+    keys = ctx.once("keys", lambda: relative(k, weight, -2).worked())
+    of_v = multiplied(ctx.once("p^T", lambda: p.linear(lambda t: t.mT)), gradient)
+    of_s = of_scores(p, multiplied(gradient, values)).scale(number(scale, gradient))
+    of_q = multiplied(of_s, keys)
+    of_k = multiplied(of_s.linear(lambda t: t.mT), ctx.once("q solid", q.worked))
+    return of_q, of_k, of_v
+
+
+@attention_module(pulls)
+def attention(
+    ctx: PullContext, module: Any, x: Form, attn_mask: Any = None, is_causal: bool = False
+) -> Pulled:
+    heads = module.num_heads
+    width = heads * module.head_dim
+    back = through(module.proj.weight, ctx.gradient)
+    back = back.linear(lambda t: t.unflatten(-1, (heads, -1)).transpose(-3, -2))
+    ctx = PullContext(ctx.node, back, ctx.inner, ctx.token)
+    parts = [
+        through(
+            module.qkv.weight[i * width : (i + 1) * width],
+            part.linear(lambda t: t.transpose(-3, -2).flatten(-2)),
+        )
+        for i, part in enumerate(attend_back(ctx, module.scale))
+    ]
+    of_q = parts[0] if ctx.token is None else placed(parts[0], ctx.token, x.shape[1])
+    return [(x, of_q + parts[1] + parts[2])]
+
+
+def placed(x: Form, token: int, tokens: int) -> Form:
+    """Return a gradient (1, 1, d) at one of the tokens, 0 at others: (1, tokens, d)."""
+    return x.linear(lambda t: F.pad(t, (0, 0, token, tokens - 1 - token)))
+
+
+@fused_attention(pulls)
+def attention_function(
+    ctx: PullContext, query: Any, key: Form, value: Form, mask: Any, scale: float | None
+) -> Pulled:
+    width = query.tensor.shape[-1] if not isinstance(query, Form) else query.shape[-1]
+    parts = attend_back(ctx, scale if scale is not None else width**-0.5)
+    both = zip((query, key, value), parts, strict=True)
+    return [(of, part) for of, part in both if isinstance(of, Form)]
+
+
+@spelled(pulls, "product of matrices")
+def product_of_matrices(ctx: PullContext, x: Form, y: Form) -> Pulled:
+    gradient = ctx.gradient.worked()
+    of_first = ctx.once("second^T", lambda: y.linear(lambda t: t.mT).worked())
+    of_second = ctx.once("first^T", lambda: x.linear(lambda t: t.mT).worked())
+    return [(x, multiplied(gradient, of_first)), (y, multiplied(of_second, gradient))]
+
+
+@spelled(pulls, "softmax")
+def softmax_of_rows(
+    ctx: PullContext, x: Form, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Pulled:
+    p = ctx.once("solid", lambda: ctx.inner["p"].solid())
+    return [(x, of_scores(p, ctx.gradient))]
+
+
+pulls.module(nn.Softmax)(with_attributes(softmax_of_rows, "dim"))

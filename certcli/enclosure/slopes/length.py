@@ -1,5 +1,7 @@
 """How long a gradient can be: from a form of it, upper bounds rounded up. docs/local.md, 13."""
 
+import functools
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +15,10 @@ from certcli.enclosure.zonotopes.form import Form
 
 _TRIED = 200
 """Multipliers of the dual that are tried."""
+_SHELLS = 8
+"""Of a ball, over which its integral is taken."""
+_UP = 1 + 2.0**-40
+"""Above the roundings of the few float64 operations before it."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +43,38 @@ class Parts:
     @property
     def length(self) -> float:
         """Return a bound of |c + A e + Q vec(e e^T) + r|_2 over |e|_2 <= 1."""
-        terms = (reach(self.centre, self.linear), norm(self.square), self.rest)
-        return sum(terms) * (1 + gamma(4))
+        return self.within(1.0)
+
+    @functools.cached_property
+    def curvature(self) -> float:
+        """Return a bound of |Q|_2."""
+        return norm(self.square)
+
+    def within(self, share: float) -> float:
+        """Return the same over |e|_2 <= share, no more than 1."""
+        terms = (reach(self.centre, share * self.linear), share * share * self.curvature, self.rest)
+        # the product is off by a unit of |share A|_F, at most sqrt(m) times |share A|_2
+        total = sum(terms) * (1 + gamma(self.linear.shape[1] + 8))
+        return total if total < math.inf else math.inf  # also for NaN
+
+    def covered(self, room: float, start: float = 0.0) -> tuple[float, float]:
+        """Return a t in [start, 1], nearly the largest, with the integral of `within` from start to t
+        at most `room`; and that integral to 1.
+
+        What `within` bounds is a largest of convex functions, and grows: so chords are above it, and
+        above its integral.
+        """
+        step = (1 - start) / _SHELLS
+        lengths = [self.within(start + k * step) for k in range(_SHELLS + 1)]
+        reached, total = start, 0.0
+        for k, ends in enumerate(itertools.pairwise(lengths)):
+            shell = sum(ends) / 2 * step * _UP
+            if total + shell <= room:
+                reached = start + (k + 1) * step
+            elif total < room:
+                reached = start + (k + (room - total) / shell) * step
+            total = (total + shell) * _UP
+        return reached, total
 
 
 def logits_length(parts: Sequence[Parts], label: int) -> float:

@@ -11,8 +11,7 @@ from torch import Tensor, fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from certcli.enclosure.slopes import layers
-from certcli.enclosure.slopes.attention import placed
-from certcli.enclosure.slopes.layers import constant, norm, through
+from certcli.enclosure.slopes.layers import constant, norm, placed, through
 from certcli.enclosure.slopes.pulls import (
     PullContext,
     moved,
@@ -35,7 +34,7 @@ from certcli.enclosure.zonotopes.space import Execution, ZonotopeContext
 from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace
 from certcli.engine.walk import Call, called, walk, walk_back
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 from certcli.system.memory import out_of_memory
 
 LINEAR = (
@@ -70,7 +69,8 @@ class Tape(Enclosure):
         self.values[node] = value
         computed = isinstance(value, (Form, list, tuple)) and node.op != "placeholder"
         if self.executed_as is not None and computed:
-            self.rounding[node] = [float(part) for part in self.executed_as.lost(node.name)]
+            parts = [value] if isinstance(value, Form) else value
+            self.rounding[node] = self.executed_as.lost(node.name, parts)
 
     def gradient(self, seed: Form) -> tuple[Form, float]:
         """Return the form of the gradient at the image for that at the walk's result.
@@ -206,7 +206,7 @@ class SlopeNetwork(LocalNetwork):
     def near(self, start: Form) -> "Neighbourhood":
         """Return the walk over a neighbourhood. Unbounded where it is too large."""
         witnesses = self.witnesses(start)
-        executed_as = None if self.execution is None else self.execution.walk(1)
+        executed_as = None if self.execution is None else self.execution()
         tape = Tape(
             self.ending,
             self.needed,
@@ -258,7 +258,7 @@ class Neighbourhood:
         executed_as = self.tape.executed_as
         if executed_as is None:
             return torch.full((1,), torch.inf, dtype=torch.float64)
-        return executed_as.pairs()[0, label].to(self.row.centre)
+        return executed_as.pairs()[label].to(self.row.centre)
 
     def require_holds(self, weights: Tensor, gradient: Form) -> None:
         """Raise NoRule where a form excludes the network's gradient at a witness."""

@@ -5,7 +5,7 @@ All coefficients of these maps are at least 0, so that the transpose bounds what
 """
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
-from certcli.enclosure.choices import register_choices
-from certcli.enclosure.operations import NOTHING
+from certcli.enclosure.operations import NOTHING, register_choices
 from certcli.enclosure.zonotopes.form import Form
 from certcli.engine import moves
 from certcli.engine.table import RuleTable
@@ -65,12 +64,26 @@ def filled(arguments: Any, tensors: Iterator[Tensor]) -> Any:
 
 def transposed(gradient: Form, run: Callable[..., Any], *like: Form) -> list[Form]:
     """Return L^T of a gradient for run = L x + constant on tensors like those of the forms, L >= 0."""
-    out, pull, *_ = torch.func.vjp(run, *(torch.zeros_like(x.centre) for x in like))
-    back = torch.vmap(pull)
+    out, back = adjoint(run, like)
     return [
         gradient.linear(lambda t, i=i: back(t)[i], lambda t, i=i: back(t)[i], out.numel())  # type: ignore[misc]
         for i in range(len(like))
     ]
+
+
+def adjoint(
+    run: Callable[..., Tensor], like: Sequence[Form]
+) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, ...]]]:
+    """Return run at 0, and L^T on columns (m, ..) for run = L x + constant.
+
+    Not by `torch.func.vjp`, which imports the compiler when it runs: a second of CPU.
+    """
+    with torch.enable_grad():
+        places = [torch.zeros_like(x.centre, requires_grad=True) for x in like]
+        out = run(*places)
+    return out, lambda t: torch.autograd.grad(
+        out, places, t, retain_graph=True, is_grads_batched=True, materialize_grads=True
+    )
 
 
 def summed(ctx: PullContext, *args: Any, **named: Any) -> Pulled:

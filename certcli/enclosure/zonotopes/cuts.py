@@ -128,13 +128,12 @@ class Remainder:
         scale[0] = 1.0
         start = torch.full_like(scale, -3.0)
         start[0] = 0.0
-        start.requires_grad_(True)
-        adam = torch.optim.Adam([start])
+        mean, mean_square = torch.zeros_like(start), torch.zeros_like(start)
         best = torch.zeros_like(scale)
         best[0] = 1.0
         smallest = self.far * self.far
         for step in range(STEPS):
-            adam.param_groups[0]["lr"] = _RATE * _FALL ** (step / STEPS)
+            start = start.detach().requires_grad_(True)
             with torch.enable_grad():
                 weights = start.exp() * scale
                 total = weights @ curvature
@@ -148,34 +147,47 @@ class Remainder:
                 best = weights.detach()
                 if smallest < 0:
                     break
-            start.grad = slope
-            adam.step()
+            # Adam (Kingma and Ba 2015); torch's own imports the compiler, a second of CPU
+            mean = mean.lerp(slope, 0.1)
+            mean_square = mean_square.lerp(slope.square(), 0.001)
+            length = (mean_square / (1 - 0.999 ** (step + 1))).sqrt() + 1e-8
+            rate = _RATE * _FALL ** (step / STEPS) / (1 - 0.9 ** (step + 1))
+            start = start.detach() - rate * mean / length
         return best
 
 
 @torch.no_grad()
 def everywhere_positive(
-    near: Remainder, margins: Form, walk: Walk, until: float = math.inf
+    near: Remainder,
+    margins: Form,
+    walk: Walk,
+    until: float = math.inf,
+    most: int = WALKS,
+    fooled: Callable[[], bool] = lambda: False,
 ) -> bool:
     """Tell whether all margins are positive near an image, by walks over what is left of each.
 
     Args:
         near: all images of a ball, and margins there.
         until: time.monotonic() from which no further walk begins.
+        most: Walks over what is left of one margin.
+        fooled: whether another class was found in the ball; asked before any further walk.
     """
     bounds = lower_bounds(margins).flatten()
-    return all(
-        bool(bounds[entry] > 0) or _positive(near, margins, entry, walk, until)
-        for entry in bounds.argsort().tolist()
-    )
+    opened = [entry for entry in bounds.argsort().tolist() if not bounds[entry] > 0]
+    if opened and fooled():
+        return False
+    return all(_positive(near, margins, entry, walk, until, most) for entry in opened)
 
 
-def _positive(near: Remainder, margins: Form, entry: int, walk: Walk, until: float) -> bool:
+def _positive(
+    near: Remainder, margins: Form, entry: int, walk: Walk, until: float, most: int
+) -> bool:
     """Tell whether one margin is positive everywhere."""
     remainder = replace(near, cuts=list(near.cuts))
     centre = near.image
     radius = near.far
-    for _ in range(WALKS):
+    for _ in range(most):
         remainder.add(centre, radius, margins, entry)
         smaller = remainder.ball()
         if smaller is None:
@@ -184,4 +196,4 @@ def _positive(near: Remainder, margins: Form, entry: int, walk: Walk, until: flo
             return False
         centre, radius = smaller
         margins = walk(centre, radius)
-    return False
+    return bool(lower_bounds(margins).flatten()[entry] > 0)

@@ -10,6 +10,7 @@ from certcli.enclosure.zonotopes.columns import FUNCTION, TINY, gamma, up
 from certcli.enclosure.zonotopes.ellipsoids import factor, spectral, whole_gram
 from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.pointwise import Fit, apply_fit
+from certcli.engine.table import NoRule
 
 _CELLS = 256
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -35,7 +36,9 @@ class Direction:
 
     @classmethod
     def of(cls, y: Form, eps: float) -> "Direction":
-        """Return the direction of a form's centre. Unbounded where it has none."""
+        """Return the direction of a form's centre. Unbounded where it has none; NoRule: eps < 0."""
+        if not eps >= 0:
+            raise NoRule(f"a norm with eps {eps}")
         width = y.shape[-1]
         kappa = math.sqrt(width * eps)
         length = torch.linalg.vector_norm(y.centre, dim=-1, keepdim=True)

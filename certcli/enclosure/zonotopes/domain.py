@@ -27,7 +27,6 @@ from certcli.enclosure.zonotopes.rules.layers import (
     TOKENWISE,
 )
 from certcli.enclosure.zonotopes.space import (
-    ExecutedNodes,
     ExecutedWalk,
     Execution,
     Space,
@@ -35,8 +34,9 @@ from certcli.enclosure.zonotopes.space import (
     rules,
 )
 from certcli.engine.replay import close, noise_like, replayed
-from certcli.engine.table import NoRule, RuleTable
+from certcli.engine.table import NoRule
 from certcli.engine.trace import Trace, example_of, executed, last_of, result_of, shifts_logits
+from certcli.engine.tracer import target_name
 from certcli.engine.walk import Call, Constant, Domain
 
 Watch = Callable[[fx.Node, Any, int | None], None]
@@ -111,12 +111,9 @@ class Enclosure(Domain):
         if self.executed_as is None:
             return value
         several = isinstance(value, (list, tuple))
-        losses = self.executed_as.lost(node.name)
-        pairs = zip(value if several else [value], losses, strict=True)
-        parts = [
-            part.doubted(rounding.to(part.centre)) if bool(rounding.any()) else part
-            for part, rounding in pairs
-        ]
+        results = value if several else [value]
+        pairs = zip(results, self.executed_as.lost(node.name, results), strict=True)
+        parts = [part.doubted(rounding) if rounding else part for part, rounding in pairs]
         self.executed_as.observe(node.name, [part.bounds() for part in parts])
         return parts if several else parts[0]
 
@@ -200,24 +197,24 @@ def names_of_results(traced: Trace) -> frozenset[str]:
     return frozenset(node.name for node in traced.graph.nodes if node.op in ran)
 
 
-def require_rules(traced: Trace, table: RuleTable) -> None:
+def require_rules(traced: Trace) -> None:
     """Raise NoRule that names the first operation without a rule, before any image is read."""
     for node in traced.graph.nodes:
-        supported = table.methods if node.op == "call_method" else table.functions
+        supported = rules.methods if node.op == "call_method" else rules.functions
         if node.op in ("call_method", "call_function") and node.target not in supported:
-            name = getattr(node.target, "__name__", node.target)
             where = node.meta.get("path") or "the network"
+            name = target_name(node.target)
             raise NoRule(f"{where}: no relaxation for the operation '{name}'")
 
 
 def prepared(
-    model: nn.Module, size: tuple[int, int, int], table: RuleTable, execution: Execution | None
-) -> tuple[NetworkEnd, dict[fx.Node, int | None], ExecutedNodes | None]:
+    model: nn.Module, size: tuple[int, int, int], execution: Execution | None
+) -> tuple[NetworkEnd, dict[fx.Node, int | None], Callable[[], ExecutedWalk] | None]:
     """Return the network up to its last layers, tokens read, and an execution's rounding.
 
     NoRule, Untraceable name a missing theorem.
     """
-    tables = [table] if execution is None else [table, *execution.tables]
+    tables = [rules] if execution is None else [rules, *execution.tables]
     # the enclosure is of the network, not only of its trace
     with replayed(model, size, *tables) as traced:
         image = noise_like(example_of(model, size))
@@ -232,7 +229,7 @@ def prepared(
         # float64: other kernels than the network's, over its last layers alone
         if not close(finished, logits, 2.0**-40 * logits.abs()):
             raise NoRule("the network without its last layers, and these, are not the network")
-        require_rules(ending.trace, table)
+        require_rules(ending.trace)
     nodes = None if execution is None else execution.beside(names_of_results(ending.trace))
     return ending, tokens_read(ending.trace, ending.token, tokenwise, queries), nodes
 

@@ -299,7 +299,7 @@ class Form:
             width**-0.5 * (1 - 2.0**-40)
         )
         facts = (norm2(rows.flatten()), rows.amax(), whole.amax(), smallest.clamp_min(0.0))
-        return Bounds(*(part.view(1) for part in facts))
+        return Bounds(*map(float, facts))
 
     def linear(
         self,

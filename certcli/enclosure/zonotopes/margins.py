@@ -12,7 +12,7 @@ from certcli.enclosure.zonotopes.branching import BranchSearch, Limit
 from certcli.enclosure.zonotopes.columns import gamma, matrices, norm2, up
 from certcli.enclosure.zonotopes.form import Form
 from certcli.enclosure.zonotopes.normalisation import signs
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 
 Further = Callable[[Node, Tensor], Tensor]
 """The last node and rows of it, least bound first -> bounds of these rows; once one is not

@@ -32,11 +32,10 @@ from certcli.enclosure.zonotopes.space import (
     ExecutedWalk,
     Execution,
     coordinates_of,
-    rules,
 )
 from certcli.engine.trace import Trace
 from certcli.engine.walk import walk
-from certcli.nn.norms import spread_of
+from certcli.nn.blocks import spread_of
 from certcli.system.memory import free_bytes
 
 
@@ -85,7 +84,7 @@ class LocalNetwork:
     ) -> None:
         self.size = size
         self._seen = False
-        self.ending, self.needed, self.execution = prepared(model, size, rules, execution)
+        self.ending, self.needed, self.execution = prepared(model, size, execution)
         self.narrow = narrow_place(self.ending.trace)
         self.coordinates: Coordinates | None = None
 
@@ -191,10 +190,10 @@ class LocalNetwork:
     @torch.no_grad()
     def margin_form(self, start: Form, label: int, watch: Watch | None = None) -> Form:
         """Return a form (1, k - 1), positive only where the margins are. Unbounded: as in `margins`."""
-        executed_as = None if self.execution is None else self.execution.walk(1)
+        executed_as = None if self.execution is None else self.execution()
         form = self.last_form(start, watch, executed_as)
         head: Any = self.ending.head
-        executed = None if executed_as is None else executed_as.pairs()[0].to(form.centre)
+        executed = None if executed_as is None else executed_as.pairs().to(form.centre)
         if executed is not None and not bool(torch.isfinite(executed).all()):
             raise Unbounded("a result that may overflow as it is executed")
         form = self.one_row(form)

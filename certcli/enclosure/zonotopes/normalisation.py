@@ -21,7 +21,7 @@ from certcli.enclosure.zonotopes.form import Form, Unbounded
 from certcli.enclosure.zonotopes.pointwise import apply, apply_above, capped, narrower
 from certcli.enclosure.zonotopes.products import TIMES, product, scaled, squares
 from certcli.engine.curves import RECIPROCAL, RSQRT, SQRT
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 
 
 def centred(x: Form) -> Form:

@@ -3,7 +3,7 @@ rounding
 of an execution.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -146,7 +146,7 @@ class Space:
 
 
 class Bounds(NamedTuple):
-    """Bounds on a tensor near each of b images, (b,) each.
+    """Bounds on a tensor near an image.
 
     Attributes:
         total: its l2 norm.
@@ -155,32 +155,30 @@ class Bounds(NamedTuple):
         deviation: of a row's entries, from below.
     """
 
-    total: Tensor
-    fibre: Tensor
-    peak: Tensor
-    deviation: Tensor
+    total: float
+    fibre: float
+    peak: float
+    deviation: float
+
+
+class Enclosed(Protocol):
+    """A tensor near an image."""
+
+    def bounds(self) -> Bounds: ...
 
 
 class ExecutedWalk(Protocol):
-    """The rounding of one walk around some images."""
+    """The rounding of one walk around an image."""
 
     def observe(self, node: str, parts: Sequence[Bounds]) -> None:
         """Note the bounds of a node's values; "" is the image."""
 
-    def lost(self, node: str) -> list[Tensor]:
-        """Return the l2 norm of what rounding adds to a node's results, operands known: (b,)."""
+    def lost(self, node: str, results: Sequence[Enclosed]) -> list[float]:
+        """Return the l2 norm of what rounding adds to these results of a node, operands known."""
         ...
 
     def pairs(self) -> Tensor:
-        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (b, k, k), or inf."""
-        ...
-
-
-class ExecutedNodes(Protocol):
-    """A network in an arithmetic, whose nodes up to some are enclosed."""
-
-    def walk(self, images: int) -> ExecutedWalk:
-        """Return the rounding of one walk."""
+        """Return how far execution beyond the enclosed nodes moves z_i - z_j: (k, k), or inf."""
         ...
 
 
@@ -190,8 +188,8 @@ class Execution(Protocol):
     @property
     def tables(self) -> Sequence[RuleTable]: ...
 
-    def beside(self, enclosed: Collection[str]) -> ExecutedNodes:
-        """Return the rounding of walks that enclose the values of the nodes of these names."""
+    def beside(self, enclosed: Collection[str]) -> Callable[[], ExecutedWalk]:
+        """Return what makes the rounding of a walk that encloses the values of these nodes."""
         ...
 
 

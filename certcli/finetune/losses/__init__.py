@@ -87,6 +87,13 @@ LOSSES = Registry(
         needs="chain",
     ),
     Loss(
+        "local-lip-gloro",
+        f"{_BOUNDS}:worst_logit_rejects",
+        "the same worst logits in GloRo's form: the largest of them is one more class",
+        "Huang et al. 2021, their code for MNIST",
+        needs="chain",
+    ),
+    Loss(
         "local",
         "certcli.finetune.losses.local:local",
         "cross entropy of the worst logits in an enclosure of a vision transformer, for local certificates",

@@ -112,7 +112,14 @@ def gloro(logits: Tensor, labels: Tensor, pairs: Tensor | None, epsilon: float) 
     """
     predicted = logits.detach().argmax(dim=1)
     worst = shifted_logits(logits, pair_gains(predicted, pairs, epsilon))
-    rejected = worst.scatter(1, predicted.unsqueeze(1), -math.inf).amax(dim=1, keepdim=True)
+    return _with_rejection(logits, labels, worst, predicted)
+
+
+def _with_rejection(logits: Tensor, labels: Tensor, worst: Tensor, winner: Tensor) -> Tensor:
+    """Return the cross entropy over k + 1 classes, z_bot = max_{j != winner} worst_j: (b, k), (b,),
+    (b, k), (b,) -> ().
+    """
+    rejected = worst.scatter(1, winner.unsqueeze(1), -math.inf).amax(dim=1, keepdim=True)
     wide = logits.to(worst)
     true_logit = wide.gather(1, labels.unsqueeze(1)).squeeze(1)
     return (torch.cat([wide, rejected], dim=1).logsumexp(dim=1) - true_logit).mean()
@@ -196,6 +203,17 @@ def worst_logits(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float)
     learnt thresholds.
     """
     return functional.cross_entropy(shifted_logits(logits, epsilon * slopes.double()), labels)
+
+
+def worst_logit_rejects(logits: Tensor, labels: Tensor, slopes: Tensor, epsilon: float) -> Tensor:
+    """Return the cross entropy over k + 1 classes, z_bot = max_{j != y} (z_j + epsilon s_j), s as in
+    `worst_logits`: (b, k), (b,), (b, k) -> ().
+
+    GloRo's form, with the label in place of the prediction. Source: the authors' code for Huang et
+    al. 2021, which takes it for MNIST.
+    """
+    worst = shifted_logits(logits, epsilon * slopes.double())
+    return _with_rejection(logits, labels, worst, labels)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from certcli.nn.norms import Spread
+from certcli.nn.blocks import Spread
 
 SECOND_ORDER = 0.15
 """Share of the bound on terms in e e^T: with columns for these they cancel among themselves."""

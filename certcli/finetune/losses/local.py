@@ -31,7 +31,7 @@ from certcli.finetune.losses.forms import (
 )
 from certcli.finetune.penalties import CURVED
 from certcli.models.pixels import PixelModel
-from certcli.nn.norms import FloorNorm, spread_of
+from certcli.nn.blocks import FloorNorm, spread_of
 from certcli.system.errors import ArchitectureError
 
 DIRECTIONS = 32

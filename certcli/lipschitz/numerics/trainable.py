@@ -304,27 +304,17 @@ class TrainableArithmetic(Arithmetic):
     def sigma(self, matrix: Matrix, name: str = "") -> Tensor:
         if matrix.key in self.orthogonal:
             return self.const(1.0)
-        w = matrix.tensor
-        name = self._own(name)
-        steps = self._steps
-        with torch.no_grad():
-            fixed = w.detach()
-            u = warm_vectors(self.vectors.get(name), w.shape[:1], w)
-            u = leading(fixed.unsqueeze(0)).flatten() if u is None else u
-            for _ in range(steps):
-                v = torch.nn.functional.normalize(fixed.T @ u, dim=0)
-                u = torch.nn.functional.normalize(fixed @ v, dim=0)
-            self.vectors[name] = u
-        return torch.dot(u, w @ v).double()
+        return self._norms(matrix.tensor.unsqueeze(0), name)[0]
+
+    def _norms(self, blocks: Tensor, name: str) -> list[Tensor]:
+        norms = estimated_block_norms(blocks, self.vectors, self._own(name), self._steps)
+        return list(norms.double().unbind())
 
     def sigmas(self, matrices: list[Matrix], name: str) -> list[Tensor]:
         tensors = [matrix.tensor for matrix in matrices]
         if len({tensor.shape for tensor in tensors}) > 1:
             return [self.sigma(one, f"{name}.{number}") for number, one in enumerate(matrices)]
-        norms = estimated_block_norms(
-            torch.stack(tensors), self.vectors, self._own(name), self._steps
-        )
-        return list(norms.double().unbind())
+        return self._norms(torch.stack(tensors), name)
 
     def sigma_products(self, pairs: list[tuple[Matrix, Matrix]], name: str) -> list[Tensor]:
         left, right = ([pair[place].tensor for pair in pairs] for place in (0, 1))
@@ -333,12 +323,7 @@ class TrainableArithmetic(Arithmetic):
             return [
                 self.sigma_product(*pair, label) for pair, label in zip(pairs, names, strict=True)
             ]
-        products = torch.stack(left).mT @ torch.stack(right)
-        return list(
-            estimated_block_norms(products, self.vectors, self._own(name), self._steps)
-            .double()
-            .unbind()
-        )
+        return self._norms(torch.stack(left).mT @ torch.stack(right), name)
 
     def convolution(
         self, weight: Tensor, error: float, geometry: Geometry, name: str = ""

@@ -17,7 +17,7 @@ from certcli.lipschitz.rules.linear import feature_axis, shift_features
 from certcli.lipschitz.rules.pointwise import by_number, multiply_bound, scaled_bound
 from certcli.lipschitz.rules.reductions import extreme_bound
 from certcli.lipschitz.value import Probabilities, Scores, Size, Value
-from certcli.nn.residual import ConvexResidual, WeightedResidual
+from certcli.nn.blocks import ConvexResidual, WeightedResidual
 
 
 def add_values(
@@ -199,16 +199,7 @@ def masked_fill(ctx: Context, x: Value, mask: Any, value: Any) -> Value:
         )
         return replace(x, waiting=masked)
     ctx.require(filling > -math.inf, "filling with -inf")
-    x = ctx.settle(x)
-    old = x.size
-    if filling != 0:
-        return replace(x, size=Size(ctx.arith, x.shape))
-    return replace(
-        x,
-        size=Size(
-            ctx.arith, x.shape, lambda: old.fibre, old.axis, lambda: old.total, lambda: old.peak
-        ),
-    )
+    return where_bound(ctx, mask, filling, x)
 
 
 def _convex_shares(ctx: Context, theta: torch.Tensor) -> tuple[Any, Any]:

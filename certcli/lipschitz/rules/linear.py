@@ -16,7 +16,7 @@ from certcli.lipschitz.numerics.arithmetic import UNDERFLOW, Matrix, Scalar
 from certcli.lipschitz.numerics.outward import frobenius_norm, up
 from certcli.lipschitz.value import Affine, Convolution, Size, Value
 from certcli.models.pixels import PixelNormalize
-from certcli.nn.norms import CenterNorm
+from certcli.nn.blocks import CenterNorm
 
 
 def followed_by_linear(

@@ -25,7 +25,7 @@ from certcli.lipschitz.numerics.outward import up
 from certcli.lipschitz.rules.linear import gain_and_shift, scale_features, shift_features
 from certcli.lipschitz.rules.moves import after_move
 from certcli.lipschitz.value import Value
-from certcli.nn.norms import FloorNorm
+from certcli.nn.blocks import FloorNorm
 
 
 @rules.module(

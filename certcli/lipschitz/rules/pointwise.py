@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import certcli.engine.activations  # noqa: F401 (for the names it enters)
-from certcli.engine.curves import Curve, register_curves
+from certcli.engine.curves import SQUARE, Curve, Line, register_curves
 from certcli.engine.table import NoRule
 from certcli.engine.walk import Constant
 from certcli.lipschitz.context import Context, of_settled, rules
@@ -28,9 +28,13 @@ from certcli.lipschitz.value import Convolution, Scores, Size, Value
 from certcli.nn.layers import MaxMin
 
 
-@of_settled
 def applied(ctx: Context, x: Value, curve: Curve) -> Value:
     """Return the value after a curve, entry by entry."""
+    if curve.line == Line(1.0, 0.0, ()):  # x^1: what waits goes on waiting
+        return x
+    x = ctx.settle(x)
+    if curve is SQUARE:
+        return _square(ctx, x)
     old = x.size
     arith = ctx.arith
     growth = arith.const(curve.growth)
@@ -59,10 +63,7 @@ def applied(ctx: Context, x: Value, curve: Curve) -> Value:
 register_curves(rules, Value, applied)
 
 
-@rules.method("square")
-@rules.function(torch.square)
-@of_settled
-def square_bound(ctx: Context, x: Value) -> Value:
+def _square(ctx: Context, x: Value) -> Value:
     """t^2 on |t| <= m has slope 2 m: finite on the pixel box only."""
     largest = x.size.peak
     why = "square, on numbers bounded over the pixel box: twice the largest"
@@ -74,13 +75,6 @@ def square_bound(ctx: Context, x: Value) -> Value:
         peak=lambda: largest * largest,
         shape=x.shape,
     )
-
-
-@rules.method("pow")
-@rules.function(torch.pow, operator.pow)
-def power_bound(ctx: Context, x: Value, exponent: Any) -> Value:
-    ctx.require(isinstance(x, Value) and exponent in (1, 2), f"the power {exponent}")
-    return x if exponent == 1 else square_bound(ctx, x)
 
 
 @rules.module(MaxMin)

@@ -158,7 +158,8 @@ def _count(tensors: Mapping[str, Tensor], pattern: str) -> int:
     return len(numbers)
 
 
-def _vit_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+def _vit_arguments(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    """Return the arguments of timm's ViT that give the tensors these shapes."""
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
     return {
         "depth": _count(tensors, r"blocks\.(\d+)\."),
@@ -169,14 +170,16 @@ def _vit_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
     }
 
 
-def _blocks_a_stage(tensors: Mapping[str, Tensor], pattern: str) -> list[int]:
-    stages = _count(tensors, pattern + r"(\d+)\.blocks\.")
-    return [_count(tensors, f"{pattern}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(stages)]
+def _depths(tensors: Mapping[str, Tensor], stages: str) -> list[int]:
+    """Return the number of blocks of each stage; `stages` is what a name has before its number."""
+    count = _count(tensors, stages + r"(\d+)\.blocks\.")
+    return [_count(tensors, f"{stages}{stage}" + r"\.blocks\.(\d+)\.") for stage in range(count)]
 
 
-def _swin_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+def _swin_arguments(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    """Return the arguments of timm's Swin that give the tensors these shapes at the image's side."""
     width, _, patch, _ = tensors["patch_embed.proj.weight"].shape
-    depths = _blocks_a_stage(tensors, r"layers\.")
+    depths = _depths(tensors, r"layers\.")
     firsts = [f"layers.{stage}.blocks.0.attn." for stage in range(len(depths))]
     second = f"{firsts[0]}logit_scale" in tensors
     if second:
@@ -211,8 +214,9 @@ def _without_key_bias(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return tensors_by_name(pairs)
 
 
-def _convnext_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
-    depths = _blocks_a_stage(tensors, r"stages\.")
+def _convnext_arguments(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, Any]:
+    """Return the arguments of timm's ConvNeXt that give the tensors these shapes."""
+    depths = _depths(tensors, r"stages\.")
     firsts = [f"stages.{stage}.blocks.0.gamma" for stage in range(len(depths))]
     return {
         "dims": [tensors[name].shape[0] for name in firsts],
@@ -222,6 +226,7 @@ def _convnext_sizes(tensors: Mapping[str, Tensor], hints: Hints) -> dict[str, An
 
 
 def _with_flat_scales(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the scale of a layer as (channels,), of torchvision's (channels, 1, 1)."""
     return {
         name: value.flatten() if name.endswith(".gamma") and value.shape[1:] == (1, 1) else value
         for name, value in tensors.items()
@@ -247,10 +252,10 @@ class TorchvisionFamily:
     finish: Callable[[Mapping[str, Tensor]], dict[str, Tensor]] = dict
 
 
-_SWIN = (_SWIN_NAMES, "patch_embed.proj.weight", "head.fc.weight", _swin_sizes)
+_SWIN = (_SWIN_NAMES, "patch_embed.proj.weight", "head.fc.weight", _swin_arguments)
 TORCHVISION = {
     "vit": TorchvisionFamily(
-        "vit_base_patch16_224", _VIT_NAMES, "patch_embed.proj.weight", "head.weight", _vit_sizes
+        "vit_base_patch16_224", _VIT_NAMES, "patch_embed.proj.weight", "head.weight", _vit_arguments
     ),
     "swin": TorchvisionFamily("swin_tiny_patch4_window7_224", *_SWIN),
     "swin_v2": TorchvisionFamily("swinv2_tiny_window8_256", *_SWIN, _without_key_bias),
@@ -259,7 +264,7 @@ TORCHVISION = {
         _CONVNEXT_NAMES,
         "stem.0.weight",
         "head.fc.weight",
-        _convnext_sizes,
+        _convnext_arguments,
         _with_flat_scales,
     ),
 }

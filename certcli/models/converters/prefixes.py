@@ -94,10 +94,15 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
 
 
 def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[str]) -> Bare:
-    """Return the tensors by the network's names, where the file's are these with parts added.
+    """Return the tensors renamed to `expected`, if the file has each of these names, with or without
+    parts added, in a network under one root.
 
-    What lies beside the network is left out if no forward pass reads it; what may change the
-    function stays, and does not fit. Where the file holds no whole network of these names, `bare`.
+    Other tensors are left out if no forward pass reads them; what may change the function stays, and
+    will not fit. Where the file holds no whole network of these names, `bare` itself is returned.
+
+    Args:
+        expected: The names of the tensors of timm's network.
+        weights: The user's choice, where a file holds several networks: "raw" or "ema".
 
     Raises:
         ArchitectureError: it holds two networks and nobody chose.
@@ -157,8 +162,10 @@ def _roots_of(tensors: Mapping[str, Tensor], anchors: re.Pattern[str]) -> list[s
 
 
 def _shared_prefix(tensors: Mapping[str, Tensor], anchors: re.Pattern[str]) -> str | None:
-    """Return the first part of all names; None where they share none, or are recognised with it
-    only.
+    """Return the first part that all names share, with its dot.
+
+    None: they share none, or it belongs to the network's own names (no converter recognises what is
+    left without it, or the one tensor would be left alone).
     """
     firsts = {name.partition(".")[0] for name in tensors}
     if len(firsts) != 1 or not all("." in name for name in tensors):

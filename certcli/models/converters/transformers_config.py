@@ -1,5 +1,6 @@
 """transformers' two configs, as typed values: the architecture, and how images become its input."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -179,8 +180,9 @@ _EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
 
 
 def decoded_config(config: Path, kind: type[T]) -> T:
+    """Return a config beside a file as the structure `kind`; CheckpointError where it is none."""
     return read_config(
-        config, lambda text: decode_json(text, kind), "fetch it again, as transformers wrote it"
+        config, partial(decode_json, kind=kind), "fetch it again, as transformers wrote it"
     )
 
 

@@ -159,7 +159,12 @@ def _tokens(config: TokenConfig) -> dict[str, Any]:
     }
 
 
-def _timm_activation(config: Config) -> dict[str, Any]:
+def _activation_argument(config: Config) -> dict[str, Any]:
+    """Return timm's argument for the config's activation: none where it is timm's own default.
+
+    Raises:
+        Refused: timm's networks have no such activation.
+    """
     raise_if(
         config.hidden_act not in _ACTIVATIONS,
         Refused,
@@ -182,7 +187,7 @@ def _square_side(config: Any) -> int:
 
 def _plain_transformer(config: TokenConfig, architecture: str) -> TimmNetwork:
     """ViT, ViT-MSN, DeiT and DINOv2, whose blocks are timm's own."""
-    arguments = {**_tokens(config), **_timm_activation(config), "qkv_bias": config.qkv_bias}
+    arguments = {**_tokens(config), **_activation_argument(config), "qkv_bias": config.qkv_bias}
     if not config.model_type.startswith("dinov2"):
         if architecture.endswith("WithTeacher"):
             return TimmNetwork("deit_base_distilled_patch16_224", arguments)
@@ -229,6 +234,7 @@ def _beit(config: TokenConfig, _: str) -> TimmNetwork:
 
 
 def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
+    """Swin and Swin v2; Refused where timm's network would compute something else."""
     second = config.model_type == "swinv2"
     raise_if(
         config.use_absolute_embeddings or not config.qkv_bias,
@@ -246,7 +252,7 @@ def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
         config.window_size,
         shrinks=second,
     )
-    activation = _timm_activation(config)
+    activation = _activation_argument(config)
     raise_if(
         activation and not second, Refused, f"timm's Swin has no activation '{config.hidden_act}'"
     )
@@ -271,13 +277,14 @@ def _transformers_swin(config: SwinConfig, _: str) -> TimmNetwork:
 
 
 def _transformers_convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
+    """ConvNeXt and ConvNeXt v2, whose last norm alone has the config's eps."""
     arguments = {
         "patch_size": config.patch_size,
         "in_chans": config.num_channels,
         "dims": config.hidden_sizes,
         "depths": config.depths,
         "num_classes": config.classes,
-        **_timm_activation(config),
+        **_activation_argument(config),
     }
     # the other norms have timm's 1e-6
     last = Replacement("head.norm", "norm-eps", {"eps": config.layer_norm_eps})
@@ -288,7 +295,7 @@ def _transformers_convnext(config: ConvNextConfig, _: str) -> TimmNetwork:
 
 
 def _with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Registers have no position in transformers: zeros in timm's embedding, which covers them."""
+    """Insert zeros for the registers' positions: timm's embedding has them, transformers' does not."""
     if "reg_token" not in tensors:
         return tensors
     position = tensors["pos_embed"]
@@ -297,22 +304,22 @@ def _with_positions(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _with_merging(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """transformers merges patches at the end of a stage, timm at the start of the next."""
+    """Move the merging of patches from the end of a stage, transformers' place, to the next's start."""
     return renamed(
         tensors,
         [(r"^layers\.(\d+)\.downsample", lambda match: f"layers.{int(match[1]) + 1}.downsample")],
     )
 
 
-def _with_distillation(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """timm's network with two heads has a distillation token of its own name."""
+def _with_distillation_token(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the second token by timm's name of it in a network of two heads: 'dist_token'."""
     return renamed(
         tensors, [("^reg_token$", "dist_token")] if "head_dist.weight" in tensors else []
     )
 
 
 def _with_flat_norms(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The global response norm of version 2 has axes of length 1 before its channels."""
+    """Return the global response norms' weights as (channels,), of (1, 1, 1, channels)."""
     return {name: value.flatten() if ".grn." in name else value for name, value in tensors.items()}
 
 
@@ -328,7 +335,7 @@ FAMILIES: Mapping[str, ModelType] = {
         _plain_transformer,
         TOKEN_NAMES,
         _CLASS_TOKEN,
-        _with_distillation,
+        _with_distillation_token,
         ("", "WithTeacher"),
     ),
     "beit": ModelType(

@@ -27,30 +27,29 @@ _KINDS = {
 _SATURATED = {2: (0.0, 255.0), 3: (-128.0, 127.0), 4: (0.0, 65535.0), 5: (-32768.0, 32767.0)}
 """onnx's numbers of the types of quantised values -> the smallest and the largest."""
 _BINARY = {"Add": operator.add, "Sub": operator.sub, "Mul": operator.mul}
-_COMPARED = {
-    "Equal": torch.eq,
-    "Less": torch.lt,
-    "LessOrEqual": torch.le,
-    "Greater": torch.gt,
-    "GreaterOrEqual": torch.ge,
-    "And": torch.logical_and,
-    "Or": torch.logical_or,
+_ENTRYWISE: dict[str, tuple[Callable[..., Any], int]] = {
+    "Equal": (torch.eq, 2),
+    "Less": (torch.lt, 2),
+    "LessOrEqual": (torch.le, 2),
+    "Greater": (torch.gt, 2),
+    "GreaterOrEqual": (torch.ge, 2),
+    "And": (torch.logical_and, 2),
+    "Or": (torch.logical_or, 2),
+    "Erf": (torch.erf, 1),
+    "Sin": (torch.sin, 1),
+    "Cos": (torch.cos, 1),
+    "Atan": (torch.atan, 1),
+    "Sqrt": (torch.sqrt, 1),
+    "Neg": (operator.neg, 1),
+    "Abs": (torch.abs, 1),
+    "Exp": (torch.exp, 1),
+    "Log": (torch.log, 1),
+    "Reciprocal": (torch.reciprocal, 1),
+    "Ceil": (torch.ceil, 1),
+    "Floor": (torch.floor, 1),
+    "Not": (torch.logical_not, 1),
 }
-_UNARY = {
-    "Erf": torch.erf,
-    "Sin": torch.sin,
-    "Cos": torch.cos,
-    "Atan": torch.atan,
-    "Sqrt": torch.sqrt,
-    "Neg": operator.neg,
-    "Abs": torch.abs,
-    "Exp": torch.exp,
-    "Log": torch.log,
-    "Reciprocal": torch.reciprocal,
-    "Ceil": torch.ceil,
-    "Floor": torch.floor,
-    "Not": torch.logical_not,
-}
+"""Operator -> the function of each entry, and of how many tensors."""
 _MODULES: dict[str, tuple[Callable[..., nn.Module], dict[str, Any]]] = {
     "Relu": (nn.ReLU, {}),
     "Sigmoid": (nn.Sigmoid, {}),
@@ -92,11 +91,6 @@ def read_quotient(call: Call) -> Any:
     return call.apply(operator.truediv, a, b)
 
 
-@reads_operators(*_COMPARED)
-def read_comparison(call: Call) -> Any:
-    return call.apply(_COMPARED[call.op], call.value(0), call.value(1))
-
-
 @reads_operators(*_FOLDED)
 def read_folded(call: Call) -> Any:
     result = call.value(0)
@@ -121,9 +115,10 @@ def read_power(call: Call) -> Any:
     return call.apply(torch.pow, call.value(0), whole)
 
 
-@reads_operators(*_UNARY)
-def read_unary(call: Call) -> Any:
-    return call.apply(_UNARY[call.op], call.value())
+@reads_operators(*_ENTRYWISE)
+def read_entrywise(call: Call) -> Any:
+    function, count = _ENTRYWISE[call.op]
+    return call.apply(function, *map(call.value, range(count)))
 
 
 def _float32_attribute(call: Call, name: str, default: Any) -> Any:

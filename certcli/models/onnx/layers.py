@@ -27,7 +27,7 @@ def linear_module(weight: Tensor, bias: Tensor | None) -> Any:
     """Return x -> W x + b for W (out, in)."""
     shape = nn.Linear(1, 1, bias=bias is not None)
     shape.out_features, shape.in_features = weight.shape
-    return with_weights(shape, weight=weight, **({} if bias is None else {"bias": bias}))
+    return with_weights(shape, weight=weight, bias=bias)
 
 
 @reads_operators("MatMul")
@@ -120,13 +120,12 @@ def read_convolution(call: Call) -> Any:
         device="meta",
         **more,
     )
-    tensors = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    return call.apply(with_weights(module, **tensors), x)
+    return call.apply(with_weights(module, weight=weight, bias=bias), x)
 
 
 def layer_norm_module(weight: Tensor, bias: Tensor | None, eps: float) -> nn.Module:
     module = nn.LayerNorm(len(weight), eps, bias=bias is not None, device="meta")
-    return with_weights(module, weight=weight, **({} if bias is None else {"bias": bias}))
+    return with_weights(module, weight=weight, bias=bias)
 
 
 @reads_operators("LayerNormalization")

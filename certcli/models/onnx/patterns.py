@@ -33,8 +33,8 @@ from certcli.models.onnx.program import (
     without_factor,
 )
 from certcli.models.pixels import PixelNormalize
+from certcli.nn.blocks import FloorNorm
 from certcli.nn.layers import MaxMin
-from certcli.nn.norms import FloorNorm
 from certcli.system.errors import Refused
 
 

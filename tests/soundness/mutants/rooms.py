@@ -30,6 +30,7 @@ _NUMERICS = ("arithmetic", "convolution", "eigenvalues", "outward", "real", "spe
 _EVALUATION = (
     "evidence",
     "evidence_schema",
+    "image_records",
     "intervals",
     "perturbation",
     "record_lines",

@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from certcli.enclosure.operations import register_products
+from certcli.enclosure.operations import spelled
 from certcli.enclosure.zonotopes.columns import distances, gamma, reach_of_differences, up
 from certcli.enclosure.zonotopes.ellipsoids import by_fibres
 from certcli.enclosure.zonotopes.fibre_attention import attend_by_fibres
@@ -24,8 +24,9 @@ from certcli.engine.attention import (
     require_no_mask,
 )
 from certcli.engine.curves import EXP, LOG
-from certcli.engine.table import NoRule
+from certcli.engine.table import NoRule, with_attributes
 from certcli.engine.walk import Constant
+from certcli.system.errors import raise_if
 
 _FARTHEST = 30.0
 """Differences of scores beyond +-30 make exp's relaxation useless; the radius is then refused."""
@@ -286,10 +287,28 @@ def attention_function(
     return attend(query, key, value, scale, added, ctx.inner)
 
 
-def _probabilities(ctx: ZonotopeContext, x: Form) -> Form:
+@spelled(rules, "product of matrices")
+def matrix_product_of_forms(ctx: ZonotopeContext, x: Any, y: Any) -> Form:
+    both = isinstance(x, Form) and isinstance(y, Form)
+    raise_if(not both, NoRule, "a product of matrices with a constant")
+    repeats = x.shape[:-2] != y.shape[:-2] or min(len(x.shape), len(y.shape)) < 3
+    raise_if(repeats, NoRule, "a product of matrices that repeats a tensor")
+    return matmul(x, y)
+
+
+@spelled(rules, "softmax")
+def softmax_of_form_rows(
+    ctx: ZonotopeContext, x: Form, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None
+) -> Form:
+    axes = len(x.shape)
+    raise_if(
+        dim is None or dim % axes != axes - 1 or axes < 2 or dtype is not None,
+        NoRule,
+        "softmax over another axis than the last",
+    )
     ctx.inner["p"] = softmax(x)
     probabilities: Form = ctx.inner["p"]
     return probabilities
 
 
-register_products(rules, Form, lambda x: x, matmul, _probabilities)
+rules.module(nn.Softmax)(with_attributes(softmax_of_form_rows, "dim"))

@@ -1,9 +1,7 @@
 """What modules and operations do to forms; everything else is refused by name. docs/local.md."""
 
 import functools
-import math
 import operator
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,35 +12,24 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import certcli.engine.activations  # noqa: F401 (for the names it enters)
-from certcli.enclosure.choices import (
-    CONVOLUTIONS,
-    mixed_values,
-    register_choices,
-    register_convolutions,
-    register_fixed_choices,
-    register_largest,
-    register_maxima,
-    register_types,
-)
 from certcli.enclosure.operations import (
+    CONVOLUTIONS,
     NOTHING,
-    register_arithmetic,
-    register_joins,
-    register_layers,
+    of_statistics,
+    register_convolutions,
+    register_largest,
     register_linear,
+    register_maxima,
     register_norms,
-    register_scaled_norms,
-    register_sums,
-    require_entries,
+    unit_length,
 )
-from certcli.enclosure.zonotopes.backward import BACK, Node
-from certcli.enclosure.zonotopes.columns import gamma, up
+from certcli.enclosure.zonotopes.columns import gamma
 from certcli.enclosure.zonotopes.direction import number
 from certcli.enclosure.zonotopes.ellipsoids import narrowed, reduced
-from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.form import Form, Unbounded, fitting
 from certcli.enclosure.zonotopes.normalisation import centred, layer_norm
-from certcli.enclosure.zonotopes.pointwise import activation, apply, relu
-from certcli.enclosure.zonotopes.products import TIMES, product, scaled
+from certcli.enclosure.zonotopes.pointwise import activation, relu
+from certcli.enclosure.zonotopes.rules.arithmetic import joined, negative, over_axes
 from certcli.enclosure.zonotopes.space import ZonotopeContext, rules
 from certcli.engine.averages import (
     Separable,
@@ -51,97 +38,17 @@ from certcli.engine.averages import (
 )
 from certcli.engine.curves import (
     NAMED,
-    RECIPROCAL,
     STEEP,
     Curve,
     Line,
     register_curves,
     unknown_derivative,
 )
-from certcli.engine.moves import Move, register_moves
 from certcli.engine.table import NoRule
+from certcli.models.pixels import PixelNormalize
+from certcli.nn.blocks import CenterNorm, FloorNorm, Spread
 from certcli.nn.layers import ClippedReLU, MaxMin, Rounded
-from certcli.nn.norms import CenterNorm, FloorNorm, Spread
-
-
-def arranged(function: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """function(x, ...) for a function that moves or drops entries of one tensor."""
-    if not isinstance(x, Form):
-        raise NoRule("a rearrangement of something else than one tensor")
-
-    def run(t: Tensor) -> Any:
-        return function(t, *args, **kwargs)
-
-    centre = run(x.centre)
-    require_entries([centre] if isinstance(centre, Tensor) else centre)
-    slack = run(x.slack)
-    columns = torch.vmap(run)(x.gens)
-    if isinstance(centre, Tensor):
-        return Form(x.space, centre, columns, slack, x.blocks, x.arranged(torch.vmap(run), centre))
-    forms = []
-    for i, (c, g, s) in enumerate(zip(centre, columns, slack, strict=True)):
-        forms.append(Form(x.space, c, g, s, x.blocks, x.arranged(_part(torch.vmap(run), i), c)))
-    return forms
-
-
-def _part(run: Callable[[Tensor], Any], index: int) -> Callable[[Tensor], Tensor]:
-    return lambda t: run(t)[index]
-
-
-def _move(ctx: Any, x: Form, move: Move) -> Any:
-    """What is put in beside the entries of x does not move."""
-    out = arranged(move, x)
-    if not move.filled:
-        return out
-    (places,) = move.places(x.shape)
-    return out.shift((places < 0).to(x.centre) * move.filled)
-
-
-def joined(parts: list[Form | Tensor], axis: int) -> Form:
-    """torch.cat of forms and constants along an axis >= 1 of the tensor."""
-    forms = Form.aligned([part for part in parts if isinstance(part, Form)])
-    like = forms[0]
-    waiting = iter(forms)
-    full = []
-    for part in parts:
-        if isinstance(part, Form):
-            full.append(next(waiting))
-        else:
-            constant = part.to(like.centre)
-            none = constant.new_zeros(len(like.gens), *constant.shape)
-            full.append(Form(like.space, constant, none, torch.zeros_like(constant), like.blocks))
-    return Form(
-        like.space,
-        torch.cat([part.centre for part in full], axis),
-        torch.cat([part.gens for part in full], axis + 1),
-        torch.cat([part.slack for part in full], axis),
-        like.blocks,
-        _joined(full, axis),
-    )
-
-
-def _joined(parts: list[Form], axis: int) -> Node | None:
-    """Return the node with the forms as parents, and the other parts as its constant."""
-    nodes = [part.node for part in parts if part.node is not None]
-    if not nodes:
-        return None
-    lengths = [part.shape[axis] for part in parts]
-    constant = torch.cat(
-        [torch.zeros_like(part.centre) if part.node is not None else part.centre for part in parts],
-        axis,
-    )
-
-    def pull(rows: Tensor) -> list[Tensor]:
-        cut = rows.split(lengths, axis + 1)
-        return [piece for piece, part in zip(cut, parts, strict=True) if part.node is not None]
-
-    rounding = up(gamma(BACK) * torch.cat([part.size for part in parts], axis))
-    return Node(tuple(constant.shape), tuple(nodes), pull, constant, rounding)
-
-
-def negative(x: Form) -> Form:
-    return x.linear(torch.neg, lambda t: t)
-
+from certcli.system.errors import raise_if
 
 RELU = Line(0.0, 0.0, ((0.0, 1.0),))
 NORMS = (nn.LayerNorm, TimmLayerNorm, FloorNorm)
@@ -275,40 +182,83 @@ def largest_of_forms(ctx: ZonotopeContext, x: Form, places: Tensor, sign: float)
     return out if sign > 0 else negative(out)
 
 
-def over_axes(x: Form, dims: Sequence[int], keepdim: bool, reduce: Any) -> Form:
-    """The mean or sum over axes."""
-    run = lambda t: reduce(t, [d + 1 for d in dims], keepdim)  # noqa: E731
-    return x.linear(run, run, terms=math.prod(x.shape[d] for d in dims) + 2)
-
-
 def normalise(
     ctx: ZonotopeContext, x: Form, spread: Spread, weight: Any, bias: Any, center: bool
 ) -> Form:
     return layer_norm(x, spread, weight, bias, center, ctx.inner)
 
 
-register_moves(rules, Form, _move)
-register_choices(rules)
-register_types(rules)
-register_linear(rules, Form, lambda ctx, *map_of_x: affine(*map_of_x))
-register_layers(rules, lambda x: x)
+@rules.module(*NOTHING)
+def unchanged_form(ctx: ZonotopeContext, module: nn.Module, x: Form) -> Form:
+    return x
+
+
+@rules.function(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d)
+def dropout_at_rest(
+    ctx: ZonotopeContext, x: Form, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Form:
+    """Dropout in eval mode."""
+    raise_if(training and p, NoRule, "dropout in training mode")
+    return x
+
+
+@rules.method("to", "type_as")
+def same_type(ctx: ZonotopeContext, x: Form, *types: Any, **named: Any) -> Form:
+    """Called with float64, or with a tensor of it, alone."""
+    targets = [*types, *named.values()]
+    raise_if(
+        not targets
+        or any(
+            getattr(kind, "dtype", kind) != torch.float64 and not isinstance(kind, Form)
+            for kind in targets
+        ),
+        NoRule,
+        "a change of a tensor's type or place",
+    )
+    return x
+
+
+@rules.module(LayerScale)
+def layer_scaled(ctx: ZonotopeContext, module: LayerScale, x: Form) -> Form:
+    return x.scale(module.gamma)
+
+
+@rules.module(PixelNormalize)
+def pixels_normalised(ctx: ZonotopeContext, module: PixelNormalize, x: Form) -> Form:
+    mean, std = (part.to(x.centre) for part in (module.mean, module.std))
+    return x.shift(-mean).over(fitting(std, x.shape))
+
+
+@rules.function(F.normalize)
+def rows_of_length_one(
+    ctx: ZonotopeContext, x: Form, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Any = None
+) -> Form:
+    y = normalise(ctx, x, unit_length(x.shape, p, dim, eps), None, None, False)
+    y = y.scale(y.centre.new_tensor(x.shape[-1] ** -0.5))
+    return y.noisy(gamma(4) * y.size)  # the factor and eps^2 / d are rounded
+
+
+@rules.module(CenterNorm)
+def center_normed(ctx: ZonotopeContext, module: CenterNorm, x: Form) -> Form:
+    y = centred(x).scale(module.weight * (module.width / (module.width - 1)))
+    return y.noisy(gamma(2) * y.size).shift(module.bias)  # the gain is rounded
+
+
+@rules.function(F.batch_norm)
+def batch_normed(
+    ctx: ZonotopeContext, x: Form, running_mean: Any, running_var: Any, weight: Any = None,
+    bias: Any = None, training: bool = False, momentum: float = 0.1, eps: float = 1e-5,
+) -> Form:  # fmt: skip
+    mean, gain, offset = of_statistics(x, running_mean, running_var, weight, bias, training, eps)
+    y = x.shift(-mean).scale(gain)
+    y = y.noisy(gamma(6) * y.size)
+    return y if offset is None else y.shift(offset)
+
+
+register_linear(rules, lambda ctx, *map_of_x: affine(*map_of_x))
 register_norms(rules, normalise)
-register_scaled_norms(rules, lambda x: x, normalise, centred)
-register_arithmetic(
-    rules,
-    Form,
-    # where two streams meet is the place to keep the number of symbols within its limit
-    lambda x, y: reduced(x + y),
-    negative,
-    lambda x, y: product(x.worked(), y.worked(), TIMES, 1),
-    lambda x, y: scaled(x.worked(), apply(RECIPROCAL, y.worked()).solid()),
-    arranged,
-)
-register_sums(rules, lambda x: x, over_axes)
-register_joins(rules, Form, arranged, joined)
-register_convolutions(rules, Form, convolution)
+register_convolutions(rules, convolution)
 register_averages(rules, Form, averaged)
 register_interpolation(rules, Form, averaged)
-register_maxima(rules, (Form,), _larger)
-register_largest(rules, lambda x: x, largest_of_forms)
-register_fixed_choices(rules, Form, mixed_values(Form, lambda x: x, operator.add, arranged))
+register_maxima(rules, _larger)
+register_largest(rules, largest_of_forms)

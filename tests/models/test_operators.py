@@ -1,4 +1,6 @@
-"""Every operator that has a reader, as ONNX Runtime computes it."""
+"""Every operator that has a reader, as ONNX Runtime computes it; programs of torch.export: the network
+and the bound of the module that was exported.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -6,14 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+import certvit
 from certcli.models.onnx import arithmetic, layers, shapes  # noqa: F401 (which register readers)
 from certcli.models.onnx.call import READERS
 from certcli.models.onnx.file import read_model
-from certcli.models.onnx.network import network_of_onnx
-from certcli.system.errors import CertvitError
+from certcli.models.onnx.open import network_of_onnx
+from certcli.system.errors import ArchitectureError, CertvitError, CheckpointError
+from tests.helpers.commands import attempt
 from tests.helpers.onnx_graph import Node, graph_of
+from tests.models.test_onnx import NETWORKS, SIZE, filled, margins_near
 
 onnx = pytest.importorskip("onnx")
 onnxruntime = pytest.importorskip("onnxruntime")
@@ -27,7 +32,7 @@ Failure = (
 )
 """What ONNX Runtime raises where an operator does not take a shape."""
 
-SIZE = (4, 4, 6)
+OPERAND = (4, 4, 6)
 _RANDOM = np.random.default_rng(4)
 
 
@@ -142,7 +147,7 @@ OLD: list[Row] = [
 """Of opset 8; "f" is the image (b, 96)."""
 
 
-def written_operator(path: Path, row: Row, opset: int, size: tuple[int, ...] = SIZE) -> Path:
+def written_operator(path: Path, row: Row, opset: int, size: tuple[int, ...] = OPERAND) -> Path:
     """Write y = op(...), or x times op(...) of constants."""
     op, inputs, attributes = row
     names = [each if isinstance(each, str) else f"c{place}" for place, each in enumerate(inputs)]
@@ -164,7 +169,7 @@ def written_operator(path: Path, row: Row, opset: int, size: tuple[int, ...] = S
 def test_every_reader_computes_what_onnx_runtime_does(tmp_path: Path) -> None:
     """Of each of two images; those of older opsets are the last rows."""
     assert {row[0] for row in (*ROWS, *OLD)} == READERS.keys()
-    images = torch.from_numpy(normal(2, *SIZE))
+    images = torch.from_numpy(normal(2, *OPERAND))
     for place, row in enumerate((*ROWS, *OLD)):
         path = written_operator(tmp_path / f"{place}.onnx", row, 21 if place < len(ROWS) else 8)
         net, _ = network_of_onnx(path, read_model(path)[0])
@@ -196,3 +201,76 @@ def test_of_lines_and_rows_a_reader_does_the_same_or_refuses(
         require_same(net, path, images, row)
         compared.add(row[0])
     assert len(compared) > 30
+
+
+PIXELS: dict[str, Any] = {"mean": 0.5, "std": 0.25}
+
+
+def exported_program(net: nn.Module, images: int = 2) -> Any:
+    batch = {0: torch.export.Dim.DYNAMIC} if images > 1 else None
+    return torch.export.export(net, (torch.rand(images, *SIZE),), dynamic_shapes=(batch,))
+
+
+@pytest.mark.parametrize(("name", "images"), [("vit", 1), ("swin", 2), ("resnet", 2)])
+def test_a_program_has_the_bound_of_its_module(name: str, images: int) -> None:
+    net = filled(NETWORKS[name]())
+    program = exported_program(net, images)
+    native = certvit.load(net, **PIXELS, input_size=SIZE)
+    pixels = torch.rand(2, *SIZE)
+    upper = certvit.bound(native).upper
+    assert upper.finite
+    margins = margins_near(native, pixels[:1])
+    for source in (program, program.module()):
+        opened = certvit.load(source, **PIXELS)
+        assert opened.record.input.size == SIZE
+        assert certvit.bound(opened).upper.log10() == upper.log10()
+        assert margins_near(opened, pixels[:1]) == pytest.approx(margins, rel=1e-6)
+        # sums of the same numbers, in the order of a fused attention or of a written one
+        assert torch.allclose(
+            certvit.network(opened)(pixels), certvit.network(native)(pixels), atol=1e-5
+        )
+
+
+class Aliased(nn.Module):
+    """y is read after it was changed through a view of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = 2 * x.flatten(1)[:, :4] - 1
+        y.view(-1, 2, 2).relu_()
+        return y
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Aliased(), "changes a tensor that is read elsewhere"),
+        (nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(768, 4)).train(), "dropout in training"),
+        (nn.Sequential(nn.BatchNorm2d(3), nn.Flatten()).train(), "statistics of the batch|changes a tensor"),
+    ],
+)  # fmt: skip
+def test_what_a_graph_without_memory_would_not_compute_is_refused(
+    net: nn.Module, message: str
+) -> None:
+    with pytest.raises(ArchitectureError, match=message):
+        certvit.load(exported_program(net), **PIXELS)
+
+
+def test_an_operation_without_a_rule_is_named() -> None:
+    class Summed(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.flatten(1)[:, :4].cumsum(1)
+
+    result = certvit.bound(certvit.load(exported_program(Summed().eval()), mean=0, std=1))
+    assert not result.upper.finite
+    assert "cumsum" in result.bound.why
+
+
+def test_files_of_programs_are_refused_with_the_call_that_helps(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 4)).eval()
+    torch.export.save(exported_program(net), tmp_path / "net.pt2")
+    torch.jit.trace(net, torch.rand(1, *SIZE)).save(str(tmp_path / "net.pt"))
+    for name, kind in (("net.pt2", "torch.export"), ("net.pt", "TorchScript")):
+        failure = attempt("lipschitz", tmp_path / name, "--mean", 0, "--std", 1).exception
+        assert isinstance(failure, CheckpointError)
+        assert f"a program of {kind}, and reading it runs code" in failure.message
+        assert "torch.onnx.export(model, (image,)" in failure.hint
