@@ -333,6 +333,23 @@ def test_a_matrix_of_a_linear_image_holds_its_rest(size: float, bias: Tensor | N
             assert reach_of_rest(y, row) <= float((part.mT @ u[:7]).norm()) * (1 + 1e-13)
 
 
+def test_one_matrix_holds_the_rests_of_all_heads_made_of_one_form() -> None:
+    """Queries, keys and values share it: after a bias, a number, the split and centring."""
+    x = with_a_rest(1, 3, 4, seed=5)
+    weight = draw(6, 4, seed=8)
+    maps = (lambda t: t @ weight.T, lambda t: t @ weight.abs().T, 4, lambda r: r @ weight)
+    for take in (slice(None), slice(1)):
+        y = x.image(*maps).shift(draw(6, seed=3)).linear(lambda t: t[:, :, take])  # noqa: B023
+        heads = y.linear(lambda t: t.unflatten(-1, (2, 3)).transpose(-3, -2))
+        centred = heads.scale(torch.tensor(-0.5).double()).linear(
+            lambda t: t - t.mean(-2, keepdim=True), lambda t: t + t.mean(-2, keepdim=True), 7
+        )
+        assert (as_fibre(centred).image_of is None) == (take.stop == 1)
+        (root,) = factor(rest_gram(as_fibre(centred)))
+        for u in draw(40, centred.centre.numel(), seed=6):
+            assert reach_of_rest(centred, u) <= float((root.mT @ u).norm()) * (1 + 1e-13)
+
+
 def test_a_linear_image_counts_the_rounding_of_what_cancels() -> None:
     """1 * 1 - 1 * 1: its matrix is 0 up to rounding, and off by as much as one of length 2."""
     x = with_a_rest(1, 1, 2, seed=5)

@@ -172,6 +172,28 @@ def test_quadratic_radius_is_above_the_spectral_norm_and_near_it() -> None:
     assert (found <= BALL**0.125 * truth).all()
 
 
+@pytest.mark.parametrize("squares_on", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_a_form_carries_of_its_columns_is_what_they_say(case: Case, squares_on: bool) -> None:
+    """Norms go with a form through maps that do not change them, and through products by numbers."""
+    inputs = forms(case, 0.05, squares_on, 1, mixed=True)
+    for x in inputs:
+        assert bool((x.radius <= x.size).all())  # computes all there is to carry
+    out = case.relax(*inputs)
+    again = Form(out.space, out.centre, out.gens, out.slack, out.blocks)
+    assert bool((again.radius <= again.size).all())
+    names = ("_cache", "_image_cache", "_reach_cache")
+    facts, computed = (
+        {k: v for name in names for k, v in getattr(x, name).items()} for x in (out, again)
+    )
+    for name in facts.keys() & computed.keys():
+        if isinstance(facts[name], Tensor):
+            assert bool((facts[name] >= computed[name] * (1 - 1e-12)).all()), name
+            assert name in ("size", "deviation") or torch.allclose(facts[name], computed[name]), (
+                name
+            )
+
+
 def exact(values: Tensor) -> list[Fraction]:
     return [Fraction(value) for value in values.flatten().tolist()]
 

@@ -22,7 +22,7 @@ from certcli.enclosure.slopes.pulls import (
     summed,
     transposed,
 )
-from certcli.enclosure.zonotopes.columns import gamma, norm2
+from certcli.enclosure.zonotopes.columns import gamma
 from certcli.enclosure.zonotopes.domain import Enclosure
 from certcli.enclosure.zonotopes.ellipsoids import reduced
 from certcli.enclosure.zonotopes.form import Form
@@ -90,7 +90,7 @@ class Tape(Enclosure):
         parts = {0: gradient} if isinstance(gradient, Form) else gradient
         losses = self.rounding.get(node, [])
         self._passed += sum(
-            losses[i] * float(norm2(part.size.flatten())) for i, part in parts.items() if losses
+            losses[i] * float(part.bounds().total) for i, part in parts.items() if losses
         )
         first: Any = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values[first], (list, tuple)):

@@ -69,7 +69,7 @@ def _summed(x: Tensor, term: Callable[[Tensor], Tensor], reach: Reach | None = N
     return total
 
 
-_AT_ONCE = 256
+_AT_ONCE = 32
 """Matrices multiplied together: 64 x 64 of them stay in the processor's cache's reach."""
 
 
@@ -89,14 +89,17 @@ def places(count: int) -> Tensor:
     return columns.flatten()
 
 
+@cache
+def _weights(count: int, diagonal: float, off_diagonal: float, device: torch.device) -> Tensor:
+    first, second = pairs(count)
+    values = torch.full((len(first),), off_diagonal, dtype=torch.float64)
+    values[first == second] = diagonal
+    return values.to(device)
+
+
 def weights(count: int, *, diagonal: float, off_diagonal: float, like: Tensor, axes: int) -> Tensor:
     """`diagonal` on columns e_a^2, `beside` on others: (columns, ...) with `axes` more axes."""
-    first, second = pairs(count)
-    # of two Python numbers torch.where would make float32
-    values = torch.where(
-        (first == second).to(like.device), like.new_tensor(diagonal), like.new_tensor(off_diagonal)
-    )
-    return values.view(-1, *[1] * axes)
+    return _weights(count, diagonal, off_diagonal, like.device).view(-1, *[1] * axes)
 
 
 def folded(products: Tensor) -> Tensor:
@@ -129,23 +132,16 @@ def quadratic_radius(columns: Tensor, plain: Tensor, count: int) -> Tensor:
     """
     if not columns.numel():
         return plain
-    flat = columns.flatten(1)
-    loss = gamma(2 * count)
-    radii = []
-    for piece, size in zip(flat.split(_AT_ONCE, 1), plain.flatten().split(_AT_ONCE), strict=True):
+    lengths = []
+    for piece in columns.flatten(1).split(_AT_ONCE, 1):
         matrix = matrices(piece, count)
         square = matrix @ matrix
-        fourth = square @ square
-        two, four = (
-            up(torch.linalg.vector_norm(t, dim=(1, 2)), count * count) for t in (square, fourth)
-        )
-        radii.append(
-            up(
-                (up((four + loss * two * two).sqrt(), 4) + loss * size * size).sqrt() + loss * size,
-                8,
-            )
-        )
-    return torch.minimum(torch.cat(radii).view(plain.shape), plain)
+        powers = (square.flatten(1), (square @ square).flatten(1))
+        lengths.append(torch.stack([torch.linalg.vector_norm(power, dim=1) for power in powers]))
+    two, four = up(torch.cat(lengths, 1), count * count).view(2, *plain.shape)
+    loss = gamma(2 * count)
+    fourth = up((four + loss * two * two).sqrt(), 4) + loss * plain * plain
+    return torch.minimum(up(fourth.sqrt() + loss * plain, 8), plain)
 
 
 _fresh_names = itertools.count()
@@ -222,18 +218,59 @@ def over(columns: Tensor, blocks: Blocks, every: Blocks, fixed: int) -> Tensor:
     return torch.cat([columns[:fixed], *(parts[block] for block in every)])
 
 
-def summed(x: tuple[Tensor, Blocks], y: tuple[Tensor, Blocks], fixed: int) -> tuple[Tensor, Blocks]:
-    """Return the sum of two forms' columns, over the blocks of both."""
-    if x[1] == y[1]:
-        return x[0] + y[0], x[1]
-    every = every_block(x[1], y[1])
-    (columns, blocks), (fewer, some) = (x, y) if len(x[0]) >= len(y[0]) else (y, x)
-    total = over(columns, blocks, every, fixed)
-    places = dict(runs(total[fixed:], every))
-    total[:fixed] += fewer[:fixed]
-    for block, part in runs(fewer[fixed:], some):
-        places[block].add_(part)
-    return total, every
+Term = tuple[Tensor, Blocks, Tensor | None]
+"""Columns over some blocks, times a number for each entry; None: 1."""
+
+
+def summed(
+    terms: Sequence[Term], shape: tuple[int, ...], fixed: int, fresh: Blocks = ()
+) -> tuple[Tensor, Blocks]:
+    """Return the sum of terms, over the blocks of all of them and `fresh`, 0 there: (k, *shape).
+
+    Each entry is a sum of products, one a term; it is written once and added to where it lies.
+    """
+    every = every_block(*(blocks for _, blocks, _ in terms), fresh)
+    starts = [_starts(blocks, fixed) for _, blocks, _ in terms]
+    out = terms[0][0].new_empty(fixed + sum(block.columns for block in every), *shape)
+    place = 0
+    for length, sources in _together(every, starts, fixed):
+        part = out[place : place + length]
+        place += length
+        sum_so_far: Tensor | None = None
+        for which, start in sources:
+            columns, _, factor = terms[which]
+            columns = columns[start : start + length]
+            if sum_so_far is None:
+                sum_so_far = columns if factor is None else torch.mul(columns, factor, out=part)
+            elif factor is None:
+                sum_so_far = torch.add(sum_so_far, columns, out=part)
+            else:
+                sum_so_far = torch.addcmul(sum_so_far, columns, factor, out=part)
+        if sum_so_far is None:
+            part.zero_()
+        elif len(sources) == 1 and terms[sources[0][0]][2] is None:
+            part.copy_(sum_so_far)
+    return out, every
+
+
+def _starts(blocks: Blocks, fixed: int) -> dict[Block, int]:
+    ends = itertools.accumulate((block.columns for block in blocks), initial=fixed)
+    return dict(zip(blocks, ends, strict=False))
+
+
+def _together(
+    every: Blocks, starts: Sequence[dict[Block, int]], fixed: int
+) -> Iterator[tuple[int, list[tuple[int, int]]]]:
+    """Yield runs of columns that lie side by side in the same terms: length, (term, start)."""
+    length, sources = fixed, [(which, 0) for which in range(len(starts))]
+    for block in every:
+        here = [(which, at[block]) for which, at in enumerate(starts) if block in at]
+        if here == [(which, start + length) for which, start in sources]:
+            length += block.columns
+        else:
+            yield length, sources
+            length, sources = block.columns, here
+    yield length, sources
 
 
 def lengths(columns: Tensor, width: int) -> Tensor:

@@ -50,25 +50,32 @@ class Direction:
         return cls(y.centre / length, kappa / length, length, kappa, 4 * gamma(width + 16))
 
     def along(self, y: Form) -> Form:
-        """Return u.y + w kappa: (.., d) -> (.., 1)."""
-        width = y.shape[-1]
+        """Return b = u.y + w kappa: (.., d) -> (.., 1)."""
         product = self.of_eps * self.kappa
         along = y.linear(
-            lambda t: (t * self.of_row).sum(-1, keepdim=True),
-            lambda t: (t * self.of_row.abs()).sum(-1, keepdim=True),
-            width + 4,
+            lambda t: row_products(t, self.of_row),
+            lambda t: row_products(t, self.of_row.abs()),
+            y.shape[-1] + 4,
             lambda r: r * self.of_row,
         )
         return along.shift(product).doubted(gamma(4) * product)
 
-    def times(self, x: Form) -> Form:
-        """Return u x for one number x a row: (.., 1) -> (.., d)."""
-        return x.linear(
-            lambda t: t * self.of_row,
-            lambda t: t * self.of_row.abs(),
-            4,
-            lambda r: (r * self.of_row).sum(-1, keepdim=True),
+    def across(self, y: Form) -> Form:
+        """Return y - b u = y - (u.y) u - w kappa u: (.., d) -> (.., d)."""
+        u = self.of_row
+        product = self.of_eps * self.kappa * u
+        turned = y.linear(
+            lambda t: torch.addcmul(t, row_products(t, u), u, value=-1),
+            lambda t: torch.addcmul(t, row_products(t, u.abs()), u.abs()),
+            y.shape[-1] + 8,
+            lambda r: torch.addcmul(r, row_products(r, u), u, value=-1),
         )
+        return turned.shift(-product).doubted(gamma(6) * product.abs())
+
+
+def row_products(t: Tensor, rows: Tensor) -> Tensor:
+    """Return <t, rows> on the last axis, kept with length 1: (k, *s, d), (*s, d) -> (k, *s, 1)."""
+    return torch.einsum("k...d,...d->k...", t, rows)[..., None]
 
 
 def largest_square(across: Form, square: Form) -> Tensor:

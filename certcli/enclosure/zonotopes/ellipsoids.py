@@ -5,22 +5,23 @@ docs/local.md, 1 and 5.
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.columns import TINY, Block, alike, gamma, lengths, norm1, runs, up
-from certcli.enclosure.zonotopes.form import Form
+from certcli.enclosure.zonotopes.form import Form, Image, Linear
+from certcli.enclosure.zonotopes.space import Space
 
-_SQUARINGS = 3
-"""Of a matrix before its norm is taken: for rank k the bound is at most k^(1/16) times |X|_2."""
+_SQUARINGS = 4
+"""Of a matrix before its norm is taken: for rank k the bound is at most k^(1/32) times |X|_2."""
 
 _JOINED = 1536
 """Entries of a tensor up to which all pairs of them have a number each."""
 _ROUNDING = 2.0**-40
 """Of sizes, in the weight of a matrix that may cancel to 0."""
-_STRIP = 192
+_STRIP = 96
 """Rows of a product with its own transpose that are computed at once."""
 
 
@@ -53,12 +54,17 @@ class Gram(NamedTuple):
         sizes = None if self.sizes is None else up(self.sizes * factor.abs())
         return Gram(self.matrix * (factor * factor)[..., None], self.terms, sizes)
 
-    def mapped(self, weight: Tensor) -> "Gram":
-        """Return that of W times the columns, W (e, d)."""
-        width = weight.shape[1]
-        matrix = weight @ (weight @ self.matrix).mT
-        sizes = up(self.lengths @ weight.abs().T, width)
-        return Gram((matrix + matrix.mT) / 2, 2 * (self.terms + 2 * width), sizes)
+    def mapped(self, image: Image) -> "Gram":
+        """Return that of L times the columns of the image's source."""
+        shape = image.source.shape
+
+        def of_rows(t: Tensor, run: Linear) -> Tensor:
+            """Apply L to the last axis: (fibres, k, d) -> (fibres, k, e)."""
+            return fibres(run(t.movedim(1, 0).reshape(-1, *shape))).movedim(0, 1)
+
+        matrix = of_rows(of_rows(self.matrix, image.apply).mT, image.apply)
+        sizes = up(of_rows(self.lengths[:, None], image.absolute)[:, 0], image.terms)
+        return Gram((matrix + matrix.mT) / 2, 2 * (self.terms + 2 * image.terms), sizes)
 
 
 Part = tuple[Tensor, int] | Gram
@@ -81,7 +87,19 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
 def as_fibre(x: Form) -> Form:
     """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams."""
     name = f"joined {x.space.limit} {x.space.by_fibres}"  # a form may be read with another space
-    return x.once(name, lambda: x.linear(lambda t: t.reshape(len(t), 1, -1)))
+    return x.once(name, lambda: _as_fibre(x, x.image_of))
+
+
+def _as_fibre(x: Form, image: Image | None) -> Form:
+    whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), 1, -1))
+    if image is None or image.source.centre.numel() > x.centre.numel():  # directly, and closer
+        return whole
+
+    def of_one_fibre(run: Linear) -> Linear:
+        return lambda t: run(t.reshape(len(t), *image.source.shape)).reshape(len(t), 1, -1)
+
+    maps = (of_one_fibre(image.apply), of_one_fibre(image.absolute))
+    return replace(whole, image_of=Image(as_fibre(image.source), *maps, image.terms, True))
 
 
 def may_join(*shapes: tuple[int, ...]) -> bool:
@@ -101,9 +119,8 @@ def rest_gram(x: Form) -> Gram:
 
 def _rest_gram(x: Form) -> Gram:
     slack = fibres(x.slack[None])[0]
-    if x.image_of is not None:
-        source, weight = x.image_of
-        return enclosing([rest_gram(source).mapped(weight)], slack)
+    if x.image_of is not None and x.image_of.of_fibres:
+        return enclosing([rest_gram(x.image_of.source).mapped(x.image_of)], slack)
     parts: list[Part] = [(fibres(part), width) for width, part in alike(x.box, x.blocks)]
     square: list[Part] = [(fibres(x.square), x.space.square)] if x.space.squares else []
     return enclosing(square + parts, slack)
@@ -156,8 +173,11 @@ def enclosing(parts: Iterable[Part], slack: Tensor) -> Gram:
         if not bool(length.any()):  # below 1e-150, which `factor`'s room is above
             continue
         length = length + TINY
-        scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
-        gram = gram + _outer(scaled)
+        if len(length) == 1:  # scaled once it is small
+            gram = gram + _outer(columns.movedim(0, -1)) / length[0, :, None, None]
+        else:
+            scaled = (grouped / length.sqrt()[:, None, :, None]).flatten(0, 1).movedim(0, -1)
+            gram = gram + _outer(scaled)
         total = total + norm1(length)
         terms += len(columns)
     result = Gram(total[:, None, None] * gram, terms + 16)
@@ -266,19 +286,36 @@ def grouped(
         places: of R's fibres among those of x; None: they are all.
         of_fibres: as symbols of single fibres.
     """
+    block = group_of(x.space, root, of_fibres=of_fibres)
+    wider = x.widened(block).sized(x, lambda size: size)
+    wider._reach_cache.update(x._reach_cache)
+    return filled(wider, block, root, places)
+
+
+def group_of(space: Space, root: Tensor, *, of_fibres: bool = False) -> Block:
+    """Return a new block for R f, a group of symbols f for each of the fibres of R."""
+    of_fibres = of_fibres or space.by_fibres
+    count, width, _ = root.shape
+    return Block.fresh(width if of_fibres else count * width, width, of_fibres)
+
+
+def filled(x: Form, block: Block, root: Tensor, places: Tensor | None = None) -> Form:
+    """Write R f into the columns of a block of x, which are 0; return x."""
     width = root.shape[-1]
     count = x.centre.numel() // width
-    if places is None:
-        places = torch.arange(count, device=root.device)
-    if of_fibres or x.space.by_fibres:
-        root = root.new_zeros(count, width, width).index_copy(0, places, root)
-        wider, columns = x.widened(Block.fresh(width, width, of_fibres=True))
-        columns.copy_(root.permute(2, 0, 1).reshape(width, *x.shape))
-        return wider
-    wider, columns = x.widened(Block.fresh(len(root) * width, width))
-    rows = columns.view(len(root), width, count, width)
-    rows[torch.arange(len(root), device=root.device), :, places] = root.mT
-    return wider
+    places = torch.arange(count, device=root.device) if places is None else places
+    whole = root.new_zeros(count, width, width).index_copy(0, places, root)
+    columns = x.columns_of(block)
+    if block.of_fibres:
+        columns.copy_(whole.permute(2, 0, 1).reshape(width, *x.shape))
+    else:
+        rows = columns.view(len(root), width, count, width)
+        rows[torch.arange(len(root), device=root.device), :, places] = root.mT
+    reach = up(torch.linalg.vector_norm(whole, dim=-1).view(x.shape), width)
+    for cache, name in ((x._cache, "size"), (x._reach_cache, "reach")):
+        if name in cache:
+            cache[name] = up(cache[name] + reach)
+    return x
 
 
 def narrowed(x: Form) -> Form:
@@ -296,7 +333,9 @@ def narrowed(x: Form) -> Form:
             block = Block.fresh(len(part), width, of_fibres=True)
         columns.append(part)
         blocks.append(block)
-    return replace(x, gens=torch.cat(columns), blocks=tuple(blocks), image_of=None, _cache={})
+    gens = torch.cat(columns)
+    fresh: dict[str, Any] = {"image_of": None, "_cache": {}, "_reach_cache": {}}
+    return replace(x, gens=gens, blocks=tuple(blocks), **fresh)
 
 
 def reduced(x: Form) -> Form:
@@ -315,7 +354,8 @@ def reduced(x: Form) -> Form:
         return x.worked()
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
-    reduced = Form(x.space, x.centre, gens, torch.zeros_like(x.slack), blocks)
+    zero = torch.zeros_like(x.slack)
+    reduced = Form(x.space, x.centre, gens, zero, blocks, _image_cache=x._image_cache)
     return replace(grouped(reduced, root(dropped, fibres(x.slack[None])[0])), node=x.node)
 
 
@@ -324,7 +364,8 @@ def by_fibres(x: Form) -> Form:
     if not x.blocks and not bool(x.slack.any()):
         return x
     ellipsoids = factor(rest_gram(x))
-    bare = Form(x.space, x.centre, x.gens[: x.fixed], torch.zeros_like(x.slack))
+    zero = torch.zeros_like(x.slack)
+    bare = Form(x.space, x.centre, x.gens[: x.fixed], zero, _image_cache=x._image_cache)
     return replace(grouped(bare, ellipsoids), node=x.node)
 
 

@@ -8,9 +8,9 @@ e_a^2 and sqrt(2) e_a e_b (a < b): its l2 norm is |e|^2 <= 1. Source of the l2 +
 et al. 2021 (multi-norm zonotopes); the columns for e e^T are ours. Proofs: docs/local.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,15 +44,46 @@ from certcli.enclosure.zonotopes.space import Bounds, Space
 from certcli.engine.table import NoRule
 
 Linear = Callable[[Tensor], Tensor]
-_OF_IMAGE = frozenset({"gram", "length", "rise", "fall", "ball", "squares", "quadratic"})
+_ENTRYWISE = ("length", "rise", "fall", "ball", "squares", "quadratic", "reach")
+"""What is computed of an entry's columns alone."""
+SIGNLESS = ("length", "ball", "squares", "quadratic", "reach")
+"""Those of them that are of -x as of x."""
+_OF_IMAGE = frozenset({"gram", *_ENTRYWISE[:-1]})
 """What is computed of the columns before the box symbols alone, which many operations leave."""
 _LARGEST = 2**27
 """Entries of the columns that one operation may make of the symbols of single fibres: a gigabyte.
 """
 
 
+_ROUNDING = 1e-11
+"""Of a form's size: slack that is less says next to nothing, and is of roundings alone."""
+
+
 class Unbounded(Exception):
     """A neighbourhood is too large for a finite enclosure; the message names the place."""
+
+
+class Image(NamedTuple):
+    """L of a form: L and |L| on (k, *s), and the longest inner product in L.
+
+    Attributes:
+        of_fibres: L maps each fibre for itself.
+    """
+
+    source: "Form"
+    apply: Linear
+    absolute: Linear
+    terms: int
+    of_fibres: bool = False
+
+    def then(self, apply: Linear, absolute: Linear, terms: int) -> "Image":
+        """Return the image of a further map."""
+        return Image(
+            self.source,
+            lambda t: apply(self.apply(t)),
+            lambda t: absolute(self.absolute(t)),
+            self.terms + terms,
+        )
 
 
 def fitting(constant: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -72,7 +103,7 @@ class Form:
     Attributes:
         node: what the tensor is in terms of those before it, where a tape is kept.
         row_sum_error: how far the sums of rows (last axis) are from 1, (); None: unknown.
-        image_of: x and W where the form is W x on the last axis, up to a constant and to slack.
+        image_of: what the form is a linear image of, up to a constant and to slack.
     """
 
     space: Space
@@ -82,9 +113,10 @@ class Form:
     blocks: Blocks = ()
     node: Node | None = None
     row_sum_error: Tensor | None = None
-    image_of: "tuple[Form, Tensor] | None" = field(default=None, repr=False, compare=False)
+    image_of: "Image | None" = field(default=None, repr=False, compare=False)
     _cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
     _image_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    _reach_cache: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -142,10 +174,24 @@ class Form:
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """Return what `compute` did when it was first asked for by this name."""
-        cache = self._image_cache if name in _OF_IMAGE else self._cache
+        cache = self._cache_of(name)
         if name not in cache:
             cache[name] = compute()
         return cache[name]
+
+    def _cache_of(self, name: str) -> dict[str, Any]:
+        if name == "reach":
+            return self._reach_cache
+        return self._image_cache if name in _OF_IMAGE else self._cache
+
+    def known(self, of: "Form", change: Linear, names: Sequence[str] = _ENTRYWISE) -> "Form":
+        """Return this form with what is known of the columns of `of`, after `change`, (k, *s)."""
+        names = [name for name in names if name in of._cache_of(name)]
+        if names:
+            facts = change(torch.stack([of._cache_of(name)[name] for name in names]))
+            for name, fact in zip(names, facts, strict=True):
+                self._cache_of(name)[name] = fact
+        return self
 
     @property
     def ball_gram(self) -> Tensor:
@@ -194,7 +240,12 @@ class Form:
     @property
     def box_radius(self) -> Tensor:
         """Return sup |B n + s| entry by entry."""
-        return self.once("box", lambda: up(reach_of(self.box, self.blocks) + self.slack))
+        return self.once("box", lambda: up(self.reach + self.slack))
+
+    @property
+    def reach(self) -> Tensor:
+        """Return sup |B n| entry by entry."""
+        return self.once("reach", lambda: reach_of(self.box, self.blocks))
 
     @property
     def rest_radius(self) -> Tensor:
@@ -270,6 +321,8 @@ class Form:
         if absolute is None:
             node = self.arranged(apply, centre)
             form = Form(self.space, centre, gens, apply(self.slack[None])[0], self.blocks, node)
+            form = form.known(self, apply)
+            form = form.imaged(self, apply, apply, 0)
             return form.sized(self, lambda size: apply(size[None])[0])
         error = self.slack + gamma(terms) * self.size
         node = None
@@ -281,7 +334,21 @@ class Form:
             node = self.then(tuple(centre.shape), pull, error=rounding)
         slack = up(absolute(error[None])[0], terms)
         form = Form(self.space, centre, gens, slack, self.blocks, node)
+        form = form.imaged(self, apply, absolute, terms)
         return form.sized(self, lambda size: up(absolute(size[None])[0], terms) + slack)
+
+    def imaged(self, of: "Form", apply: Linear, absolute: Linear, terms: int) -> "Form":
+        """Return the form, L of another, as an image of what that is one of."""
+        if of.image_of is None:
+            return self
+        return replace(self, image_of=of.image_of.then(apply, absolute, terms))
+
+    def image(
+        self, apply: Linear, absolute: Linear, terms: int, back: Linear, *, of_fibres: bool = False
+    ) -> "Form":
+        """Return `linear`, as an image of this form: what follows may read its Gram matrix."""
+        whole = Image(self, apply, absolute, terms, of_fibres)
+        return replace(self.linear(apply, absolute, terms, back), image_of=whole)
 
     def then(
         self,
@@ -359,10 +426,8 @@ class Form:
                 block = block.of_all(fibres)
             columns.append(part)
             blocks.append(block)
-        return Form(
-            self.space, self.centre, torch.cat(columns), self.slack, tuple(blocks), self.node,
-            self.row_sum_error,
-        )  # fmt: skip
+        common = replace(self, gens=torch.cat(columns), blocks=tuple(blocks), _cache={})
+        return common.sized(self, lambda size: size)
 
     def shift(self, constant: Tensor) -> "Form":
         """Return x + constant (broadcast to the shape of x)."""
@@ -376,7 +441,7 @@ class Form:
             )
         form = replace(
             self, centre=self.centre + constant, slack=slack, node=node, row_sum_error=None,
-            image_of=None, _cache={},
+            _cache={},
         )  # fmt: skip
         return form.sized(self, lambda size: size + constant.abs() + slack)
 
@@ -387,10 +452,13 @@ class Form:
         slack = up(factor.abs() * self.slack + gamma(1) * size)
         node = self.then(self.shape, lambda rows: (rows * factor,), None, up(gamma(BACK) * size))
         form = Form(self.space, self.centre * factor, self.gens * factor, slack, self.blocks, node)
+        form = form.known(self, lambda facts: up(facts * factor.abs()), SIGNLESS)
+        form = form.imaged(self, lambda t: t * factor, lambda t: t * factor.abs(), 1)
         return form.sized(self, lambda _: size + slack)
 
     def __add__(self, other: "Form") -> "Form":
-        gens, blocks = summed((self.gens, self.blocks), (other.gens, other.blocks), self.fixed)
+        terms = (self.gens, self.blocks, None), (other.gens, other.blocks, None)
+        gens, blocks = summed(terms, self.shape, self.fixed)
         size = self.size + other.size
         slack = up(self.slack + other.slack + gamma(0) * size)
         node = None
@@ -406,30 +474,34 @@ class Form:
             return self
         by_fibres = self.space.by_fibres or self.has_fibres_own
         count = self.shape[-1] if by_fibres else self.centre.numel()
-        wider, columns = self.widened(Block.fresh(count, of_fibres=by_fibres))
-        columns.view(count, -1, count).diagonal(dim1=0, dim2=2).copy_(self.slack.reshape(-1, count))
-        solid = replace(wider, slack=torch.zeros_like(self.slack), node=self.node, _cache={})
-        return solid.sized(self, lambda size: size)
+        block = Block.fresh(count, of_fibres=by_fibres)
+        wider = replace(self.widened(block), slack=torch.zeros_like(self.slack), node=self.node)
+        columns = wider.columns_of(block).view(count, -1, count)
+        columns.diagonal(dim1=0, dim2=2).copy_(self.slack.reshape(-1, count))
+        if "reach" in self._reach_cache:
+            wider._reach_cache["reach"] = self.box_radius
+        return wider.sized(self, lambda size: size)
 
-    def widened(self, block: Block) -> tuple["Form", Tensor]:
-        """Return the form with zeros for a block's columns, among those of its width; and these."""
+    def widened(self, block: Block) -> "Form":
+        """Return the form with zeros for a block's columns, among those of its width."""
         count = sum(other.width <= block.width for other in self.blocks)
         start = self.fixed + sum(other.columns for other in self.blocks[:count])
         zeros = self.gens.new_zeros(block.columns, *self.shape)
         gens = torch.cat([self.gens[:start], zeros, self.gens[start:]])
         blocks = (*self.blocks[:count], block, *self.blocks[count:])
-        form = Form(
+        return Form(
             self.space, self.centre, gens, self.slack, blocks, _image_cache=self._image_cache
         )
-        return form, gens[start : start + block.columns]
+
+    def columns_of(self, block: Block) -> Tensor:
+        """Return the columns of a block where they lie, (columns, *s)."""
+        before = self.blocks[: self.blocks.index(block)]
+        start = self.fixed + sum(other.columns for other in before)
+        return self.gens[start : start + block.columns]
 
     def worked(self) -> "Form":
         """`solid` where slack exceeds rounding errors, for maps that mix entries."""
-        return (
-            self.solid()
-            if bool((self.slack > 1e-9 * (self.ball_radius + self.box_radius)).any())
-            else self
-        )
+        return self.solid() if bool((self.slack > _ROUNDING * self.size).any()) else self
 
     @staticmethod
     def aligned(forms: list["Form"]) -> list["Form"]:

@@ -98,7 +98,7 @@ def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
     along = direction.along(y)
     if not bool((along.interval()[0] > 0).all()):  # also with NaN
         return None
-    across = y + direction.times(along.scale(number(-1.0, y)))
+    across = direction.across(y)
     inverse = apply(RECIPROCAL, along)
     # |(u + h g, kappa h)|^2 = 1 + |h g|^2 + (kappa h - w)^2 up to the error of |(u, w)|^2
     square = squares(across)
@@ -121,7 +121,7 @@ def _by_direction(y: Form, eps: float) -> tuple[Form, Form] | None:
         share = capped(share, *share_bounds(direction, along, turn))
     # one symbol a token each, shared by all its features
     share, factor = share.solid(), factor.solid()
-    out = scaled(across, factor) + direction.times(share)
+    out = scaled(across, factor, (share, direction.of_row))
     # kappa^2 / d is eps up to rounding
     return out.doubted(gamma(8) * out.size), factor.doubted(gamma(8) * factor.size)
 

@@ -21,7 +21,7 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     rest_gram,
     whole_gram,
 )
-from certcli.enclosure.zonotopes.form import Form, Unbounded
+from certcli.enclosure.zonotopes.form import SIGNLESS, Form, Unbounded
 from certcli.engine.curves import Curve
 
 _POINTS = 17
@@ -186,7 +186,10 @@ def apply_fit(x: Form, fit: Fit, elsewhere: Tensor | None = None) -> Form:
         gens[x.space.ball : x.fixed] += columns
         centre = centre + fit.curve * (rest * rest) / 2
         slack = up(slack + bend * (2 * ball * rest + rest * rest / 2), 6)
-    return Form(x.space, centre, gens, up(slack + gamma(8) * spread), x.blocks, _fitted(x, fit))
+    slack = up(slack + gamma(8) * spread)
+    form = Form(x.space, centre, gens, slack, x.blocks, _fitted(x, fit))
+    names = ("length", "ball", "reach") if x.space.squares else SIGNLESS
+    return form.known(x, lambda facts: up(facts * fit.slope.abs()), names)
 
 
 def _fitted(x: Form, fit: Fit) -> Node | None:

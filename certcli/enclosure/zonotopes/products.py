@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
-from certcli.enclosure.zonotopes.columns import folded, gamma, summed, up
+from certcli.enclosure.zonotopes.columns import Blocks, Term, folded, gamma, summed, up
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -16,7 +16,8 @@ from certcli.enclosure.zonotopes.ellipsoids import (
     ball_parts,
     factor,
     fibres,
-    grouped,
+    filled,
+    group_of,
     may_join,
     of_matrix_products,
     pairing,
@@ -72,40 +73,78 @@ def product(
     if not x.space.squares:
         rest = rest + _both(x, y, contract, terms, frobenius)
     form = up_to_rest(x, y, contract, terms)
-    return replace(form, slack=up(form.slack + rest), node=_paired(x, y, contract, terms, rest))
+    return replace(form.doubted(rest), node=_paired(x, y, contract, terms, rest))
 
 
-def up_to_rest(x: Form, y: Form, contract: Bilinear, terms: int) -> Form:
-    """Return the form of contract(x, y) without what has no columns of its own."""
+def up_to_rest(
+    x: Form,
+    y: Form,
+    contract: Bilinear,
+    terms: int,
+    fresh: Blocks = (),
+    beside: tuple[Form, Tensor] | None = None,
+) -> Form:
+    """Return the form of contract(x, y) without what has no columns of its own.
+
+    Args:
+        fresh: blocks whose columns are made, as zeros.
+        beside: w and numbers u; u w is added.
+    """
     space = x.space
-    first = contract(x.gens, y.centre[None]), x.blocks
-    gens, blocks = summed(first, (contract(x.centre[None], y.gens), y.blocks), x.fixed)
+    terms_of: tuple[Term, ...]
+    if contract is TIMES:
+        terms_of = ((x.gens, x.blocks, y.centre), (y.gens, y.blocks, x.centre))
+    else:
+        first, second = contract(x.gens, y.centre[None]), contract(x.centre[None], y.gens)
+        terms_of = ((first, x.blocks, None), (second, y.blocks, None))
+    centre = contract(x.centre, y.centre)
+    size = contract(x.size, y.size)
+    linear = contract(x.centre.abs(), y.slack) + contract(x.slack, y.centre.abs())
+    if beside is not None:
+        w, u = beside
+        terms_of = (*terms_of, (w.gens, w.blocks, u))
+        centre = torch.addcmul(centre, w.centre, u)
+        linear = torch.addcmul(linear, w.slack, u.abs())
+        size = torch.addcmul(size, w.size, u.abs())
+    gens, blocks = summed(terms_of, tuple(centre.shape), x.fixed, fresh)
     if space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
-    linear = contract(x.centre.abs(), y.slack) + contract(x.slack, y.centre.abs())
-    loss = gamma(2 * terms + 8) * contract(x.size, y.size)
-    slack = up(linear + loss, terms + 8)
-    return Form(space, contract(x.centre, y.centre), gens, slack, blocks)
+    slack = up(linear + gamma(2 * terms + 10) * size, terms + 10)
+    form = Form(space, centre, gens, slack, blocks)
+    form._cache["size"] = up(size + slack, terms + 4)  # |c| + |A| + .. of both, multiplied
+    return form
 
 
-def scaled(x: Form, y: Form) -> Form:
-    """Return x y for one number y a fibre, (.., d) x (.., 1) -> (.., d).
+def scaled(x: Form, y: Form, beside: tuple[Form, Tensor] | None = None) -> Form:
+    """Return x y for one number y a fibre, (.., d) x (.., 1) -> (.., d); beside: and u w.
 
     Its last bracket (and a a', where that has no columns) is one vector of the fibre times one
     number: the vector lies in an ellipsoid, whose symbols are a group. Where no symbols are allowed
     it is slack.
     """
     if not x.space.limit:
-        return product(x, y, TIMES, 1)
+        return _with_beside(product(x, y, TIMES, 1), beside)
     by_ball = fibres(y.rest_radius[None] if x.space.squares else y.radius[None])[0]
     by_rest = fibres(y.radius[None])[0]
     parts = [*scaled_parts(ball_parts(x), by_ball), rest_gram(x).scaled(by_rest)]
     spread = root(parts, torch.zeros_like(fibres(x.slack[None])[0]))
+    block = group_of(x.space, spread)
+    if x.node is None:
+        return filled(up_to_rest(x, y, TIMES, 1, (block,), beside), block, spread)
     # <|w|, this> is above what rounding moves |R^T w|_2 by
     rounding = gamma(4 * x.shape[-1]) * torch.linalg.vector_norm(spread, dim=-1).view(x.shape)
     node = _paired(x, y, TIMES, 1, rounding)
     node = None if node is None else replace(node, spread=spread)
-    return replace(grouped(up_to_rest(x, y, TIMES, 1), spread), node=node)
+    form = filled(up_to_rest(x, y, TIMES, 1, (block,)), block, spread)
+    return _with_beside(replace(form, node=node), beside)
+
+
+def _with_beside(x: Form, beside: tuple[Form, Tensor] | None) -> Form:
+    if beside is None:
+        return x
+    w, u = beside
+    back = lambda r: (r * u).sum(-1, keepdim=True)  # noqa: E731
+    return x + w.linear(lambda t: t * u, lambda t: t * u.abs(), 4, back)
 
 
 def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form | None:
@@ -131,8 +170,9 @@ def matrix_product(x: Form, y: Form, contract: Bilinear, *, keyed: bool) -> Form
         of_matrix_products(ball_gram(first), other_rest, shape),
         of_matrix_products(rest_gram(first), other, shape),
     ]
-    form = up_to_rest(x, y, contract, inner)
-    return grouped(form, root(parts, form.slack.new_zeros(1, form.slack.numel())))
+    ellipsoid = root(parts, x.slack.new_zeros(1, shape[0] * rows * columns))
+    block = group_of(x.space, ellipsoid)
+    return filled(up_to_rest(x, y, contract, inner, (block,)), block, ellipsoid)
 
 
 def _with_columns_last(gram: Gram, shape: tuple[int, int, int, int]) -> Gram:
@@ -209,7 +249,7 @@ def squares(x: Form) -> Form:
     rest = x.rest_radius
     ball = x.ball_radius
     centre = total(x.centre * x.centre)
-    gens = 2 * total(x.gens * x.centre)
+    gens = 2 * torch.einsum("k...d,...d->k...", x.gens, x.centre)[..., None]
     slack = 2 * total(x.centre.abs() * x.slack)
     # sum a_l r_l <= |a|_2 |r|_2, |a|_2 <= |A|_F; the squares of r are not negative
     reach = up(total(ball * ball).sqrt(), width)

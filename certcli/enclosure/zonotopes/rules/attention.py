@@ -239,11 +239,9 @@ def attention(
 
     def part(index: int, of: Form) -> Form:
         weight = module.qkv.weight[index * inner : (index + 1) * inner]
-        out = of.linear(
-            lambda t: t @ weight.T,
-            lambda t: t @ weight.abs().T,
-            weight.shape[1],
-            lambda r: r @ weight,
+        absolute = weight.abs().T
+        out = of.image(
+            lambda t: t @ weight.T, lambda t: t @ absolute, weight.shape[1], lambda r: r @ weight
         )
         # a bias of the keys shifts whole rows of scores, which softmax cannot see
         if module.qkv.bias is not None and index != 1:

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,14 +78,14 @@ def affine(x: Form, weight: Tensor, bias: Tensor | None) -> Form:
     if wider and not x.space.by_fibres:
         x = x.with_common_symbols()
     x = x.worked()
-    out = x.linear(
-        lambda t: t @ weight.T, lambda t: t @ weight.abs().T, weight.shape[1], lambda r: r @ weight
-    )
+    absolute = weight.abs().T
+    maps = (lambda t: t @ weight.T, lambda t: t @ absolute, weight.shape[1], lambda r: r @ weight)
+    out = x.image(*maps, of_fibres=True) if wider else x.linear(*maps)
     if not x.space.by_fibres and out.has_fibres_own:
         out = narrowed(out).with_common_symbols()
     if bias is not None:
         out = out.shift(bias)
-    return replace(out, image_of=(x, weight)) if wider else out
+    return out
 
 
 def relaxed(ctx: ZonotopeContext, x: Form, curve: Curve) -> Form:
