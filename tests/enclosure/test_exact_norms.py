@@ -12,7 +12,6 @@ from certcli.enclosure.zonotopes.direction import (
     by_interval,
     largest_square,
     largest_turn,
-    number,
     share_bounds,
 )
 from certcli.enclosure.zonotopes.form import Form, Space, Unbounded
@@ -174,7 +173,7 @@ def test_no_point_turns_further_than_the_largest_turn(place: int, eps: float) ->
     )
     direction = Direction.of(x, eps)
     along = direction.along(x)
-    across = x + direction.times(along.scale(number(-1.0, x)))
+    across = direction.across(x)
     largest = largest_square(across, squares(across))
     turn = float(largest_turn(direction, along, largest))
 
