@@ -177,7 +177,7 @@ def movement(logits: Tensor, centred: bool = True) -> float:
     These are the two largest of both images, by default less the mean of the two largest of their
     image: a number added to all logits moves nothing. A single logit is taken as it is.
     """
-    flat = logits.flatten(1)
+    flat = logits.reshape(len(logits), -1)
     if len(flat) < 2 or not flat.shape[1]:
         return 0.0
     top = flat.topk(min(2, flat.shape[1]), dim=1)

@@ -25,14 +25,14 @@ from tests.nn.test_attention import CPU, PLACES, WIDTH, Lone, attention_network,
 
 
 def test_unbounded_rows_leave_untied_values_without_a_bound() -> None:
-    """The engine knows no size of a tensor whose entries were overwritten by a constant."""
+    """The engine knows no size of a tensor that was padded with numbers."""
 
-    class Overwritten(nn.Module):
+    class Padded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
-            return x.masked_fill(torch.zeros(1, 8, WIDTH, dtype=torch.bool), 7.0)
+            return nn.functional.pad(x, (0, 1), value=7.0)[..., :-1]
 
     attention = REPLACEMENTS.load("l2-untied-value-attention")(PLACES["tokens"]())
-    result = bound_network(Lone(attention, norm=Overwritten()).eval(), (8, WIDTH), 3)
+    result = bound_network(Lone(attention, norm=Padded()).eval(), (8, WIDTH), 3)
     assert not result.upper.finite
     assert "untied values" in result.bound.why
 
