@@ -285,7 +285,8 @@ _FROM_SHAPE = frozenset(
 
 
 class Operation(NamedTuple):
-    """One operation on what is made of the image: its first result's dtype; all of it in words."""
+    """One operation on what is made of the image: its first result's dtype, or that of a tensor of
+    whole numbers or truths that it reads; all of it in words."""
 
     name: str
     dtype: torch.dtype | None
@@ -304,12 +305,15 @@ class _Follow(OperationMode):
     def seen(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in _FROM_SHAPE or not any(x in self.known for x in tensors_in((args, kwargs))):
+        read = [x for x in tensors_in((args, kwargs)) if x in self.known]
+        if name in _FROM_SHAPE or not read:
             return result
         tensors = tensors_in(result)
         numbers = tuple(value for value in args if isinstance(value, (bool, int, float)))
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
         dtype = tensors[0].dtype if tensors else None
+        # a pool gives the places of its largest entries: who reads them chooses by the image
+        dtype = next((x.dtype for x in read if not x.is_floating_point()), dtype)
         text = f"{name}{numbers or ''} to {shapes or 'a number'} of {dtype}"
         self.operations.append(Operation(name, dtype, text))
         self.known.update(dict.fromkeys(tensors))

@@ -215,6 +215,21 @@ def test_rows_that_are_mixed_are_not_proven_apart(name: str) -> None:
     assert not rows_are_apart(MIXED[name], torch.rand(6, *SIZE))
 
 
+def test_who_reads_the_places_of_largest_entries_chooses_by_the_image() -> None:
+    """In this batch nothing is mixed; in another one of its size, a pixel of the first image is."""
+
+    def chosen(x: Tensor) -> Tensor:
+        _, places = nn.functional.max_pool2d(x[:, :1], SIZE[1:], return_indices=True)
+        table = torch.cat([torch.zeros(SIZE[1] * SIZE[2] - 1), x[0, 0, 0, :1]])
+        return x + table[places]
+
+    pixels = torch.rand(6, *SIZE)
+    pixels[:, :, 0, 0] = 2.0
+    assert torch.equal(chosen(pixels), pixels)
+    assert not rows_are_apart(chosen, pixels)
+    assert rows_are_apart(lambda x: nn.functional.max_pool2d(x, 2), pixels)
+
+
 @pytest.mark.parametrize(("source", "target"), permutations(range(5), 2))
 def test_no_row_moves_any_other_unseen(source: int, target: int) -> None:
     def moved(x: Tensor) -> Tensor:
