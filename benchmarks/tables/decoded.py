@@ -68,6 +68,7 @@ RECIPES = (
         "vit",
         {
             "standard": f"--loss ce {_ADAMW} 64 --validation-limit 300 --steps 750",
+            "gloro": f"--loss gloro -e 1.58 {_ADAMW} 64 --validation-limit 300 --steps 300",
             "certvit": f"--loss margin -e 1.58 {_ADAMW} 64 --validation-limit 300 --steps 250",
         },
         f"{_ADAMW} 64 --validation-limit 300 --steps 150",
@@ -78,6 +79,7 @@ RECIPES = (
         "vit",
         {
             "standard": f"--loss ce {_ADAMW} 32 --validation-limit 200 --steps 230",
+            "gloro": f"--loss gloro -e 36/255 {_ADAMW} 32 --validation-limit 200 --steps 110",
             "certvit": f"--loss margin -e 36/255 {_ADAMW} 32 --validation-limit 200 --steps 90",
         },
         f"{_ADAMW} 32 --validation-limit 200 --steps 50",
