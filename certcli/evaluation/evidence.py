@@ -47,8 +47,10 @@ class Claim:
 
     @property
     def title(self) -> str:
-        """Return the statement with the entry that makes it."""
-        return f"{self.entry}, {self.statement}" if self.entry else self.statement
+        """Return the statement with the entry that makes it, once where it begins with that."""
+        if not self.entry or self.statement.startswith(f"{self.entry}:"):
+            return self.statement
+        return f"{self.entry}, {self.statement}"
 
 
 def unverified_reasons(claims: Sequence[Claim]) -> list[str]:

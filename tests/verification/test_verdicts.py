@@ -327,3 +327,9 @@ def test_a_report_hangs_together() -> None:
         reported(Bound("", "features", Real(3.0), "same", "", (first,)), bound_of="features") == []
     )
     assert reported(Bound("", "network", INF, "unbounded", "")) == []
+
+
+def test_a_claim_names_its_entry_once() -> None:
+    statements = ("image 3: class 1, 0.5", "slopes near image 3")
+    titles = [Claim(text, "refuted", "", entry="image 3").title for text in statements]
+    assert titles == ["image 3: class 1, 0.5", "image 3, slopes near image 3"]
