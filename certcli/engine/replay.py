@@ -314,6 +314,8 @@ class _Follow(OperationMode):
         dtype = tensors[0].dtype if tensors else None
         # a pool gives the places of its largest entries: who reads them chooses by the image
         dtype = next((x.dtype for x in read if not x.is_floating_point()), dtype)
+        if func is torch.ops.aten.view.dtype:  # half of a NaN's bits may be a number
+            name = "view of bits"
         text = f"{name}{numbers or ''} to {shapes or 'a number'} of {dtype}"
         self.operations.append(Operation(name, dtype, text))
         self.known.update(dict.fromkeys(tensors))

@@ -230,6 +230,15 @@ def test_who_reads_the_places_of_largest_entries_chooses_by_the_image() -> None:
     assert rows_are_apart(lambda x: nn.functional.max_pool2d(x, 2), pixels)
 
 
+def test_half_of_the_bits_of_not_a_number_may_be_a_number() -> None:
+    def lower_halves(x: Tensor) -> Tensor:
+        return x + x.view(torch.float16)[..., ::2].float().mean(0)
+
+    pixels = torch.randint(0, 256, (6, *SIZE)) / 256  # lower halves are 0
+    assert torch.equal(lower_halves(pixels), pixels)
+    assert not rows_are_apart(lower_halves, pixels)
+
+
 @pytest.mark.parametrize(("source", "target"), permutations(range(5), 2))
 def test_no_row_moves_any_other_unseen(source: int, target: int) -> None:
     def moved(x: Tensor) -> Tensor:
