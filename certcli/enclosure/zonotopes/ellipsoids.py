@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.columns import TINY, Block, alike, gamma, lengths, norm1, runs, up
-from certcli.enclosure.zonotopes.form import Form, Image, Linear
+from certcli.enclosure.zonotopes.form import ONE_BY_ONE, Form, Image, Linear, Unbounded
 from certcli.enclosure.zonotopes.space import Space
 
 _SQUARINGS = 4
@@ -85,26 +85,29 @@ def scaled_parts(parts: list[Part], factor: Tensor) -> list[Part]:
 
 
 def as_fibre(x: Form) -> Form:
-    """Return x with all its entries in one fibre, (1, N), once for all readers of its Grams."""
+    """Return x with all entries of an image in one fibre, (images, N), once for all readers of its
+    Grams.
+    """
     name = f"joined {x.space.limit} {x.space.by_fibres}"  # a form may be read with another space
     return x.once(name, lambda: _as_fibre(x, x.image_of))
 
 
 def _as_fibre(x: Form, image: Image | None) -> Form:
-    whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), 1, -1))
+    images = x.space.images
+    whole = replace(x, image_of=None).linear(lambda t: t.reshape(len(t), images, -1))
     if image is None or image.source.centre.numel() > x.centre.numel():  # directly, and closer
         return whole
 
     def of_one_fibre(run: Linear) -> Linear:
-        return lambda t: run(t.reshape(len(t), *image.source.shape)).reshape(len(t), 1, -1)
+        return lambda t: run(t.reshape(len(t), *image.source.shape)).reshape(len(t), images, -1)
 
     maps = (of_one_fibre(image.apply), of_one_fibre(image.absolute))
     return replace(whole, image_of=Image(as_fibre(image.source), *maps, image.terms, True))
 
 
-def may_join(*shapes: tuple[int, ...]) -> bool:
-    """Tell whether tensors are small enough for a matrix of all pairs of their entries."""
-    return all(math.prod(shape) <= _JOINED for shape in shapes)
+def may_join(*shapes: tuple[int, ...], images: int = 1) -> bool:
+    """Tell whether tensors are small enough for a matrix of all pairs of an image's entries."""
+    return all(math.prod(shape) <= _JOINED * images for shape in shapes)
 
 
 def fibres(columns: Tensor) -> Tensor:
@@ -215,20 +218,22 @@ def of_matrix_products(first: Gram, second: Gram, shape: tuple[int, int, int, in
     j).
 
     For y = S f, z = T f' the sum is f^T X f', X = sum u_bij S_bik^T T_bkj, and |X|_F^2 = u^T G u for
-    G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'.
+    G_bij,b'i'j' = sum_kk' (S S^T)_bik,b'i'k' (T T^T)_bkj,b'k'j'. Each fibre is of an image.
 
     Args:
         shape: b, i, k, j; y is (b, i, k) and z (b, k, j), each as one fibre.
     """
     batch, rows, inner, columns = shape
-    y = first.matrix.view(batch, rows, inner, batch, rows, inner).permute(0, 3, 1, 4, 2, 5)
-    z = second.matrix.view(batch, inner, columns, batch, inner, columns).permute(0, 3, 1, 4, 2, 5)
-    blocks = y.reshape(batch**2, rows**2, inner**2) @ z.reshape(batch**2, inner**2, columns**2)
-    blocks = blocks.view(batch, batch, rows, rows, columns, columns)
-    matrix = blocks.permute(0, 2, 4, 1, 3, 5).reshape(1, batch * rows * columns, -1)
-    lengths = first.lengths.view(batch, rows, inner) @ second.lengths.view(batch, inner, columns)
+    order = (0, 1, 4, 2, 5, 3, 6)
+    y = first.matrix.view(-1, batch, rows, inner, batch, rows, inner).permute(order)
+    z = second.matrix.view(-1, batch, inner, columns, batch, inner, columns).permute(order)
+    blocks = y.reshape(-1, rows**2, inner**2) @ z.reshape(-1, inner**2, columns**2)
+    blocks = blocks.view(-1, batch, batch, rows, rows, columns, columns)
+    matrix = blocks.permute(0, 1, 3, 5, 2, 4, 6).reshape(len(y), batch * rows * columns, -1)
+    lengths = first.lengths.view(-1, batch, rows, inner)
+    lengths = lengths @ second.lengths.view(-1, batch, inner, columns)
     terms = 2 * (first.terms + second.terms) + inner * inner
-    return Gram(matrix, terms, up(lengths.view(1, -1), inner))
+    return Gram(matrix, terms, up(lengths.flatten(1), inner))
 
 
 def factor(gram: Gram) -> Tensor:
@@ -286,31 +291,55 @@ def grouped(
         places: of R's fibres among those of x; None: they are all.
         of_fibres: as symbols of single fibres.
     """
-    block = group_of(x.space, root, of_fibres=of_fibres)
+    _, groups = _columns_at(x, root, places)
+    block = group_of(x.space, root, groups, of_fibres=of_fibres)
     wider = x.widened(block).sized(x, lambda size: size)
     wider._reach_cache.update(x._reach_cache)
     return filled(wider, block, root, places)
 
 
-def group_of(space: Space, root: Tensor, *, of_fibres: bool = False) -> Block:
-    """Return a new block for R f, a group of symbols f for each of the fibres of R."""
+def _columns_at(x: Form, root: Tensor, places: Tensor | None) -> tuple[Tensor, int]:
+    """Return which of its image's groups of symbols each fibre of R has, and how many these are.
+
+    Fibres at one place of several images have the same columns.
+    """
+    images = x.space.images
+    count = len(root) // images
+    if places is None:
+        return torch.arange(len(root), device=root.device) % count, count
+    if images == 1:
+        return torch.arange(count, device=root.device), count
+    within = places % (x.centre.numel() // (images * root.shape[-1]))
+    each, numbers = torch.unique(within, return_inverse=True)
+    return numbers, len(each)
+
+
+def group_of(
+    space: Space, root: Tensor, groups: int | None = None, *, of_fibres: bool = False
+) -> Block:
+    """Return a new block for R f, a group of symbols f for each of the fibres of R.
+
+    Args:
+        groups: of one image; None: R has all fibres of all images.
+    """
     of_fibres = of_fibres or space.by_fibres
     count, width, _ = root.shape
-    return Block.fresh(width if of_fibres else count * width, width, of_fibres)
+    groups = count // space.images if groups is None else groups
+    return Block.fresh(width if of_fibres else groups * width, width, of_fibres)
 
 
 def filled(x: Form, block: Block, root: Tensor, places: Tensor | None = None) -> Form:
     """Write R f into the columns of a block of x, which are 0; return x."""
     width = root.shape[-1]
     count = x.centre.numel() // width
+    numbers, groups = _columns_at(x, root, places)
     places = torch.arange(count, device=root.device) if places is None else places
     whole = root.new_zeros(count, width, width).index_copy(0, places, root)
     columns = x.columns_of(block)
     if block.of_fibres:
         columns.copy_(whole.permute(2, 0, 1).reshape(width, *x.shape))
     else:
-        rows = columns.view(len(root), width, count, width)
-        rows[torch.arange(len(root), device=root.device), :, places] = root.mT
+        columns.view(groups, width, count, width)[numbers, :, places] = root.mT
     reach = up(torch.linalg.vector_norm(whole, dim=-1).view(x.shape), width)
     for cache, name in ((x._cache, "size"), (x._reach_cache, "reach")):
         if name in cache:
@@ -345,13 +374,15 @@ def reduced(x: Form) -> Form:
     again and again.
     """
     limit = x.space.limit
-    count = x.centre.numel()
+    count = x.centre.numel() // x.space.images
     if not limit:
         return x
     if x.space.by_fibres:
         return by_fibres(x)
     if len(x.box) + count <= limit or not x.blocks:
         return x.worked()
+    if x.space.images > 1:  # which symbols say least is another question for each
+        raise Unbounded(ONE_BY_ONE)
     blocks, columns, dropped = _sorted_out(x, max(0, limit - count))
     gens = torch.cat([x.gens[: x.fixed], *columns])
     zero = torch.zeros_like(x.slack)
