@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from certcli.checkpoint.file import Checkpoint
 from certcli.checkpoint.record import Evidence
 from certcli.checkpoint.tensor_files import ENDING, shards_of_index
 from certcli.cli.shared import groups, output
-from certcli.evaluation import evidence, intervals
+from certcli.evaluation import evidence, intervals, record_lines
 from certcli.evaluation.threat import (
     attacked_percent,
     confidence,
@@ -115,7 +115,12 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: output.Sink) -> No
         "Lineage, as the file tells it",
         ["step", "seed", "parent", "parameters"],
         [
-            (s.command, str(s.seed), (s.parent or "-")[:12], ", ".join(spelled_values(s.shown)))
+            (
+                s.command,
+                str(s.seed),
+                (s.parent or "-")[:12],
+                ", ".join(record_lines.spelled_values(s.shown)),
+            )
             for s in record.lineage
         ],
     )
@@ -134,27 +139,6 @@ def show_checkpoint(path: Path, checkpoint: Checkpoint, sink: output.Sink) -> No
         )
     if any(entry.digest != checkpoint.digest for entry in record.evidence):
         sink.text(STALE)
-
-
-def spelled_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Values by name, nested ones by paths of names; empty values and `no` are left out."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from spelled_values(value, f"{prefix}{name}.")
-        elif isinstance(value, (list, tuple)) and any(
-            isinstance(item, (Mapping, list, tuple)) for item in value
-        ):
-            yield f"{prefix}{name}: {len(value)} entries"
-        elif value is True:
-            yield f"{prefix}{name}"
-        elif value is not None and value is not False and value not in ("", [], ()):
-            yield f"{prefix}{name}={_spelled_number(value)}"
-
-
-def _spelled_number(value: Any) -> str:
-    if isinstance(value, (list, tuple)):
-        return " ".join(map(_spelled_number, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def document_of(path: Path, checkpoint: Checkpoint) -> dict[str, Any]:
