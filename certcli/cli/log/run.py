@@ -5,7 +5,6 @@ recomputes is called measured."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -189,7 +188,10 @@ def _bound_of(result: Any) -> str:
     if result.log10_upper is None:
         return "bound 0 (proven)" if result.upper == 0 else "no bound"
     of_features = getattr(result, "bound_of", "") == "features"
-    return f"bound {bound_words(result.log10_upper)} (proven{', of features' * of_features})"
+    bound = power_of_ten(result.log10_upper)
+    if isinstance(result.upper, float) and result.log10_upper < 5:
+        bound = rounded_up(result.upper, 4)
+    return f"bound {bound} (proven{', of features' * of_features})"
 
 
 def _certify_words(result: Any, about: Any) -> str:
@@ -266,11 +268,3 @@ def _images_words(result: Any) -> str:
     count = getattr(result, "images", None) or images.images
     text = f"{count} image{'s' * (count != 1)}"
     return f"{text} of {images.name} ({images.split})" if images else text
-
-
-def bound_words(log10: float) -> str:
-    """A bound by its logarithm, rounded up in the last digit shown, as bounds are."""
-    if not -300 < log10 < 5:
-        return power_of_ten(log10)
-    step = 10.0 ** (math.floor(log10) - 3)
-    return f"{math.ceil(10**log10 / step * (1 - 1e-12)) * step:.4g}"
