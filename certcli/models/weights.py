@@ -246,7 +246,7 @@ def _value_kind(tensor: Tensor) -> str:
 def headless(source: str) -> ArchitectureError:
     return ArchitectureError(
         f"{one_line(source)} has no classifier: its network ends in features",
-        "certvit lipschitz --features bounds them; other commands need a classifier: train one "
+        "--features bounds them (certvit lipschitz); other commands need a classifier: train one "
         "on the features with timm or transformers",
     )
 
