@@ -195,7 +195,7 @@ OPTIONS = {
     "certify": ("arithmetic", "samples", "sigma", "radii", "patches", "effort"),
     "attack": ("steps", "step_size", "seed", "stop_early", "precision", "restarts"),
     "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
-    "predict": ("patches", "hide"),
+    "predict": ("patches", "procedure"),
     "adapt": ("limit", "head", "goal", "device"),
     "constrain": ("eta", "prox", "arch_arg", "seed"),
     "finetune": ("loss", "lr", "noise", "mean"),

@@ -41,7 +41,7 @@ SIZE = (1, 4, 4)
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {} for name in ("lipschitz", "box", "local", "local-lip", "bcp")},
     "smoothing": {"sigma": 0.25, "samples": 200, "n0": 20},
-    "patch": {"patches": ["1"], "hide": "pixels"},
+    "patch": {"patches": ["1"]},
 }
 
 

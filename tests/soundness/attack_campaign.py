@@ -161,7 +161,7 @@ def local_row(effort: str, norm: Any, arithmetic: str) -> Callable[[PixelModel],
 
 
 def against_patches(procedure: str, size: str) -> Callable[[PixelModel], Certifier]:
-    options = Patches([size], procedure, masks=4, bands="columns", band_width=1, rows=64)
+    options = Patches([size], {"voting": "voting:1"}.get(procedure, f"{procedure}:4"), rows=64)
     return lambda model: defended(model, options)
 
 
