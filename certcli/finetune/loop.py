@@ -186,8 +186,6 @@ class Trainer:
             order = torch.randperm(len(train), generator=self.generator)
             steps = order.split(settings.batch_size)[: total - self.step]
             for number, positions in enumerate(steps):
-                if self.step >= self.total_steps(train):  # `watch` may make the run shorter
-                    break
                 self.descent.expect(train, *steps[number : number + 2])
                 losses += self.learn(train, positions, share_done(self.step, total, self.changes))
                 count += len(positions)
