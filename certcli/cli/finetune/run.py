@@ -186,7 +186,9 @@ class Training:
         clock = time.perf_counter()
         self._save_state(trainer)
         saving = time.perf_counter() - clock
-        bound, certificate = ending.seconds(self.checkpoint, validation, self.settings.epsilon)
+        bound, certificate = ending.seconds(
+            self.checkpoint, validation, self.settings.epsilon, self.sink
+        )
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
