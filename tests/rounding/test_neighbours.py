@@ -390,11 +390,11 @@ def test_certified_digits_withstand_other_orders_and_last_bits(certified: Checkp
     model = build.load_double(certified, torch.device("cpu"))
     pixels = (
         datasets.load_dataset("digits", certified.record.input, "test")
-        .fetch(list(range(12)))
+        .fetch(list(range(8)))
         .double()
     )
     claims = {name: _claims(model, pixels, name) for name in ("float64", "float32", "fp16")}
-    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 6
+    assert len(claims["float32"]) >= len(claims["float64"]) - 1 > 4
     for name in ("float32", "fp16"):
         _hold(model, pixels, claims[name], name)
     real = {row.index: row.radius for row in claims["float64"]}
