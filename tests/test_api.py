@@ -275,7 +275,7 @@ def test_errors_speak_python(certified: Checkpoint, name: str) -> None:
         ),
         (
             "--arch-arg num_heads=4, or pass --force",
-            "arch_args={'num_heads': 4}, or pass force=True",
+            "arch_args num_heads=4, or pass force=True",
         ),
         ("certvit finetune --noise first", "certvit finetune --noise first"),
         ("choose another -o", "choose another path"),

@@ -53,7 +53,6 @@ class AttackOptions(TypedDict, total=False):
 
     steps: int | None
     restarts: int
-    step_size: Radius | None
     relative_step: float | None
     seed: int
     targets: int

@@ -32,8 +32,8 @@ from certcli.engine.replay import FAITHFUL, rows_are_apart
 from certcli.images.labelled import Images
 from certcli.models import build
 from certcli.rounding import PRECISIONS
-from certcli.system.ambient import SETTINGS
 from certcli.system.errors import NoBoundError, UsageError
+from certcli.system.torch_modes import SETTINGS
 from tests.helpers import commands
 from tests.helpers.grids import EVERY
 

@@ -111,7 +111,7 @@ attack m --preset certvit --steps 3 | 2 | certvit
 attack m --preset cauchy -e 1.0 | 2 | cauchy
 attack m -a pgd -a pgd | 2 | twice
 attack m --norm l1 | 2 | l1
-attack m --step-size 0 | 2 | step_size
+attack m --steps 0 | 2 | --steps
 attack m -a cw --norm linf | 2 | cw
 attack m --resume | 2 | --records
 attack m --resume --records r.jsonl --save-examples x.safetensors | 2 | --resume

@@ -12,7 +12,6 @@ import torch
 from msgspec import to_builtins
 
 from certcli.adapt import fit, keep
-from certcli.adapt.descend import compact
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
@@ -212,7 +211,7 @@ def write_adapted(
         if settings.keep is not None and settings.keep < 1
         else (used, None)
     )
-    pixels = compact(batch for _, batch, _ in learnt.batches(32))
+    pixels, _ = learnt.tensors()
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
     if not processes.team().leads:
@@ -247,7 +246,6 @@ def write_adapted(
     chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
     rungs = [to_builtins(rung) for rung in chosen.rungs]
     trade = {"trade": rungs} if rungs else {}
-    inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
         path,

@@ -167,7 +167,9 @@ def affordable_images(images: int, left: float | None, costs: tuple[float, float
     return min(images, max(FEWEST, int((left - bound) / certificate)))
 
 
-def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[float, float]:
+def seconds(
+    checkpoint: Checkpoint, sample: Images, epsilon: float, sink: Sink
+) -> tuple[float, float]:
     """Measure the seconds of the final bound and of a certificate, on the starting weights."""
     few = sample.limit(MEASURED)
     started = time.perf_counter()
@@ -176,21 +178,19 @@ def seconds(checkpoint: Checkpoint, sample: Images, epsilon: float) -> tuple[flo
     if isinstance(certifier, str) or _hopeless_reason(certifier, epsilon) is not None:
         _clean_accuracy(checkpoint, few)
     else:
-        _certified_shares(certifier, few, epsilon)
+        _certified_shares(certifier, few, epsilon, sink)
     return proven - started, (time.perf_counter() - proven) / len(few)
 
 
 def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, sink: Sink) -> Final:
     """Prove the bound in float64, rounded outward; count the certified validation images."""
 
-    started = time.perf_counter()
     about: dict[str, Any] = {"dataset": record_lines.describe_images(validation)}
     certifier = _certifier(checkpoint)
     if isinstance(certifier, str):
         sink.note(certifier)
         clean = _clean_accuracy(checkpoint, validation)
         return Final({**about, "clean": clean, "certified": 0.0, **bound_document(INF)})
-    sink.note(f"proved the bound in {time.perf_counter() - started:.0f} s")
     about |= {"arithmetic": certifier.arithmetic, **certifier.about["bound"]}
     why = _hopeless_reason(certifier, epsilon)
     if why is not None:
@@ -198,10 +198,7 @@ def prove_trained(checkpoint: Checkpoint, validation: Images, epsilon: float, si
         return Final(
             {**about, "clean": _clean_accuracy(checkpoint, validation), "certified": 0.0}, why
         )
-    started = time.perf_counter()
     clean, certified = _certified_shares(certifier, validation, epsilon, sink)
-    spent = time.perf_counter() - started
-    sink.note(f"certified {len(validation)} validation images in {spent:.0f} s")
     return Final({**about, "clean": clean, "certified": certified})
 
 
@@ -226,21 +223,17 @@ def _clean_accuracy(checkpoint: Checkpoint, images: Images) -> float:
 
 
 def _certified_shares(
-    certifier: Any, images: Images, epsilon: float, sink: Sink | None = None
+    certifier: Any, images: Images, epsilon: float, sink: Sink
 ) -> tuple[float, float]:
     """Return the clean accuracy and the share certified at epsilon."""
-
     rows: list[Any] = []
-    if sink is None:
-        rows = [row for batch in methods.certify_images(certifier, images, 256) for row in batch]
-    else:
-        with sink.progress("certify", total=len(images)) as bar:
-            for batch in methods.certify_images(certifier, images, 256):
-                rows += batch
-                bar.advance(len(batch))
+    with sink.progress("certify", total=len(images)) as bar:
+        for batch in methods.certify_images(certifier, images, 256):
+            rows += batch
+            bar.advance(len(batch))
     threat = Threat("l2", epsilon)
-    indices_of = certified_accuracy(rows, [threat])
-    return indices_of.clean, indices_of.against(threat)
+    accuracy_of = certified_accuracy(rows, [threat])
+    return accuracy_of.clean, accuracy_of.against(threat)
 
 
 def read_noise_remover(
