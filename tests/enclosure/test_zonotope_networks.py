@@ -25,8 +25,8 @@ from certcli.enclosure.zonotopes.search import certified_radius
 from certcli.engine.trace import executed
 from certcli.models.pixels import PixelModel
 from certcli.system.errors import NoBoundError
-from tests.helpers.enclosure_cases import square_symbols
 from tests.helpers.grids import EVERY
+from tests.soundness.local_laws import share_of_form
 
 SIZE = (1, 4, 4)
 SPEC = InputSpec(size=SIZE, mean=(0.3,), std=(0.7,))
@@ -124,19 +124,14 @@ def largest_share(
     with suppress(Unbounded) if partial else nullcontext():
         start = l2_ball(pixels, radius, squares_up_to=squares, limit=symbols, by_fibres=by_fibres)
         local.margins(start, label, watch)
-    worst = 0.0
-    for e in directions(local.ending.trace.root, pixels, label, 3):
-        values = node_values(local, pixels + radius * e.view_as(pixels))
-        for node, (form, token) in forms.items():
-            truth = values[node] if token is None else values[node][:, token : token + 1]
-            f = form.space.symbols(e)
-            columns = torch.cat([f, square_symbols(f[None])[0]]) if form.space.squares else f
-            middle = form.centre + torch.tensordot(columns, form.gens[: form.fixed], dims=1)
-            free = form.box_radius
-            # evaluating the network itself in float64: 500 roundings relative to the values
-            far = (truth - middle).abs() - 1e-13 * (1 + truth.abs() + form.size)
-            worst = max(worst, float((far / free.clamp_min(1e-300)).max()))
-    return worst
+    moves = directions(local.ending.trace.root, pixels, label, 3)
+    points = [node_values(local, pixels + radius * e.view_as(pixels)) for e in moves]
+    shares = [0.0]
+    for node, (form, token) in forms.items():
+        truth = torch.stack([point[node] for point in points])
+        truth = truth if token is None else truth[:, :, token : token + 1]
+        shares.append(share_of_form(form, moves, truth))
+    return max(shares)
 
 
 NODES = [
