@@ -147,9 +147,9 @@ class Attacking(schedule.Stage):
             mine = rank == self.team.rank
             for number, records in enumerate(rows):
                 smallest = next((place for place, row in enumerate(records) if row.fell), None)
-                if smallest is not None:
-                    row = records[smallest]
-                    self._show(rank, self._mine[number + smallest * len(rows)] if mine else row)
+                if smallest is not None and len(self._shown) < EXHIBITS:
+                    place = number + smallest * len(rows)
+                    self._shown.append((rank, self._mine[place] if mine else records[smallest]))
         bare = [
             [
                 [structs.replace(row, image=None, adversarial=None) for row in records]
@@ -158,15 +158,6 @@ class Attacking(schedule.Stage):
             for rows in pieces
         ]
         super().take(bare)
-
-    def _show(self, rank: int, row: AttackRecord) -> None:
-        """Keep a fooled image; when full, in place of one that is none as an 8-bit file."""
-        if len(self._shown) < EXHIBITS:
-            self._shown.append((rank, row))
-        elif row.as_8bit:
-            places = [n for n, (_, other) in enumerate(self._shown) if not other.as_8bit]
-            if places:
-                self._shown[places[0]] = (rank, row)
 
     def exhibits(self) -> list[AttackRecord]:
         """Fooled images with pixels, from the process that attacked them. All call it.

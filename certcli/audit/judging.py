@@ -67,32 +67,21 @@ def drivers(proven: NetworkBound) -> str:
     """Return "each of 25 LayerNorms alone contributes 1000", for layers that carry log(bound)."""
     if not proven.upper > 0.0 or proven.upper.log10() < LOOSE:
         return ""
-    whole = proven.upper.log10()
     kinds: dict[str, list[float]] = {}
     for charge in proven.charges:
         if charge.constant.finite and charge.constant > 0.0:
             kinds.setdefault(charge.kind, []).append(charge.constant.log10())
-    heaviest = sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]
-    sentences = []
-    for kind, logs in heaviest:
-        if sum(logs) < DRIVER_SHARE * whole:
-            continue
-        low = _round(min(logs))
-        high = _round(max(logs))
-        size = high if low == high else f"{low} to {high}"
-        sentences.append(
-            f"the {kind} contributes {size}"
-            if len(logs) == 1
-            else f"each of {len(logs)} {kind}s {size}"
-        )
-    if sentences and sentences[0].startswith("each"):
-        head, _, tail = sentences[0].partition("s ")
-        sentences[0] = f"{head}s alone contributes {tail}"
-    return ", ".join(sentences)
+    clauses = []
+    for kind, logs in sorted(kinds.items(), key=lambda item: -sum(item[1]))[:2]:
+        if sum(logs) >= DRIVER_SHARE * proven.upper.log10():
+            of = f"the {kind}" if len(logs) == 1 else f"each of {len(logs)} {kind}s"
+            size = " to ".join(dict.fromkeys(map(_two_digits, (min(logs), max(logs)))))
+            clauses.append(f"{of} alone contributes {size}")
+    return ", ".join(clauses)
 
 
-def _round(log10: float) -> str:
-    """Two digits: 1000, 0.35, 10^9."""
+def _two_digits(log10: float) -> str:
+    """Return 1000, 0.35, 10^9."""
     return f"{float(f'{10**log10:.2g}'):,g}" if -3 < log10 < 5 else power_of_ten(log10)
 
 

@@ -165,9 +165,8 @@ class RecordFile:
         header, rows, self._ends = parse_records(data, path)
         differences = list(self._run.differences(header))
         if differences:
-            more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
             raise errors.UsageError(
-                f"{path} holds records of another run: {'; '.join(differences[:3])}{more}",
+                f"{path} holds records of another run: {'; '.join(differences[:3])}",
                 "repeat that run's options, choose another --records, or pass --force without --resume",
             )
         require_same_images(rows, self._images, path, all_of_them=True)
@@ -321,8 +320,7 @@ class Resumed:
         return {"records": self.records, "computed_again": self.repeated}
 
     def __str__(self) -> str:
-        which = "all" if self.repeated == self.records else f"{self.repeated:,}"
-        return f"{self.records:,} records were read from the file; {which} of them were computed again and agree"
+        return f"{self.records:,} records were read from the file; {self.repeated:,} of them were computed again and agree"
 
 
 @dataclass(frozen=True)

@@ -223,7 +223,7 @@ IMAGES = torch.rand(8, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 def test_a_training_pass_is_the_pass_of_the_certifier(network: Callable[[], PixelModel]) -> None:
     """Bit for bit, in batches of one size; and no gradient reaches the pixels that are hidden."""
     model = network()
-    cell = defended(model, Patches(["2"], "voting", band_width=1)).passes.part.grid.cell
+    cell = defended(model, Patches(["2"], "voting:1")).passes.part.grid.cell
     certifier = defended(model, Patches(["2"], "double-masking", cell=cell))
     hiding = Hiding(model, ("bands:1",), torch.Generator())
     assert hiding.part.grid == certifier.passes.part.grid

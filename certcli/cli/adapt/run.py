@@ -246,7 +246,6 @@ def write_adapted(
     chosen = adapter.trade if isinstance(adapter, keep.Keeper) else keep.Trade()
     rungs = [to_builtins(rung) for rung in chosen.rungs]
     trade = {"trade": rungs} if rungs else {}
-    inputs.say_wider(checkpoint, result, sink)
     output.write(
         result.with_evidence("adapt", {"calibration": images.name}, {**end_to_end, **trade}),
         path,

@@ -2,7 +2,7 @@
 
 import os
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from certcli.attack.catalogue import INSTALL, PREFIX
@@ -18,17 +18,9 @@ class Finding:
     """A row of the report. broken: something fails because of it; remark: why, what to type."""
 
     part: str
-    state: str
+    found: str
     remark: str = ""
     broken: bool = False
-
-    def to_json(self) -> dict[str, str | bool]:
-        return {
-            "part": self.part,
-            "found": self.state,
-            "remark": self.remark,
-            "broken": self.broken,
-        }
 
 
 @command("certvit doctor", "certvit doctor --json", page="exit-codes.md")
@@ -49,13 +41,13 @@ def doctor(talk: groups.Talk = groups.Talk()) -> None:
     for finding in findings:
         gate.demand(
             not finding.broken,
-            errors.GateError(f"{finding.part} {finding.state}: broken", finding.remark),
+            errors.GateError(f"{finding.part} {finding.found}: broken", finding.remark),
         )
-    sink.document({"parts": [finding.to_json() for finding in findings]}, gate)
+    sink.document({"parts": [asdict(finding) for finding in findings]}, gate)
     sink.table(
         "This installation",
         ("part", "found"),
-        [(finding.part, finding.state) for finding in findings],
+        [(finding.part, finding.found) for finding in findings],
     )
     for finding in findings:
         if finding.remark and not finding.broken:

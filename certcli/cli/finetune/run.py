@@ -276,11 +276,10 @@ class Training:
         last = trainer.epoch
         epsilon = settings.epsilon
         derived = self._derived(trainer, trainer.best_net, train)
-        inputs.say_wider(self.checkpoint, derived, sink)
         output.write(
             derived, self.path, self.order.resume
         )  # before the proof, which may take longer than is left
-        sink.note(f"wrote {self.path}: epoch {best}; {self._spent()}")
+        sink.note(f"wrote {self.path}: epoch {best}")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
         count = ending.affordable_images(len(images), left, self.proof_costs)
@@ -331,12 +330,6 @@ class Training:
             sink.note(advice)
         if doubt is not None:
             ending.end_in_doubt(doubt, sink)
-
-    def _spent(self) -> str:
-        """Return the time so far, of the budget where there is one."""
-        spent = time.perf_counter() - self.started
-        budget = self.settings.time_budget
-        return f"{spent:.0f} s so far" + ("" if budget is None else f" of {budget}")
 
     def _derived(self, trainer: loop.Trainer, tensors: Any, train: Images) -> Checkpoint:
         parameters = {

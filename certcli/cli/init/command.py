@@ -93,13 +93,12 @@ def init(
     sink = talk.sink()
     arch = architecture.arch
     path = output.target("init", arch, architecture)
-    checkpoint_built = architecture.build()
+    checkpoint = architecture.build()
     # refuses, as every later command would, a network that does not map an image to its classes
-    models.load(checkpoint_built)
-    checkpoint = checkpoint_built
+    models.load(checkpoint)
     if not architecture.member:  # a mean tells its own step
-        checkpoint = checkpoint_built.derive(
-            checkpoint_built.tensors,
+        checkpoint = checkpoint.derive(
+            checkpoint.tensors,
             "init",
             {"arch": arch, "pretrained": architecture.pretrained},
             architecture.seed,

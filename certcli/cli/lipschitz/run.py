@@ -140,11 +140,10 @@ def show_views(
     audited: view.Audited, near: AroundImages | None, options: command.LipschitzOptions, sink: Sink
 ) -> dict[str, Any]:
     documents: dict[str, Any] = {}
-    plot = options.views.plot
     if near is not None:
         documents["around"] = show_near_images(audited, near, options, sink)
-    elif plot is not None:
-        view.draw_bound(audited, plot, sink)
+    if options.views.plot is not None:
+        view.draw_bound(audited, options.views.plot, sink)
     if options.views.other is not None:
         second = replace(options.source, ckpt=options.views.other)
         other = prove_source(second, options.machine, sink)
@@ -167,11 +166,10 @@ def prepare_near_images(audited: view.Audited, options: command.LipschitzOptions
         raise errors.UsageError(
             "--around is about logits, and this network ends in features", "leave out --around"
         )
-    return prepare(audited.checkpoint, near_balls(options), options.machine.pick())
+    return prepare(audited.checkpoint, _balls_of(options), options.machine.pick())
 
 
-def near_balls(options: command.LipschitzOptions) -> list[Around]:
-    """Return the balls that were asked for."""
+def _balls_of(options: command.LipschitzOptions) -> list[Around]:
     return [Around(radius, options.near.norm) for radius in options.near.around]
 
 
@@ -185,8 +183,6 @@ def show_near_images(
     ).images(audited.checkpoint.record, sink)
     rows = _near_rows(network, images, options, sink)
     _show_near_table(rows, images, audited, options, sink)
-    if options.views.plot is not None:
-        _draw_near_images(rows, audited, options.views.plot)
     return {
         "norm": options.near.norm,
         "seed": data.seed,
@@ -199,7 +195,7 @@ def _near_rows(
     network: AroundImages, images: Images, options: command.LipschitzOptions, sink: Sink
 ) -> list[Row]:
     rows: list[Row] = []
-    near = near_balls(options)
+    near = _balls_of(options)
     with sink.progress("slopes near images", total=len(images) * len(near)) as bar:
         for indices, pixels, _ in images.batches(1):
             for proven in network.each(pixels, near):
@@ -282,15 +278,3 @@ def _near_document(index: int, near: NearImage) -> dict[str, Any]:
         "why": near.why,
         "seconds": round(near.seconds, 3),
     }
-
-
-def _draw_near_images(rows: list[Row], audited: view.Audited, path: Path) -> None:
-    from certcli.report.figures import draw_around
-
-    points: dict[float, list[tuple[float, float]]] = {}
-    for _, near in rows:
-        pair = float(near.upper[near.rival]), float(near.slopes[near.rival])
-        points.setdefault(near.around.radius, []).append(pair)
-    draw_around(
-        points, rows[0][1].around.norm, path, f"{audited.name}: slopes near {len(rows)} images"
-    )
