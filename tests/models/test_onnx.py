@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import random
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from certcli.nn.attention import LipschitzAttention
 from certcli.nn.surgery import REPLACEMENTS
 from certcli.system.errors import CertvitError, NoBoundError, UsageError
 from tests.helpers.enclosed import ZONOTOPES, Enclosed
-from tests.helpers.grids import EVERY
+from tests.helpers.grids import EVERY, crossed
 from tests.helpers.lipschitz_cases import RULES, build_row
 from tests.helpers.onnx_graph import Node, graph_of
 from tests.helpers.slopes import IMAGE
@@ -175,18 +176,29 @@ def margins_near(opened: Any, pixels: Tensor) -> list[float]:
     return found
 
 
-def read_both_ways(net: nn.Module, image: Tensor, folder: Path) -> dict[str, nn.Module]:
+def by_the_older_exporter(net: nn.Module, image: Tensor, folder: Path) -> nn.Module:
     stream = io.BytesIO()
     torch.onnx.export(net, (image,), stream, dynamo=False, opset_version=17)
     (folder / "net.onnx").write_bytes(stream.getvalue())
-    read = {
-        "onnx": network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0],
-        "export": torch.export.export(net, (image,)).module(),
-    }
-    if EVERY:
-        newer = exported_onnx(net, folder / "newer.onnx", 20, dynamo=True, image=image)
-        read["newer"] = network_of_onnx(newer, read_model(newer)[0])[0]
-    return read
+    return network_of_onnx(folder / "net.onnx", read_model(folder / "net.onnx")[0])[0]
+
+
+def by_the_newer_exporter(net: nn.Module, image: Tensor, folder: Path) -> nn.Module:
+    newer = exported_onnx(net, folder / "newer.onnx", 20, dynamo=True, image=image)
+    return network_of_onnx(newer, read_model(newer)[0])[0]
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor, Path], nn.Module]] = {
+    "onnx": by_the_older_exporter,
+    "export": lambda net, image, folder: torch.export.export(net, (image,)).module(),
+    **({"newer": by_the_newer_exporter} if EVERY else {}),
+}
+
+
+def read_both_ways(
+    net: nn.Module, image: Tensor, folder: Path, ways: Iterable[str] = tuple(WAYS)
+) -> dict[str, nn.Module]:
+    return {way: WAYS[way](net, image, folder) for way in ways}
 
 
 @pytest.mark.parametrize("row", COMPARED if EVERY else QUICK)
@@ -271,8 +283,12 @@ def test_what_is_joined_computes_what_is_written(
     assert compared > 5
 
 
-@pytest.mark.parametrize("name", ["l2", "scsa", "lnorm", "l2-untied-value"])
-def test_attentions_of_shifted_windows_are_recognised(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "chosen"), crossed(["l2", "scsa", "lnorm", "l2-untied-value"], [*WAYS])
+)
+def test_attentions_of_shifted_windows_are_recognised(
+    tmp_path: Path, name: str, chosen: str
+) -> None:
     """With a table of positions in every window, and a mask of their own in some."""
     net = small_swin()
     for layer in net.layers:
@@ -281,7 +297,7 @@ def test_attentions_of_shifted_windows_are_recognised(tmp_path: Path, name: str)
     net = filled(net).double()
     image = torch.rand(1, *SIZE, generator=torch.Generator().manual_seed(1)).double()
     upper = certvit.bound(open_module(net, 0.5, 0.5, SIZE)).upper.log10()
-    for way, read in read_both_ways(net, image, tmp_path).items():
+    for way, read in read_both_ways(net, image, tmp_path, (chosen,)).items():
         with torch.no_grad():
             assert torch.allclose(read.double()(image), net(image), rtol=1e-6, atol=1e-6), way
         ours = open_module(read, 0.5, 0.5, SIZE)
@@ -300,13 +316,13 @@ def test_shipped_networks_have_their_bounds_and_radii_however_they_are_read(
     spec = native.record.input
     image = torch.rand(1, *spec.size, generator=torch.Generator().manual_seed(1))
     upper = certvit.bound(native).upper.log10()
-    margins = margins_near(native, image)
     net: Any = certvit.network(native).net.float()
     for way, read in read_both_ways(net, image, tmp_path).items():
         opened = open_module(read, spec.mean, spec.std, spec.size)
         exactly = pytest.approx(upper, abs=1e-9 if name == "mnist" else 3e-8)
         assert certvit.bound(opened).upper.log10() == exactly, way
-        if way == "onnx" or EVERY:
+        if EVERY:
+            margins = margins_near(native, image)
             assert margins_near(opened, image) == pytest.approx(margins, rel=1e-5), way
 
 
@@ -373,35 +389,6 @@ def test_quantised_weights_are_the_numbers_that_they_stand_for(tmp_path: Path) -
         assert torch.equal(weight, (rows * factor).float() * scales[:, None])
 
 
-def test_what_is_recognised_has_the_factors_of_the_file(tmp_path: Path) -> None:
-    """GELU of a rounded sqrt(2), and scores times a number that is not 1 / sqrt(width)."""
-
-    class Spelled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.LayerNorm(16)
-            self.maps = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-            self.head = nn.Linear(16, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.norm(x.reshape(-1, 48, 16))
-            q, k, v = (part(x).reshape(-1, 48, 2, 8).permute(0, 2, 1, 3) for part in self.maps[:3])
-            mixed = ((q * 0.4) @ (k * 0.7).transpose(-1, -2) / 0.9).softmax(-1) @ v
-            x = x + self.maps[3](mixed.permute(0, 2, 1, 3).reshape(-1, 48, 16))
-            x = 0.3 * x * (1 + torch.erf(x / 1.5))
-            return self.head(x.mean(1))
-
-    net = filled(Spelled())
-    path = exported_onnx(net, tmp_path / "net.onnx", 17)
-    read, _ = network_of_onnx(path, read_model(path)[0])
-    kinds = {type(part).__name__: part for part in read.children()}
-    assert {"Attention", "GELU"} <= set(kinds)
-    images = torch.rand(2, *SIZE, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    with torch.no_grad():
-        assert relative_distance(read.double()(images), net.double()(images)) < 1e-6
-    assert kinds["Attention"].scale == pytest.approx(0.4 * 0.7 / 0.9, rel=1e-7)
-
-
 def quantised_file(folder: Path, zero: Any, scale: float) -> Path:
     """Write two linear maps, and between them steps that the values of some images go beyond."""
     random = np.random.default_rng(5)
@@ -438,7 +425,9 @@ def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
     image = torch.rand(1, *size, generator=torch.Generator().manual_seed(1)).double()
     finite = 0
     for radius in (0.1, 2.0, *[1e-6] * EVERY):
-        for walk in ZONOTOPES.values():
+        for walk in [*ZONOTOPES.values()][
+            STEPS.index((zero, scale)) % 2 * (not EVERY) :: 1 if EVERY else 2
+        ]:
             walked = walk(row, image, radius, 8)
             logits = runtime.run(torch.cat([pixels for _, pixels in walked.places]))
             margins = logits[:, [walked.label]] - logits
@@ -446,7 +435,7 @@ def test_quantised_activations_lie_in_their_enclosure_as_onnx_runtime_has_them(
             if walked.bounds is not None:
                 finite += 1
                 assert bool((margins[:, others] >= walked.bounds - 1e-5 * logits.abs().max()).all())
-    assert finite > 6
+    assert finite > 2
 
 
 def test_a_quantised_file_is_attacked_with_square_and_smoothed_as_it_runs(

@@ -90,26 +90,6 @@ def test_the_sums_are_as_near_as_those_of_torch(
     assert bool(((result - exact).abs() <= 97 * 2.0**-24 * 1.01 * size).all())
 
 
-def test_each_operation_that_is_replaced_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    reached = set()
-
-    def noted(operation: Any, replacement: Callable[..., Tensor | None]) -> Any:
-        def replaced(*operands: Any, **options: Any) -> Tensor | None:
-            result = replacement(*operands, **options)
-            reached.update([operation] if result is not None else [])
-            return result
-
-        return replaced
-
-    table = torch_modes._REPLACEMENTS
-    monkeypatch.setattr(torch_modes, "_REPLACEMENTS", {op: noted(op, table[op]) for op in table})
-    for compute in PRODUCTS.values():
-        for inference in (False, True):
-            with torch.inference_mode(inference), torch_modes.OneDnnProducts():
-                compute(lambda operand: operand)
-    assert reached == set(table)
-
-
 @pytest.mark.parametrize("compute", LEFT_ALONE.values(), ids=LEFT_ALONE)
 def test_all_else_is_torchs_own(compute: Callable[[], Tensor], onednn_calls: list[None]) -> None:
     plain = compute()
