@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from certcli.audit import gates
+from certcli.audit import attacking, gates
 from certcli.audit.gates import AuditFindings
 from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.intervals import Sample
@@ -46,13 +46,6 @@ def test_gates(workshop: Path) -> None:
     schema = json.loads((ROOT / "docs" / "schema" / "audit.json").read_text())
     assert commands.problems(found, schema) == []  # what stands on stdout is the document, too
     assert len(found["gate"]["reasons"]) == sum(not passed for passed in GATES.values())
-    met = [part for gate, passed in GATES.items() if passed for part in ("--fail-on", gate)]
-    assert (
-        commands.document("audit", workshop / "certified.safetensors", *QUICK, *met)["gate"][
-            "passed"
-        ]
-        is True
-    )
 
 
 @pytest.mark.parametrize(
@@ -214,7 +207,9 @@ def patched(workshop: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "1",
         *gates,
     )
-    commands.certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
+    with pytest.MonkeyPatch.context() as fewer:
+        fewer.setattr(attacking, "PATCHED", 2)
+        commands.certvit(*words, *reports, "-o", made / "a.safetensors", code=7)
     return made
 
 
@@ -295,7 +290,6 @@ def test_two_audits_are_compared_where_they_are_alike(
     assert {row["why"] for row in other if not row["alike"]} == {
         "not the same images (24 images before, 12 now)"
     }
-    assert "is the word of that file" in " ".join(commands.attempt(*words).stdout.split())
     for name, text in (("no.json", "{}"), ("not.json", "[")):
         (tmp_path / name).write_text(text)
         refused = commands.attempt(*words[:-1], tmp_path / name)

@@ -17,16 +17,14 @@ from PIL import Image
 import certvit as in_python
 from certcli.certify.methods import prepare_method
 from certcli.certify.options import Patches
-from certcli.checkpoint import file, schema
+from certcli.checkpoint import file
 from certcli.checkpoint.file import Checkpoint
-from certcli.evaluation import intervals, threat
 from certcli.evaluation.evidence import decode_evidence, method_of
-from certcli.evaluation.image_records import PatchCertificate
 from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system import errors, processes
-from certcli.system.errors import DataError, Refused, UsageError
+from certcli.system.errors import DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 CPU = torch.device("cpu")
@@ -110,23 +108,6 @@ def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
         method_of(msgspec.structs.replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
 
 
-@pytest.mark.parametrize(
-    "row", [{}, {"proven": 5}, {"proven": [5]}, {"proven": [], "votes": "12"}, {"proven": None}]
-)
-def test_records_that_are_none_are_refused(row: dict[str, Any]) -> None:
-    line = {
-        "index": 0,
-        "label": 0,
-        "prediction": 0,
-        "method": "patch",
-        "failure": 0.0,
-        "pixels": "0" * 16,
-    }
-    schema.decode_json(json.dumps({**line, "proven": []}), PatchCertificate)
-    with pytest.raises(Refused):
-        schema.decode_json(json.dumps({**line, **row}), PatchCertificate)
-
-
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
     words = ("--patch", "2x1", "--hide", "pixels")
@@ -200,25 +181,6 @@ def test_attacks_with_patches_write_records_like_others(
     copy.write_bytes(whole[: whole.index(b"\n") + 1])
     assert attempt(*words[:-1], copy, "--resume").exit_code == 0
     assert copy.read_bytes() == whole
-
-
-def test_attacks_with_patches_become_evidence(
-    attacked: tuple[tuple[object, ...], Path, dict[str, Any]], tmp_path: Path
-) -> None:
-    words, _, found = attacked
-    out = tmp_path / "o.safetensors"
-    again = document(*words, "--resume", "-o", out)
-    assert again["resumed"] == {"records": 12, "computed_again": 12}
-    evidence = decode_evidence(file.Checkpoint.read(out).record.evidence[-1])
-    assert [(part.patch, part.robust) for part in evidence.result.parts] == list(
-        found["robust"].items()
-    )
-    assert evidence.result.threat == threat.Threat("patch", threat.Patch(1, 1))
-    shown = " ".join(attempt("log", out).stdout.split())
-    assert (
-        f"withstand patch 1x1 {intervals.share_text(found['robust']['1x1'], evidence.result.images)}"
-        in shown
-    )
 
 
 FORGED: dict[str, dict[str, Any]] = {
@@ -306,23 +268,6 @@ def honest(words: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) 
     )
     (folder / "r.json").write_text(certvit(*words, *written).stdout)
     return folder
-
-
-def test_a_resumed_run_ends_where_the_whole_one_did(
-    words: tuple[object, ...], honest: Path, tmp_path: Path
-) -> None:
-    lines = (honest / "r.jsonl").read_text().splitlines(keepends=True)
-    path = tmp_path / "r.jsonl"
-    path.write_text("".join(lines[: 1 + 16]))
-    found = document(*words, "--records", path, "--resume")
-    whole = json.loads((honest / "r.json").read_text())
-    assert found["resumed"] == {"records": 16, "computed_again": 16}
-    assert found["certified"] == whole["certified"]
-    timeless = [
-        [{**json.loads(line), "seconds": 0} for line in text.splitlines()]
-        for text in ("".join(lines), path.read_text())
-    ]
-    assert timeless[0] == timeless[1]
 
 
 FORGERIES: dict[str, Callable[[Row], None]] = {

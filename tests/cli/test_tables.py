@@ -15,9 +15,10 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from certcli.cli.main import COMMANDS
-from certcli.cli.shared import output, tables
+from certcli.cli.shared import output
 from certcli.system.errors import CertvitError, plain_lines, plain_text
 from tests.helpers.commands import Done, console
+from tests.helpers.grids import crossed
 
 WIDE = 2000
 TYPED = [
@@ -113,25 +114,6 @@ def test_no_raw_value_no_minus_nothing_and_no_row_twice(
         assert [line for line in text.splitlines() if line.lstrip().startswith("%")] == []
 
 
-def test_words_stand_left_and_numbers_right() -> None:
-    rows = [("a", "Conv2d", "1.5", "-", "yes"), ("b", "", "10^3.2", "inf", "12 %")]
-    assert tables.Layout(["n", "kind", "x", "y", "z"], rows, 80).numbers == {2, 3}
-
-
-def test_a_share_that_rounds_to_nothing_has_no_sign() -> None:
-    assert [
-        output.percent(-0.0004, 0),
-        output.percent(-0.0004),
-        output.percent(-0.0),
-        output.percent(0.5, 0),
-    ] == [
-        "0 %",
-        "0.0 %",
-        "0.0 %",
-        "50 %",
-    ]
-
-
 def test_prose_is_broken_between_words_only() -> None:
     line = "  or: certified at 0.5 77.9 %, in /a/folder/whose-name-is-longer-than-the-line/file.safetensors: done"
     broken = output.wrapped(line, 28).splitlines()
@@ -151,20 +133,6 @@ def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) 
     assert {"plain", "certified"} <= first
     assert "init" not in first  # nobody judged it: it is named below
     assert re.search(r"^no accuracy or bound: .*\binit\b", out, re.MULTILINE)
-
-
-def test_log_shows_what_training_found(workshop: Path) -> None:
-    code, out, _ = console("log", workshop / "certified.safetensors")
-    assert code == 0
-    assert re.search(
-        r"this network +\d+ images of digits \(val\): clean \d+\.\d %, and certified \d+\.\d % at 0.3 \(proven\), b",
-        out,
-    )
-
-
-def test_a_bound_that_certifies_nothing_says_so(shown: dict[str, dict[int, str]]) -> None:
-    assert "no usable proof" in shown["lipschitz plain --limit 2"][80]
-    assert "no usable proof" not in shown["lipschitz certified --no-estimate --compare plain"][80]
 
 
 FORGED = "Proven 200 of 200"
@@ -262,8 +230,7 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("columns", [None, "40"])
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(("run", "columns"), crossed(list(RUNS), [None, "40"]))
 def test_no_output_is_forged_by_the_names_that_it_shows(
     run: str, columns: str | None, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

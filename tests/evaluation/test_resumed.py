@@ -59,6 +59,7 @@ BEYOND = ("--limit", 20, "-e", 5)
 HONEST: dict[str, tuple[object, ...]] = {
     "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
     "local": ("--method", "local", "--effort", "tokens", "-e", 0.001),
+    "patch": ("--method", "patch", "--patch", 1, "--hide", "pixels"),
 }
 
 
@@ -109,7 +110,7 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
 
 
 @pytest.mark.parametrize(
-    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("local", "gate")]
+    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("local", "gate"), ("patch", "gate")]
 )
 def test_honest_records_of_methods_that_draw_or_search_agree(
     workshop: Path, made: Path, tmp_path: Path, method: str, way: str
@@ -134,6 +135,7 @@ WRITING = [
     "attack -a pgd-3 --norm linf -e 0.05 -e 0.1",
     "attack -a pgd-3 -e 0.1 -e 0.3 --pixels 8bit",
     "attack -a pgd-3 -e 0.1 -e 0.3 --independent --no-checks",
+    "attack --norm patch --patch 1 --patch 2 --steps 2",
     "certify -e 0.1 -e 0.5",
     "certify --method lipschitz --method smoothing --sigma 0.25 --n0 8 --samples 32 -e 0.1",
     "certify --method patch --patch 2 --patch 3",

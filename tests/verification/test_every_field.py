@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from certcli.audit import attacking
 from certcli.checkpoint.schema import Json, ReportFields, decode_json
 from certcli.report.document import from_json
 from certcli.system.errors import Refused
@@ -23,7 +24,7 @@ from tests.helpers.commands import console, document
 from tests.helpers.grids import EVERY
 
 Place = tuple[str | int, ...]
-IMAGES = ("--dataset", "digits", "--limit", 8)
+IMAGES = ("--dataset", "digits", "--limit", 4)
 WAYS = ("--method", "lipschitz", "--method", "box", "--method", "smoothing", "--samples", 100)
 COMMANDS: dict[str, tuple[object, ...]] = {
     "lipschitz": ("lipschitz", "--limit", 2),
@@ -105,8 +106,13 @@ def require_judged(report: Any) -> None:
 
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_an_edited_field_is_refuted_or_named(
-    kind: str, workshop: Path, tmp_path: Path, proven_once: None
+    kind: str,
+    workshop: Path,
+    tmp_path: Path,
+    proven_once: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attacking, "PATCHED", 1)
     network = workshop / "certified.safetensors"
     command, *words = COMMANDS[kind]
     report = document(command, network, *words)
