@@ -292,7 +292,7 @@ def test_results_show_themselves_in_a_line_and_a_table(certified: Checkpoint) ->
     results = (
         certvit.bound(network),
         certvit.certify(network, images),
-        certvit.certify(network, images, method="patch", patches=["1"], hide="pixels"),
+        certvit.certify(network, images, method="patch", patches=["1"]),
         certvit.attack(network, images, radii=[0.1, 0.2], attacks=["fgsm"]),
         certvit.audit(network, images, seconds=1, attacks=("fgsm",)),
     )

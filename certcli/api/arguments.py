@@ -73,7 +73,7 @@ def require_option_names(passed: Iterable[str], allowed: Iterable[str], where: s
         )
 
 
-_RADII = frozenset(("radii", "sigma", "enough", "step_size"))
+_RADII = frozenset(("radii", "sigma", "enough"))
 """Options that hold radii or noise in pixel units, and may be written as a quotient."""
 _AUTO = "auto"
 _FIELDS = {"radii": "at"}

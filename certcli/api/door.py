@@ -14,7 +14,7 @@ from certcli.api.arguments import (
     read_choice,
     require_option_names,
 )
-from certcli.system import ambient, errors, reading
+from certcli.system import errors, reading, torch_modes
 from certcli.system.options import choices
 
 P = ParamSpec("P")
@@ -124,7 +124,7 @@ def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             values = signature.read(args, kwargs)
-            with ambient.as_stated():
+            with torch_modes.as_stated():
                 result = function(**values)  # type: ignore[call-arg]
             reading.require_unchanged()
             return result

@@ -206,9 +206,7 @@ def _rising(
     def withstood(rows: Sequence[int], first: Planned) -> int:
         # the whole plan, the attack that broke these images first: another one may break them where
         # that one, alone, steps too far
-        order = [first, *(entry for entry in attacked.plan if entry is not first)]
-        # a step of one length would be another attack at another radius
-        plan = [replace(entry, settings=replace(entry.settings, step_size=None)) for entry in order]
+        plan = [first, *(entry for entry in attacked.plan if entry is not first)]
         part = torch.tensor(rows)
         batch = [(part, attacked.images[part], attacked.labels[part])]
         return sum(row.withstood for row in run.attack_images(model, batch, plan, wider, settings))

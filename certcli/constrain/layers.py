@@ -143,11 +143,8 @@ def input_rows(
     padding = module._reversed_padding_repeated_twice
     for piece in images.split(max(1, CHUNK_BYTES // (8 * width * _window_count(module, images)))):
         padded = F.pad(piece, padding, mode=mode) if any(padding) else piece
-        if module.kernel_size == module.stride and module.dilation == (1, 1):
-            yield _disjoint_patches(padded, *module.kernel_size).to(dtype)
-        else:
-            patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
-            yield patches.mT.reshape(-1, width).to(dtype)
+        patches = F.unfold(padded, module.kernel_size, module.dilation, 0, module.stride)
+        yield patches.mT.reshape(-1, width).to(dtype)
 
 
 def sampled(module: nn.Module, value: Tensor, count: int, seed: int) -> Iterator[Tensor]:
@@ -190,12 +187,3 @@ def _window_count(module: nn.Conv2d, value: Tensor) -> int:
             module.stride,
         )
     )
-
-
-def _disjoint_patches(images: Tensor, height: int, width: int) -> Tensor:
-    """Reshape (b, c, H, W) -> (b * patches, c * height * width), 5 times as fast as unfold."""
-    down = images.shape[2] // height
-    across = images.shape[3] // width
-    images = images[:, :, : down * height, : across * width]
-    patches = images.unflatten(3, (across, width)).unflatten(2, (down, height))
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(-1, images.shape[1] * height * width)

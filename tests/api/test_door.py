@@ -193,9 +193,9 @@ def calls(network: OpenCheckpoint, folder: Path) -> dict[str, dict[str, Any]]:
 
 OPTIONS = {
     "certify": ("arithmetic", "samples", "sigma", "radii", "patches", "effort"),
-    "attack": ("steps", "step_size", "seed", "stop_early", "precision", "restarts"),
+    "attack": ("steps", "relative_step", "seed", "stop_early", "precision", "restarts"),
     "audit": ("radii", "sigma", "attacks", "methods", "patches", "seed", "batch_size", "limit"),
-    "predict": ("patches", "hide"),
+    "predict": ("patches", "procedure"),
     "adapt": ("limit", "head", "goal", "device"),
     "constrain": ("eta", "prox", "arch_arg", "seed"),
     "finetune": ("loss", "lr", "noise", "mean"),

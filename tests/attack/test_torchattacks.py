@@ -132,7 +132,7 @@ def test_a_failure_of_the_library_is_one_line() -> None:
         ("torchattacks:PGD,random_start=1", "true or false"),
         ("torchattacks:PGD,eps=0.1", "follows --epsilon"),
         ("torchattacks:APGD,norm=L1", "follows --epsilon"),
-        ("torchattacks:UPGD,loss=mse", "one of: ce, margin, dlr"),
+        ("torchattacks:UPGD,loss=m/s", "it is a word"),
         ("torchattacks:Pixle,x_dimensions=2:b", "x_dimensions cannot be"),
     ],
 )

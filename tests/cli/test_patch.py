@@ -30,7 +30,7 @@ from tests.helpers.commands import attempt, certvit, document, record_lines
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("procedure", ["double-masking", "voting"])
+@pytest.mark.parametrize("procedure", ["double-masking", "voting:1"])
 def test_the_command_its_records_and_their_check(
     workshop: Path, tmp_path: Path, procedure: str
 ) -> None:
@@ -48,16 +48,7 @@ def test_the_command_its_records_and_their_check(
         "--procedure",
         procedure,
     )
-    words = (
-        *words,
-        "--band-width",
-        1,
-        "--patch",
-        "1",
-        "--patch",
-        "2x1",
-        *["--hide", "pixels"] * (procedure[0] == "d"),
-    )
+    words = (*words, "--patch", "1", "--patch", "2x1")
     found = document(*words, "--records", records)
     assert set(found["certified"]) == {"1x1", "2x1"}
     assert found["norm"] == "patch"
@@ -66,7 +57,7 @@ def test_the_command_its_records_and_their_check(
     share = sum("2x1" in row["proven"] and row["prediction"] == row["label"] for row in rows) / 40
     assert found["certified"]["2x1"] == share
     assert all("radius" not in row for row in rows)
-    if procedure == "voting":
+    if procedure == "voting:1":
         assert all(
             sum(row["counts"].values()) == len(row["votes"]) == found["passes"] for row in rows
         )
@@ -110,7 +101,7 @@ def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
 
 def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Path) -> None:
     network = workshop / "plain.safetensors"
-    words = ("--patch", "2x1", "--hide", "pixels")
+    words = ("--patch", "2x1")
     images = datasets.load_dataset(
         "digits", file.Checkpoint.read(network).record.input, "test"
     ).select(range(6))
@@ -120,9 +111,7 @@ def test_predictions_are_those_that_were_certified(workshop: Path, tmp_path: Pat
         "predictions"
     ]
     assert [Path(row["image"]).name for row in rows] == [f"{index}.png" for index in range(6)]
-    certifier = prepare_method(
-        "patch", file.Checkpoint.read(network), CPU, Patches(["2x1"], hide="pixels")
-    )
+    certifier = prepare_method("patch", file.Checkpoint.read(network), CPU, Patches(["2x1"]))
     stored = torch.stack([(pixels * 255).round() / 255 for pixels in images.fetch(range(6))])
     predictions = certifier.predict(stored)
     assert [row["prediction"] for row in rows] == predictions
@@ -219,7 +208,7 @@ def test_forged_records_of_patches_are_computed_again(
 def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Path) -> None:
     certificates = tmp_path / "c.jsonl"
     base = (workshop / "certified.safetensors", "--dataset", "digits", "--limit", 5)
-    defended = ("--method", "patch", "--patch", "1", "--hide", "pixels", "--masks", 4)
+    defended = ("--method", "patch", "--patch", "1", "--procedure", "double-masking:4")
     assert attempt("certify", *base, *defended, "--records", certificates).exit_code == 0
     done = attempt(
         "attack", *base, "--norm", "patch", "--steps", 3, "--only-certified", certificates, "--json"
@@ -239,7 +228,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
 
 Row = dict[str, Any]
 COUNT = 24
-DEFENCE = ("--method", "patch", "--patch", "2x1", "--patch", "1", "--hide", "pixels", "--masks", 4)
+DEFENCE = ("--method", "patch", "--patch", "2x1", "--patch", "1", "--procedure", "double-masking:4")
 
 
 @pytest.fixture(scope="module")

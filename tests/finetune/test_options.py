@@ -198,18 +198,17 @@ def test_the_average_is_the_formula_and_is_retracted_in_use_only() -> None:
     average = Average(net, 0.5)
     with torch.no_grad():
         net.weight.copy_(second)
-    average.update(net)
+    average.update_parameters(net)
     decay = min(0.5, 2 / 11)
-    assert torch.allclose(
-        average.weights["weight"], decay * first + (1 - decay) * second, atol=1e-6
-    )
-    stored = average.weights["weight"].clone()
+    weight = average.module.weight
+    assert torch.allclose(weight, decay * first + (1 - decay) * second, atol=1e-6)
+    stored = weight.clone()
     with average.applied(net, [net.weight]):
         assert torch.allclose(
             net.weight @ net.weight.T, torch.eye(6), atol=1e-5
         )  # float32 Newton-Schulz
     assert torch.equal(net.weight, second)
-    assert torch.equal(average.weights["weight"], stored)
+    assert torch.equal(weight, stored)
 
 
 def test_a_teacher_of_other_sizes_sees_the_images_resized(tiny: Checkpoint, sets: Sets) -> None:
@@ -292,9 +291,7 @@ def test_options_that_this_network_or_machine_lacks(arch: str, options: dict, ma
         {"augment": ("color-jitter",)},
         {"augment": ("color-jitter:0",)},
         {"augment": ("color-jitter:2",)},
-        {"augment": ("color-jitter:0x0x0x0.6",)},
-        {"augment": ("color-jitter:1.1.1",)},
-        {"augment": ("color-jitter:0.1x0.1x0.1x0.1x0.1",)},
+        {"augment": ("color-jitter:0.4x0.4",)},
         {"augment": ("cutout",)},
         {"augment": ("cutout:2",)},
         {"augment": ("cutout:0x3",)},

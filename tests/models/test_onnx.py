@@ -53,8 +53,8 @@ def small_swin() -> nn.Module:
     return timm.create_model(
         "swin_tiny_patch4_window7_224",
         img_size=16,
-        patch_size=2,
-        window_size=4,
+        patch_size=4,
+        window_size=2,
         embed_dim=8,
         depths=(2,),
         num_heads=(2,),

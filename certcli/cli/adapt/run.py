@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from msgspec import to_builtins
 
-from certcli.adapt import descend, fit, keep
+from certcli.adapt import fit, keep
 from certcli.adapt.plan import plan
 from certcli.adapt.settings import HEAD, AdaptSettings
 from certcli.checkpoint import file, outputs
@@ -211,7 +211,7 @@ def write_adapted(
         if settings.keep is not None and settings.keep < 1
         else (used, None)
     )
-    pixels = descend.compact(batch for _, batch, _ in learnt.batches(32))
+    pixels, _ = learnt.tensors()
     adapter = make_adapter(checkpoint, settings, pixels, machine.pick(), choosing)
     locks = ExitStack()
     if not processes.team().leads:

@@ -40,7 +40,6 @@ def asks_for_patches(
         "epsilon": attacks.epsilon,
         "preset": attacks.preset,
         "source": attacks.crafted_on,
-        "step-size": attacks.step_size,
         "pixels": attacks.pixels != "float",
         "save-examples": results.save_examples,
         "gallery": results.gallery,

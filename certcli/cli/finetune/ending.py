@@ -226,15 +226,14 @@ def _certified_shares(
     certifier: Any, images: Images, epsilon: float, sink: Sink
 ) -> tuple[float, float]:
     """Return the clean accuracy and the share certified at epsilon."""
-
     rows: list[Any] = []
     with sink.progress("certify", total=len(images)) as bar:
         for batch in methods.certify_images(certifier, images, 256):
             rows += batch
             bar.advance(len(batch))
     threat = Threat("l2", epsilon)
-    shares = certified_accuracy(rows, [threat])
-    return shares.clean, shares.against(threat)
+    accuracy_of = certified_accuracy(rows, [threat])
+    return accuracy_of.clean, accuracy_of.against(threat)
 
 
 def read_noise_remover(

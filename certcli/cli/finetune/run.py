@@ -13,13 +13,7 @@ from certcli.cli.shared import groups, inputs
 from certcli.cli.shared.output import Sink
 from certcli.evaluation.image_doubts import kept_of
 from certcli.finetune import loop, objective, option_texts, start, state
-from certcli.finetune.budget import (
-    Costs,
-    changed_total,
-    expected_duration,
-    plan_for_budget,
-    shortened_total,
-)
+from certcli.finetune.budget import Costs, changed_total, expected_duration, plan_for_budget
 from certcli.finetune.step import Diverged
 from certcli.images import datasets, labelled
 from certcli.models import build, origins
@@ -28,8 +22,6 @@ from certcli.system.processes import require_one, team
 
 REMARK_SECONDS = 10.0
 """Least time between two remarks where there is no progress bar."""
-LOOKS = 20
-"""Times in a planned run, at least, that its pace is looked at within an epoch."""
 LONGEST_START = 10.0
 """Most seconds of start-up (the interpreter, its imports) that a time budget pays for."""
 
@@ -57,7 +49,6 @@ class Training:
         self.checkpoint = order.source.open(sink)
         self.begin = start.start_of(self.checkpoint.record)
         self.proof_costs = 0.0, 0.0
-        self.epoch_end = 0.0
         self.before: ending.Accuracy | None = None
         self.remarked = 0.0
         self.seen: dict[str, Any] = {}
@@ -202,24 +193,17 @@ class Training:
         assert self.ends is not None
         end = self.ends
         self.proof_costs = bound, certificate
-        costs = plan_for_budget(
-            trainer,
-            train,
-            validation,
-            end - time.perf_counter(),
-            Costs(0.0, 0.0, saving, bound, certificate),
-        )
+        plan_for_budget(trainer, train, validation, end, Costs(0, 0, saving, bound, certificate))
+        settings = trainer.settings
         epochs = trainer.total_steps(train) / trainer.batches(train)
-        limit = trainer.settings.validation_limit
-        self.sink.note(f"planned for {budget}: {trainer.settings.steps} steps, {epochs:.2f} epochs")
+        self.sink.note(f"planned for {budget}: {settings.steps} steps, {epochs:.2f} epochs")
         if epochs < 1:
             self.sink.warn(f"only {epochs:.2f} of one epoch fits into {budget}")
-        if limit is not None and limit < len(validation):
-            self.sink.note(f"validating on {limit} of {len(validation)} images, to save time")
+        judges = len(validation.limit(settings.validation_limit, settings.seed))
+        if judges < len(validation):
+            self.sink.note(f"validating on {judges} of {len(validation)} images, to save time")
         self._save_state(trainer)  # a resumed run must keep to the plan
-        judged = len(validation) if limit is None else limit
-        self.epoch_end = judged * costs.image + saving
-        return end - bound - judged * certificate
+        return end - bound - judges * certificate
 
     def _learn(
         self,
@@ -242,48 +226,33 @@ class Training:
 
             def watch(step: int, loss: float) -> None:
                 bar.reach(step, remark or f"loss {loss:.3f}")
-                total = trainer.total_steps(train)
-                if end is None or step >= total or step % max(1, total // LOOKS):
-                    return
-                now = time.perf_counter()
-                steps = shortened_total(
-                    step,
-                    total,
-                    (now - started) / (step - first),
-                    end - now - self.epoch_end,
-                    trainer.batches(train),
-                )
-                if steps != total:
-                    trainer.change_plan(train, steps)
-                    bar.aim(steps)
 
             for epoch in trainer.run(train, validation, watch):
-                total = trainer.total_steps(train)
-                if end is not None and trainer.step < total:
+                if end is not None and trainer.step < trainer.total_steps(train):
                     now = time.perf_counter()
-                    steps = changed_total(
-                        trainer.step,
-                        total,
-                        (now - started) / (trainer.step - first),
-                        end - now,
-                        trainer.batches(train),
-                    )
-                    if steps != total:
-                        self.sink.note(
-                            f"planned again: {steps} steps, {steps / trainer.batches(train):.2f} epochs"
-                        )
-                        trainer.change_plan(train, steps)
-                        bar.aim(total := steps)
+                    pace = (now - started) / (trainer.step - first)
+                    self._plan_again(trainer, train, pace, end - now)
+                    bar.aim(trainer.total_steps(train))
                 self._save_state(trainer)
                 self.sink.record(asdict(epoch))
                 remark = ending.remark_of(epoch)
                 bar.reach(trainer.step, remark)
-                if (
-                    not sys.stderr.isatty()
-                    and time.perf_counter() - self.remarked >= REMARK_SECONDS
-                ):
-                    self.remarked = time.perf_counter()
+                now = time.perf_counter()
+                if not sys.stderr.isatty() and now - self.remarked >= REMARK_SECONDS:
+                    self.remarked = now
+                    total = trainer.total_steps(train)
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
+
+    def _plan_again(
+        self, trainer: loop.Trainer, train: Images, pace: float, time_left: float
+    ) -> None:
+        """Let the run have as many steps as fit at this pace (seconds a step)."""
+        total = trainer.total_steps(train)
+        batches = trainer.batches(train)
+        steps = changed_total(trainer.step, total, pace, time_left, batches)
+        if steps != total:
+            self.sink.note(f"planned again: {steps} steps, {steps / batches:.2f} epochs")
+            trainer.change_plan(train, steps)
 
     def _save_state(self, trainer: loop.Trainer) -> None:
         """Save the state. A full disk ends the run: nobody could have what is trained after it."""

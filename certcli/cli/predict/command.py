@@ -48,7 +48,7 @@ class Pictures:
         "defence",
         "prove",
         "patches",
-        "hide",
+        "procedure",
     ),
 )
 def predict(
