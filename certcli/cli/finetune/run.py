@@ -244,7 +244,7 @@ class Training:
                     self.sink.note(f"epoch {epoch.epoch}, step {epoch.step} of {total}: {remark}")
 
     def _plan_again(
-        self, trainer: loop.Trainer, train: Images, pace: float, time_left: float
+        self, trainer: loop.Trainer, train: labelled.Images, pace: float, time_left: float
     ) -> None:
         """Let the run have as many steps as fit at this pace (seconds a step)."""
         total = trainer.total_steps(train)
