@@ -18,13 +18,11 @@ import certvit as in_python
 from certcli.certify.methods import prepare_method
 from certcli.certify.options import Patches
 from certcli.checkpoint import file
-from certcli.checkpoint.file import Checkpoint
 from certcli.evaluation.evidence import decode_evidence, method_of
 from certcli.evaluation.record_lines import JudgedImages, Run
 from certcli.images import datasets
 from certcli.models import build
 from certcli.system import errors, processes
-from certcli.system.errors import DataError, UsageError
 from tests.helpers.commands import attempt, certvit, document, record_lines
 
 CPU = torch.device("cpu")
@@ -95,7 +93,7 @@ def test_parameters_of_files_are_checked(forged: dict[str, Any]) -> None:
         parameters=honest,
     )
     assert method_of(run, Path("r.jsonl")) == "patch"
-    with pytest.raises(DataError, match="states parameters that no patch has"):
+    with pytest.raises(errors.DataError, match="states parameters that no patch has"):
         method_of(msgspec.structs.replace(run, parameters={**honest, **forged}), Path("r.jsonl"))
 
 
@@ -202,7 +200,7 @@ def test_forged_records_of_patches_are_computed_again(
         assert failure is None
         assert path.read_bytes() == records.read_bytes()
     else:
-        assert isinstance(failure, DataError), failure
+        assert isinstance(failure, errors.DataError), failure
 
 
 def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Path) -> None:
@@ -223,7 +221,7 @@ def test_a_certified_image_is_not_broken_by_patches(workshop: Path, tmp_path: Pa
         ("--norm", "patch"),
         ("--norm", "patch", "--patch", "2", "-e", "1"),
     ):
-        assert isinstance(attempt("attack", *base, *wrong).exception, UsageError)
+        assert isinstance(attempt("attack", *base, *wrong).exception, errors.UsageError)
 
 
 Row = dict[str, Any]
@@ -307,7 +305,7 @@ EDITS: dict[str, tuple[Callable[[Row], None], bool]] = {
 
 @pytest.mark.parametrize("kind", EDITS)
 def test_edited_evidence_is_refused_or_refuted(honest: Path, tmp_path: Path, kind: str) -> None:
-    checkpoint = Checkpoint.read(honest / "e.safetensors")
+    checkpoint = file.Checkpoint.read(honest / "e.safetensors")
     entry = checkpoint.record.evidence[-1]
     edit, refused = EDITS[kind]
     result = json.loads(json.dumps(entry.result))

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from certcli.cli.main import COMMANDS
 from certcli.cli.shared import output
 from certcli.system.errors import CertvitError, plain_lines, plain_text
-from tests.helpers.commands import Done, console
-from tests.helpers.grids import crossed
+from tests.helpers import commands, grids
 
 WIDE = 2000
 TYPED = [
@@ -71,7 +70,9 @@ def calls_of(line: str, workshop: Path, folder: Path) -> list[tuple[Any, ...]]:
         patch.setattr(
             "certcli.cli.certify.run.time", SimpleNamespace(perf_counter=lambda: 0.0)
         )  # a slow run says so
-        code, _, err = console(*(paths.get(word, word) for word in line.split()), *force, "--quiet")
+        code, _, err = commands.console(
+            *(paths.get(word, word) for word in line.split()), *force, "--quiet"
+        )
     assert code == 0, (line, err)
     return calls
 
@@ -124,10 +125,10 @@ def test_prose_is_broken_between_words_only() -> None:
 
 
 def test_log_takes_a_folder_and_names_its_files(workshop: Path, tmp_path: Path) -> None:
-    code, out, err = console("log", tmp_path)
+    code, out, err = commands.console("log", tmp_path)
     assert code == 3
     assert "no checkpoint" in err
-    code, out, _ = console("log", (workshop / "certified.safetensors").parent)
+    code, out, _ = commands.console("log", (workshop / "certified.safetensors").parent)
     assert code == 0
     first = {line.split()[0] for line in out.splitlines() if line}
     assert {"plain", "certified"} <= first
@@ -151,7 +152,7 @@ NAMES = (
 HOSTILE = "".join(name.removesuffix(".png") for name in NAMES)
 
 
-def require_text(done: Done) -> None:
+def require_text(done: commands.Done) -> None:
     """Assert that no line of the output is forged, and none commands a terminal or the program of a
     workflow.
     """
@@ -200,10 +201,12 @@ def test_no_command_is_forged_by_the_name_of_its_file(
     words = [command, str(path.name), *(["-o", "x.safetensors"] if command == "init" else [])]
     words += [str(path.name)] if command in ("predict", "merge") else []
     words += ["--json"] if as_json else []
-    done = console(*words, folder=tmp_path)
+    done = commands.console(*words, folder=tmp_path)
     assert done.code != 0
     require_text(done)
-    done = console(command, workshop / "plain.safetensors", f"--{name}", name, folder=tmp_path)
+    done = commands.console(
+        command, workshop / "plain.safetensors", f"--{name}", name, folder=tmp_path
+    )
     require_text(done)
 
 
@@ -230,14 +233,14 @@ RUNS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("run", "columns"), crossed(list(RUNS), [None, "40"]))
+@pytest.mark.parametrize(("run", "columns"), grids.crossed(list(RUNS), [None, "40"]))
 def test_no_output_is_forged_by_the_names_that_it_shows(
     run: str, columns: str | None, hostile_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if columns is not None:
         monkeypatch.setenv("COLUMNS", columns)
     words = (run.split()[0], f"{HOSTILE}.safetensors", *RUNS[run])
-    done = console(*words, folder=hostile_folder)
+    done = commands.console(*words, folder=hostile_folder)
     assert done.code == 0, done.err
     require_text(done)
 
@@ -247,8 +250,8 @@ def test_configs_and_keys_are_text(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for field in ("architecture", HOSTILE):
         (tmp_path / "config.json").write_text(json.dumps({"architecture": "x", field: HOSTILE}))
-        require_text(console("lipschitz", ".", folder=tmp_path))
+        require_text(commands.console("lipschitz", ".", folder=tmp_path))
     torch.save({HOSTILE: 3, "b": "x"}, tmp_path / "x.pth")
-    require_text(console("lipschitz", "x.pth", folder=tmp_path))
+    require_text(commands.console("lipschitz", "x.pth", folder=tmp_path))
     torch.save({HOSTILE: torch.zeros(3)}, tmp_path / "x.pth")
-    require_text(console("lipschitz", "x.pth", folder=tmp_path))
+    require_text(commands.console("lipschitz", "x.pth", folder=tmp_path))

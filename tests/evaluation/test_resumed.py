@@ -59,7 +59,6 @@ BEYOND = ("--limit", 20, "-e", 5)
 HONEST: dict[str, tuple[object, ...]] = {
     "smoothing": ("--method", "smoothing", "--sigma", 0.1, "--n0", 10, "--samples", 50, "-e", 0.05),
     "local": ("--method", "local", "--effort", "tokens", "-e", 0.001),
-    "patch": ("--method", "patch", "--patch", 1, "--hide", "pixels"),
 }
 
 
@@ -110,7 +109,7 @@ def test_forged_certificates_pass_no_gate_and_enter_no_evidence(
 
 
 @pytest.mark.parametrize(
-    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("local", "gate"), ("patch", "gate")]
+    ("method", "way"), [*(("smoothing", way) for way in WAYS), ("local", "gate")]
 )
 def test_honest_records_of_methods_that_draw_or_search_agree(
     workshop: Path, made: Path, tmp_path: Path, method: str, way: str

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.tables import claims, render, results
-from benchmarks.tables.__main__ import chains, chosen
 from benchmarks.tables.layout import Claim
 from benchmarks.tables.rows import BY_NAME, ROWS, TABLES
-from benchmarks.tables.run import made_by
 from certcli.evaluation.intervals import share_interval
 
 RUNS = results.read()
@@ -86,12 +84,6 @@ def test_no_row_certifies_what_an_attack_breaks(name: str) -> None:
     samples = run["images"]
     if "certify" in samples and samples["certify"] == samples["attack"]:
         assert run["figures"]["certified"] <= run["figures"]["attacked"] <= run["figures"]["clean"]
-
-
-def test_what_a_row_reads_is_made_by_other_rows() -> None:
-    row = BY_NAME["certvit-1/mnist/4c3f/certvit"]
-    before = list(BY_NAME["certvit-1/mnist/4c3f/standard"].steps.values())
-    assert made_by(row) == [*before, *row.steps.values()]
 
 
 JUDGED: list[tuple[list[float], list[float], dict[str, Any], str]] = [
@@ -186,15 +178,3 @@ def test_quick_rows_fit_into_half_an_hour_on_two_cores() -> None:
     keys = [results.key(row.name, seed) for row in ROWS for seed in row.quick_seeds if row.steps]
     assert [key for key in keys if key not in RUNS] == []
     assert sum(sum(RUNS[key]["cpu_seconds"].values()) for key in keys) <= 2 * 30 * 60
-
-
-def test_rows_come_after_those_they_read() -> None:
-    rows = chosen(["certvit-f1/*", "certvit-2/vit-t16"], quick=False)
-    assert {"certvit-1/digits/4c3f/standard", "certvit-1/digits/4c3f/gloro"} < {
-        row.name for row in rows
-    }
-    found = chains(rows)
-    assert sorted(len(chain) for chain in found) == [1, 3]
-    for chain in found:
-        for place, row in enumerate(chain):
-            assert set(row.after) <= {other.name for other in chain[:place]}

@@ -20,8 +20,7 @@ from certcli.verification.documents import (
     kind_of,
     verify_laws,
 )
-from tests.helpers.commands import console, document
-from tests.helpers.grids import EVERY
+from tests.helpers import commands, grids
 
 Place = tuple[str | int, ...]
 IMAGES = ("--dataset", "digits", "--limit", 4)
@@ -115,12 +114,12 @@ def test_an_edited_field_is_refuted_or_named(
     monkeypatch.setattr(attacking, "PATCHED", 1)
     network = workshop / "certified.safetensors"
     command, *words = COMMANDS[kind]
-    report = document(command, network, *words)
+    report = commands.document(command, network, *words)
     require_judged(report)
     path = tmp_path / "r.json"
     again = ("verify", path, network, "--dataset", "digits", "--proven-only", "--json", "-q")
     path.write_text(json.dumps(report))
-    honest = json.loads(console(*again).out)
+    honest = json.loads(commands.console(*again).out)
     assert honest["verified"], honest
     named = honest["claims"][-1]["statement"]
     passed = set()
@@ -131,9 +130,9 @@ def test_an_edited_field_is_refuted_or_named(
         if words & {*map(str, place)} or any(name in field for name in WEAKER[kind]):
             continue
         others = [other for other in edited(value) if other != value]
-        for other in others if EVERY else others[count % max(1, len(others)) :][:1]:
+        for other in others if grids.EVERY else others[count % max(1, len(others)) :][:1]:
             path.write_text(json.dumps(put(report, place, other)))
-            done = console(*again)
+            done = commands.console(*again)
             count += 1
             assert done.code in (0, 3, 4, 6, 7), (field, other, done.err)
             if done.code == 0:

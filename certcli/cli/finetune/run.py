@@ -288,7 +288,8 @@ class Training:
         output.write(
             derived, self.path, self.order.resume
         )  # before the proof, which may take longer than is left
-        sink.note(f"wrote {self.path}: epoch {best}")
+        spent = time.perf_counter() - self.started
+        sink.note(f"wrote {self.path}: epoch {best}; {spent:.0f} s so far")
         left = None if self.ends is None else self.ends - time.perf_counter()
         images = validation.limit(settings.validation_limit, settings.seed)
         count = ending.affordable_images(len(images), left, self.proof_costs)
