@@ -214,7 +214,8 @@ def _add_outer(
     count = len(gram) // images
     for some in [slice(i, None, count) for i in range(count)] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            strip, rest = columns[:, some, start : start + _STRIP], columns[:, some, start:]
+            strip = columns[:, some, start : start + _STRIP]
+            rest = columns[:, some, start:]
             inverse = 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
@@ -273,8 +274,8 @@ def factor(gram: Gram) -> Tensor:
     raised.diagonal(dim1=-2, dim2=-1).add_(room[:, None])
     lower, failed = torch.linalg.cholesky_ex(raised)
     lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
-    lost = up(_residue(raised, lower) + lost_in_factor, width * width)
-    proven = (failed == 0) & (lost <= room)
+    missing = up(_residue(raised, lower) + lost_in_factor, width * width)
+    proven = (failed == 0) & (missing <= room)
     if bool(proven.all()):
         return lower
     ball = up(trace.sqrt(), 4)[:, None, None] * torch.eye(width).to(lower)  # NaN is not bounded
