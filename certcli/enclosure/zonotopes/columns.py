@@ -72,6 +72,8 @@ def _pieces(x: Tensor, reach: Reach | None) -> Iterator[Tensor]:
     return map(reached, pieces, parts) if reach is not None else iter(pieces)
 
 
+_FEW = 2**8
+"""Entries of a tensor whose products are made all at once."""
 _AT_ONCE = 32
 """Matrices multiplied together: 64 x 64 of them stay in the processor's cache's reach."""
 
@@ -118,6 +120,21 @@ def folded(products: Tensor) -> Tensor:
     )
 
 
+def add_products(columns: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add those of (A e) (B e), entry by entry of A and B (m, *s), to (m (m + 1) / 2, *s)."""
+    if first[0].numel() < _FEW:
+        columns += folded(first[:, None] * second[None])
+        return
+    halves = first * 0.5**0.5, second * 0.5**0.5
+    start = 0
+    for place in range(len(first)):  # where the columns lie: what is made beside them costs more
+        columns[start].addcmul_(first[place], second[place])
+        beside = columns[start + 1 : start + len(first) - place]
+        beside.addcmul_(first[place + 1 :], halves[1][place])
+        beside.addcmul_(second[place + 1 :], halves[0][place])
+        start += len(first) - place
+
+
 def matrices(columns: Tensor, count: int) -> Tensor:
     """Return the symmetric M of each entry: (columns, *s) -> (entries, m, m)."""
     flat = columns.flatten(1) * weights(
@@ -131,19 +148,19 @@ def quadratic_radius(columns: Tensor, plain: Tensor, count: int) -> Tensor:
     """Above |e^T M e| entry by entry, `plain` the columns' l2 norm: (columns, *s), (*s) -> (*s).
 
     |M|_2 <= |M^4|_F^{1/4}; with computed S = M^2 + E, T = S^2 + E', |E|_F <= gamma |M|_F^2, |E'|_F <= gamma |S|_F^2, so that
-    |M|_2^2 <= sqrt(|T|_F + |E'|_F) + |E|_F. And |M|_2 <= |M|_F.
+    |M|_2^2 <= sqrt(|T|_F + |E'|_F) + |E|_F, |S|_F <= (1 + gamma) |M|_F^2. And |M|_2 <= |M|_F.
     """
     if not columns.numel() or bool((plain <= 2 * TINY).all()):
         return plain
-    lengths = []
+    fourths = []
     for piece in columns.flatten(1).split(_AT_ONCE, 1):
         matrix = matrices(piece, count)
-        square = matrix @ matrix
-        powers = (square.flatten(1), (square @ square).flatten(1))
-        lengths.append(torch.stack([torch.linalg.vector_norm(power, dim=1) for power in powers]))
-    two, four = up(torch.cat(lengths, 1), count * count).view(2, *plain.shape)
+        square = torch.bmm(matrix, matrix)
+        fourths.append(torch.linalg.vector_norm(torch.bmm(square, square).flatten(1), dim=1))
+    four = up(torch.cat(fourths), count * count).view_as(plain)
     loss = gamma(2 * count)
-    fourth = up((four + loss * two * two).sqrt(), 4) + loss * plain * plain
+    whole = plain * plain
+    fourth = up((four + loss * whole * whole).sqrt(), 8) + loss * whole
     return torch.minimum(up(fourth.sqrt() + loss * plain, 8), plain)
 
 

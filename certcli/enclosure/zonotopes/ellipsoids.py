@@ -64,7 +64,7 @@ class Gram(NamedTuple):
             """Apply L to the last axis: (fibres, k, d) -> (fibres, k, e)."""
             return fibres(run(t.movedim(1, 0).reshape(-1, *shape))).movedim(0, 1)
 
-        matrix = of_rows(of_rows(self.matrix, image.apply).mT, image.apply)
+        matrix = of_rows(of_rows(self.matrix, image.apply).mT.contiguous(), image.apply)
         sizes = up(of_rows(self.lengths[:, None], image.absolute)[:, 0], image.terms)
         return Gram(matrix, 2 * (self.terms + 2 * image.terms), sizes)
 
@@ -208,12 +208,11 @@ def _add_outer(gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tens
     sparse = any(int(norm.count_nonzero()) <= _MOST * norm.numel() for norm in norms)
     for some in [slice(i, i + 1) for i in range(len(gram))] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            strip, rest = columns[:, some, start : start + _STRIP], columns[:, some, start:]
-            inverse = 1 / lengths[:, some]
+            rest, inverse = columns[:, some, start:], 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
-                strip, rest, inverse = strip[used], rest[used], inverse[used]
-            strip = (strip * inverse[..., None]).permute(1, 2, 0)
+                rest, inverse = rest.index_select(0, used), inverse.index_select(0, used)
+            strip = (rest[..., :_STRIP] * inverse[..., None]).permute(1, 2, 0)
             gram[some, start : start + _STRIP, start:].baddbmm_(strip, rest.movedim(0, 1))
 
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from certcli.enclosure.zonotopes.backward import BACK, Node
-from certcli.enclosure.zonotopes.columns import Blocks, Term, folded, gamma, summed, up
+from certcli.enclosure.zonotopes.columns import (
+    Blocks,
+    Term,
+    add_products,
+    folded,
+    gamma,
+    summed,
+    up,
+)
 from certcli.enclosure.zonotopes.ellipsoids import (
     Gram,
     as_fibre,
@@ -107,7 +115,9 @@ def up_to_rest(
         linear = torch.addcmul(linear, w.slack, u.abs())
         size = torch.addcmul(size, w.size, u.abs())
     gens, blocks = summed(terms_of, tuple(centre.shape), x.fixed, fresh)
-    if space.squares:
+    if space.squares and contract is TIMES:
+        add_products(gens[space.ball : x.fixed], *torch.broadcast_tensors(x.ball, y.ball))
+    elif space.squares:
         gens[space.ball : x.fixed] += folded(contract(x.ball[:, None], y.ball[None]))
     slack = up(linear + gamma(2 * terms + 10) * size, terms + 10)
     form = Form(space, centre, gens, slack, blocks)

@@ -168,7 +168,7 @@ def average(p: Form, v: Form) -> Form:
         lambda r: common.mT @ r,
     )
     ones = v.linear(
-        lambda t: t - matrices_times(common, t),
+        lambda t: t - (middle.gens if t is v.gens else matrices_times(common, t)),
         lambda t: t + common.abs() @ t,
         tokens + 4,
         lambda r: r - common.mT @ r.sum(-2, keepdim=True),
