@@ -56,7 +56,7 @@ def rows() -> Iterator[Row]:
         "pgd7l2": "attack/parts/1/attacks/pgd-7",
     }
     columns = {name: where for name, where in shown.items() if "attack" not in where}
-    columns |= {"clean": "linf/clean", "fgsm": "linf/attacks/fgsm", "pgd7": "linf/attacks/pgd-7"}
+    columns |= {"clean": "linf/clean", "fgsm": "fgsm/attacks/fgsm", "pgd7": "linf/attacks/pgd-7"}
     columns |= {"pgd7l2": "l2/attacks/pgd-7", "pgd20": "l2/attacks/pgd-20"}
     for small in SMALL:
         for mixing in ("vit", "covit"):

@@ -50,9 +50,9 @@ class Small:
         }
         if not self.radius:
             return {"attack": f"{self.attack} --preset cauchy", **bound}
-        linf = f"{self.attack} --norm linf -e {self.radius} -a fgsm -a pgd-7 --independent"
-        l2 = f"{self.attack} --norm l2 -e 0.5 -a pgd-7 -a pgd-20 --step-size 0.05 --independent"
-        return {"linf": linf, "l2": l2, **bound}
+        linf = f"{self.attack} --norm linf -e {self.radius} -a"
+        l2 = f"{self.attack} --preset cauchy-l2 -e 0.5"
+        return {"fgsm": f"{linf} fgsm", "linf": f"{linf} pgd-7", "l2": l2, **bound}
 
     @property
     def attack(self) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -15,17 +14,11 @@ from certcli.api.arguments import (
     read_choice,
     require_option_names,
 )
-from certcli.system import ambient, errors, reading
+from certcli.system import errors, reading, torch_modes
 from certcli.system.options import choices
 
 P = ParamSpec("P")
 R = TypeVar("R")
-RENAMED = {
-    **dict.fromkeys(("data", "pixels"), "images"),
-    **dict.fromkeys(("eps", "radius", "sizes", "at"), "radii"),
-    "network": "source",
-}
-"""Names of version 0.1 and those that replace them; 0.3 drops this table."""
 
 
 class Signature:
@@ -55,15 +48,6 @@ class Signature:
             UsageError: a name is unknown or lacking, or a value is not what its name stands for.
         """
         allowed = {*self.names, *self.options}
-        for old in kwargs.keys() - allowed:
-            new = RENAMED.get(old)
-            if new in allowed and new not in kwargs:
-                warnings.warn(
-                    f"{self.name}({old}=...) is now {self.name}({new}=...)",
-                    DeprecationWarning,
-                    stacklevel=3,
-                )
-                kwargs = {new if name == old else name: value for name, value in kwargs.items()}
         require_option_names(kwargs, allowed, self.name)
         try:
             bound = inspect.Signature(self.parameters.values()).bind(*args, **kwargs)  # type: ignore[arg-type]
@@ -140,7 +124,7 @@ def speaks_python(function: Callable[P, R]) -> Callable[P, R]:
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             values = signature.read(args, kwargs)
-            with ambient.as_stated():
+            with torch_modes.as_stated():
                 result = function(**values)  # type: ignore[call-arg]
             reading.require_unchanged()
             return result

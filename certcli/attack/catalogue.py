@@ -36,42 +36,22 @@ def torchattacks_library() -> ModuleType:
         ) from failure
 
 
-@dataclass(frozen=True)
-class Argument:
-    """An attack's argument: its default, its values' type, and the words that it lists, if any."""
-
-    default: Any
-    kind: type
-    words: tuple[str, ...] = ()
-
-    def read(self, text: str) -> Any:
-        """Return the value that the text means; ValueError where it has another type."""
-        if self.kind is bool:
-            if text.lower() not in ("true", "false"):
-                raise ValueError("it is true or false")
-            return text.lower() == "true"
-        if self.kind is tuple:
-            return tuple(self._number(part, int) for part in text.split(":"))
-        if self.kind is str:
-            if not re.fullmatch(r"[A-Za-z0-9_]{1,32}", text) or (
-                self.words and text not in self.words
-            ):
-                raise ValueError(
-                    f"it is one of: {', '.join(self.words)}" if self.words else "it is a word"
-                )
-            return text
-        return self._number(text, self.kind)
-
-    @staticmethod
-    def _number(text: str, kind: type) -> Any:
-        value = parse_number(text)
-        if kind is float and 0 <= value < float("inf"):
-            return value
-        if kind is int and 1 <= value < 1e9 and value == int(value):
-            return int(value)
-        raise ValueError(
-            "it is a whole number above 0" if kind is int else "it is a finite number, 0 or more"
-        )
+def _read_argument(name: str, default: Any, text: str) -> Any:
+    """Return the value of the default's type that the text means; ValueError where it has another."""
+    if isinstance(default, bool):
+        if text.lower() not in ("true", "false"):
+            raise ValueError("it is true or false")
+        return text.lower() == "true"
+    if isinstance(default, str):
+        if not re.fullmatch(r"[A-Za-z0-9_]{1,32}", text):
+            raise ValueError("it is a word")
+        return text
+    if isinstance(default, tuple):
+        return tuple(int(part) for part in text.split(":"))
+    value = parse_number(text)
+    if not 0 <= value < 1e9 or (name in BUDGET and (value < 1 or value != int(value))):
+        raise ValueError("it is a number, 0 or more; a whole one above 0, for steps")
+    return int(value) if isinstance(default, int) and value == int(value) else value
 
 
 @dataclass(frozen=True)
@@ -83,14 +63,14 @@ class Signature:
             names none.
         radius: its default radius, to which a default step size belongs; None for attacks without
             one.
-        arguments: those that a person may give.
+        arguments: those that a person may give, with their defaults.
         takes: all arguments, those that certvit decides too.
         missing: required arguments that no option gives.
     """
 
     measures: tuple[str, ...]
     radius: float | None
-    arguments: dict[str, Argument]
+    arguments: dict[str, Any]
     takes: tuple[str, ...]
     missing: tuple[str, ...]
 
@@ -106,10 +86,10 @@ class Signature:
         if self.missing:
             return f"not available here: it needs {', '.join(self.missing)}"
         return ", ".join(
-            f"alpha={argument.default / self.radius:g}*radius"
+            f"alpha={default / self.radius:g}*radius"
             if name == "alpha" and self.radius is not None
-            else f"{name}={_spelled_argument(argument.default)}"
-            for name, argument in self.arguments.items()
+            else f"{name}={_spelled_argument(default)}"
+            for name, default in self.arguments.items()
         )
 
 
@@ -126,26 +106,12 @@ def signature(name: str) -> Signature:
         )
     kind = getattr(torchattacks_library(), name)
     page = inspect.getdoc(kind) or ""
-    arguments: dict[str, Argument] = {}
     parameters = inspect.signature(kind).parameters
-    for argument, parameter in parameters.items():
-        if argument in DECIDED or parameter.default is inspect.Parameter.empty:
-            continue
-        line = re.search(rf"^\s*{argument} \((\w+)\)(.*)$", page, re.MULTILINE)
-        is_float = (
-            line is not None
-            and line[1] == "float"
-            and type(parameter.default) is int
-            and argument not in BUDGET
-        )
-        words = (
-            tuple(re.findall(r"'(\w+)'", line[2]))
-            if line and type(parameter.default) is str
-            else ()
-        )
-        arguments[argument] = Argument(
-            parameter.default, float if is_float else type(parameter.default), words
-        )
+    arguments = {
+        name: parameter.default
+        for name, parameter in parameters.items()
+        if name not in DECIDED and parameter.default is not inspect.Parameter.empty
+    }
     measures = re.search(r"Distance Measure : (.*)", page)
     defaults = [p.default for n, p in parameters.items() if n in ("eps", "max_epsilon")]
     return Signature(
@@ -197,7 +163,7 @@ class Spec:
                     f"it takes {signature_of_attack.words() or 'none'}",
                 )
             try:
-                values[key] = signature_of_attack.arguments[key].read(value)
+                values[key] = _read_argument(key, signature_of_attack.arguments[key], value)
             except ValueError as failure:
                 raise errors.UsageError(
                     f"{text}: {key} cannot be '{value}'", str(failure)

@@ -55,7 +55,7 @@ def attack_images(
         labels = labels.to(images.device)
         batch = _Standing(model, images, labels, planned, settings)
         for region in regions:
-            batch.widen(region, independent)
+            batch.reopen()
             for entry in planned:
                 batch.attack(entry, region, source, independent)
             yield from batch.records(indices, region, keep_images)
@@ -89,24 +89,11 @@ class _Standing:
             entry.label: [None if right else False for right in self.correct.tolist()]
             for entry in planned
         }
-        self.reached: dict[str, tuple[perturbation.Region, Tensor]] = {}
-        """Of each attack: the last radius, and how far it came at it without success."""
 
-    def widen(self, region: perturbation.Region, independent: bool) -> None:
-        """A larger radius: what fell has fallen, what withstood is open, and may fall at once.
-
-        Where an attack ended at the smaller radius, stretched to the new one, costs one forward
-        pass to look at.
-        """
+    def reopen(self) -> None:
+        """A larger radius: what fell has fallen, what withstood is open."""
         for outcome in self.outcome.values():
             outcome[:] = [False if passed is False else None for passed in outcome]
-        for label, (earlier, points) in self.reached.items():
-            standing = self._open(label, independent)
-            if standing and earlier.radius > 0:
-                rows = torch.tensor(standing, device=self.images.device)
-                clean = self.images[rows]
-                farther = clean + (points[rows] - clean) * (region.radius / earlier.radius)
-                self._note(rows, self._verdict(rows, farther, region.of(rows)), label)
 
     def _open(self, label: str, independent: bool) -> list[int]:
         """Rows that this attack may still break."""
@@ -158,16 +145,7 @@ class _Standing:
             turn = replace(settings, restart=restart)
             limit = region.of(rows)
             candidates = craft(source or self.model, images, labels, limit, turn)
-            verdict = self._verdict(rows, candidates, limit)
-            if restart == 0:
-                points = (
-                    self.reached[entry.label][1]
-                    if entry.label in self.reached
-                    else self.images.clone()
-                )
-                points[rows] = candidates.to(points)
-                self.reached[entry.label] = (region, points)
-            self._note(rows, verdict, entry.label)
+            self._note(rows, self._verdict(rows, candidates, limit), entry.label)
             standing = [row for row in standing if outcome[row]]
 
     def _note(self, rows: Tensor, verdict: judge.Judgement, label: str) -> None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from certcli.attack.catalogue import ATTACKS
@@ -21,8 +20,7 @@ class AttackSettings:
     Attributes:
         steps: gradient steps of one run.
         restarts: independent runs, made by `run`, on the images that are still unsolved.
-        step_size: length of every step in pixel units.
-        relative_step: every step is `relative_step * radius / steps` long. Neither: the steps fall
+        relative_step: every step is `relative_step * radius / steps` long; None: the steps fall
             from 2 radius to 0 (`step`).
         seed: of every draw.
         classes: number of classes k; None asks the model.
@@ -44,7 +42,6 @@ class AttackSettings:
 
     steps: int | None = None
     restarts: int = 1
-    step_size: float | None = None
     relative_step: float | None = None
     seed: int = 0
     classes: int | None = None
@@ -70,7 +67,7 @@ class AttackSettings:
                     "leave it out: the attack's own number",
                 )
         options.require_choices(self)
-        for name in ("step_size", "relative_step", "initial_c", "learning_rate"):
+        for name in ("relative_step", "initial_c", "learning_rate"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise errors.UsageError(
@@ -86,7 +83,7 @@ class AttackSettings:
     @property
     def classical(self) -> bool:
         """Whether all steps are equally long, as Madry et al. have them."""
-        return self.step_size is not None or self.relative_step is not None
+        return self.relative_step is not None
 
     @property
     def stops(self) -> bool:
@@ -101,8 +98,6 @@ class AttackSettings:
         Source: Loshchilov & Hutter 2017, Eq. 5 (the curve); docs/attack.md shows the choice.
         """
         radii = region.radii(images)
-        if self.step_size is not None:
-            return perturbation.per_image(torch.full_like(radii, self.step_size), images)
         if self.relative_step is not None:
             return perturbation.per_image(self.relative_step * radii / steps, images)
         return perturbation.per_image((1 + math.cos(math.pi * turn / steps)) * radii, images)
@@ -177,13 +172,18 @@ MADRY = 2.5
 """Radii over all steps, each as long as the others: the choice of Madry et al. 2018."""
 
 
-def _preset_part(
-    norm: perturbation.Norm, radius: float, *names: str | Planned, step_size: float | None = None
-) -> PresetPart:
-    settings = AttackSettings(step_size=step_size, relative_step=MADRY)
+def _preset_part(norm: perturbation.Norm, radius: float, *names: str | Planned) -> PresetPart:
+    settings = AttackSettings(relative_step=MADRY)
     return PresetPart(perturbation.Region(norm, radius), planned_attacks(names, settings))
 
 
+def _madry_pgd(steps: int, share: float) -> Planned:
+    """PGD whose steps are this share of the radius each."""
+    settings = AttackSettings(steps=steps, relative_step=share * steps)
+    return Planned(f"pgd-{steps}", "pgd", settings)
+
+
+_CAUCHY_L2 = _preset_part("l2", 2.0, _madry_pgd(7, 0.1), _madry_pgd(20, 0.1))
 _CAUCHY_CW = Planned(
     "cw",
     "cw",
@@ -224,12 +224,18 @@ PRESETS = {
             "cauchy",
             "Understanding Adversarial Robustness of Vision Transformers via Cauchy Problem, section 5",
             (
-                _preset_part("linf", 2 / 255, "fgsm", "pgd-7", step_size=2 / 255),
-                _preset_part("l2", 2.0, "pgd-7", "pgd-20", step_size=0.2),
+                _preset_part("linf", 2 / 255, "fgsm", _madry_pgd(7, 1.0)),
+                _CAUCHY_L2,
                 _preset_part("l2", 260.0, _CAUCHY_CW),
             ),
             "The paper prints 2/225 once for 2/255. CW: c = 1, kappa = 0, Adam at 0.01, 100 steps, no search over c; a "
             "success counts up to norm 260, as printed. Ours holds the box by projection, not by tanh.",
+        ),
+        Preset(
+            "cauchy-l2",
+            "the same, the PGDs in l2 alone",
+            (_CAUCHY_L2,),
+            "Steps of a tenth of the radius, as the paper's 0.2 at radius 2, at any radius.",
         ),
     )
 }

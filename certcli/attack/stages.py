@@ -66,7 +66,6 @@ def stages_of(
     radii: Sequence[float],
     settings: AttackSettings,
     *,
-    independent: bool = False,
     certified: bool = False,
 ) -> tuple[Stage, ...]:
     """Attacks by name, or a preset, -> the stages. None and empty values are defaults.
@@ -84,7 +83,7 @@ def stages_of(
     planned = planned_attacks(list(names) or [DEFAULT_ATTACK], settings)
     if not chosen and not certified:
         chosen = (DEFAULT_RADIUS,)
-    return (Stage("linf" if norm == "linf" else "l2", chosen, planned, independent),)
+    return (Stage("linf" if norm == "linf" else "l2", chosen, planned, False),)
 
 
 def _preset_stages(

@@ -15,8 +15,8 @@ from certcli.evaluation.evidence import Claim
 from certcli.evaluation.image_records import Certificate
 from certcli.evaluation.intervals import Interval, share_interval
 from certcli.evaluation.threat import Kind, Threat, one_norm, proven_radius
-from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError, NoBoundError, one_line
+from certcli.system.torch_modes import as_stated
 
 AGAIN = 1e-6
 """Relative: how far a stated radius may lie above the one found again. Sums in another order (BLAS,

@@ -25,10 +25,10 @@ from certcli.evaluation.record_lines import Run
 from certcli.evaluation.records import RecordFile
 from certcli.evaluation.threat import Patch, Threat, attacked_radius, proven_radius
 from certcli.images.labelled import Images
-from certcli.system.ambient import as_stated
 from certcli.system.errors import DataError
 from certcli.system.processes import ALONE, Team
 from certcli.system.registry import Entry, Registry
+from certcli.system.torch_modes import as_stated
 
 METHODS = Registry(
     "method",

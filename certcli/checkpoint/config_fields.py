@@ -61,6 +61,8 @@ _HARMLESS = frozenset(
     )
 )
 """Fields that change neither the pixels nor the function of the weights that lie beside them."""
+_OFF: tuple[Any, ...] = (None, False, 0, {}, [], "")
+"""Values that switch a field off."""
 
 
 class PretrainedFields(Struct):
@@ -128,10 +130,16 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
         Refused,
         f"label_offset is {config.pretrained_cfg.label_offset}: timm would drop rows of the classifier",
     )
+    where = "config.json"
+    wrapped = ("model_type",) if raw.get("model_type") == "timm_wrapper" else ()
     config.doubts = [
         *([] if problem is None else [problem + LOGITS_ALONE]),
-        *_unknown_record_fields(raw, _TOP | (_PIXELS if flat else frozenset())),
-        *([] if flat else _unknown_record_fields(about, _PIXELS | set(_LABELS) | {"architecture"})),
+        *unknown_in(raw, {*_HARMLESS, *_TOP, *wrapped, *(_PIXELS if flat else ())}, where),
+        *(
+            []
+            if flat
+            else unknown_in(about, {*_HARMLESS, *_PIXELS, *_LABELS, "architecture"}, where)
+        ),
     ]
     # timm takes the outer one
     inner = about.get("architecture")
@@ -150,16 +158,12 @@ def decode_config(text: str | bytes, decides: bool = True) -> ConfigFields:
     return config
 
 
-def _unknown_record_fields(fields: Mapping[str, Any], used: Iterable[str]) -> list[str]:
+def unknown_in(fields: Mapping[str, Any], used: Iterable[str], where: str) -> list[str]:
     """Return a sentence about the fields that are neither used nor harmless."""
-    wrapped = {"model_type"} if fields.get("model_type") == "timm_wrapper" else set()
-    known_fields = {*used, *_HARMLESS, *wrapped}
-    strange = sorted(
-        key for key, value in fields.items() if key not in known_fields and value is not None
-    )
-    names = one_line(", ".join(strange))[:160]
-    doubt = f"config.json says {names}, which certvit does not know and leaves out"
-    return [doubt] if strange else []
+    names = {*used}
+    strange = sorted(key for key, value in fields.items() if key not in names and value not in _OFF)
+    shown = one_line(", ".join(strange))[:160]
+    return [f"{where} says {shown}, which certvit does not know and leaves out"] if strange else []
 
 
 def other_problem(fields: Mapping[str, Any]) -> str | None:

@@ -16,7 +16,7 @@ from certcli.checkpoint.record import Record
 from certcli.checkpoint.tensor_files import INDEX
 from certcli.models import build
 from certcli.models.converters.base import pixel_input, read_config
-from certcli.models.origins import Hints
+from certcli.models.origins import Hints, overruled
 from certcli.system.errors import ArchitectureError, CheckpointError, raise_if
 from certcli.system.reading import is_absent
 
@@ -92,33 +92,12 @@ def _of_another(path: Path, fields: ConfigFields) -> str | None:
 def _overruled_fields(fields: ConfigFields, hints: Hints) -> list[str]:
     """Return a sentence for each option that overrules config.json."""
     about = fields.pretrained_cfg
-    pairs: list[tuple[str, Any, Any]] = [
-        ("--mean", hints.mean, about.mean),
-        ("--std", hints.std, about.std),
-        *(
-            (f"--arch-arg {key}", value, fields.model_args.get(key))
-            for key, value in hints.arch_args.items()
-        ),
+    options = [("--mean", hints.mean, about.mean), ("--std", hints.std, about.std)]
+    arguments = [
+        (f"--arch-arg {key}", value, fields.model_args.get(key))
+        for key, value in hints.arch_args.items()
     ]
-    return [
-        f"{option} says {_value_text(value)}, {CONFIG} {_value_text(said)}: the option is taken"
-        for option, value, said in pairs
-        if value is not None and said is not None and not _equal_values(value, said)
-    ]
-
-
-def _equal_values(first: Any, said: Any) -> bool:
-    if isinstance(first, (list, tuple)) and isinstance(said, (list, tuple)):
-        longest = max(len(first), len(said))
-        one, right = (
-            list(part) * longest if len(part) == 1 else list(part) for part in (first, said)
-        )
-        return one == right
-    return bool(first == said)
-
-
-def _value_text(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return overruled([*options, *arguments], CONFIG)
 
 
 def describe_timm_file(
@@ -236,9 +215,9 @@ def config_image_doubts(config: ConfigFields, record: Record, hints: Hints) -> l
         return []
     usual = {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
     other = [
-        f"{name} {_value_text(values)}"
+        f"{name} {' '.join(map(str, values))}"
         for name, values in usual.items()
-        if getattr(hints, name) is None and not _equal_values(getattr(spec, name), values)
+        if getattr(hints, name) is None and getattr(spec, name) != values
     ]
     if not other:
         return []

@@ -86,7 +86,8 @@ def open_module(
         raise
     except Exception as failure:  # copying runs code of the module
         raise ArchitectureError(
-            f"the {kind} cannot be copied: {one_line(failure)}", _removal_of_old_hooks(module)
+            f"the {kind} cannot be copied: {one_line(failure)}",
+            "torch's old spectral_norm and weight_norm are removed first: remove_spectral_norm(module.PART)",
         ) from failure
     state = net.state_dict()
     hidden = {name for name, _ in net.named_parameters(remove_duplicate=False)} - state.keys()
@@ -210,19 +211,6 @@ def _evaluated(module: nn.Module) -> Iterator[None]:
     finally:
         for part, was_training in training.items():
             part.training = was_training
-
-
-def _removal_of_old_hooks(module: nn.Module) -> str:
-    """Return the hint for torch's old spectral_norm and weight_norm, which use hooks."""
-    for path, part in module.named_modules():
-        for hook in part._forward_pre_hooks.values():
-            kind = type(hook).__name__
-            if kind in ("SpectralNorm", "WeightNorm"):
-                name = "spectral_norm" if kind == "SpectralNorm" else "weight_norm"
-                return (
-                    f"torch.nn.utils.remove_{name}(module.{path}) first: its weight is bounded then"
-                )
-    return ""
 
 
 def _is_pixel_model(module: nn.Module) -> TypeGuard[PixelModel]:

@@ -41,7 +41,7 @@ from certcli.models.converters.wrapping import (
 )
 from certcli.models.hub import cache_if_unreachable, fetched, hub_failure_reason
 from certcli.models.origins import KEY as ASSUMED
-from certcli.models.origins import Fact, Hints, Reading
+from certcli.models.origins import Fact, Hints, Reading, overruled
 from certcli.models.timm_file import open_timm_file
 from certcli.models.weights import (
     MISFITS,
@@ -275,16 +275,8 @@ def _from_timm(name: str, hints: Hints) -> OpenCheckpoint:
     )
     doubts = [] if hints.arch is None else [f"{name} names its architecture: --arch ignored"]
     doubts += [] if hints.weights is None else [f"{name} is one set of weights: --weights ignored"]
-    doubts += [
-        f"{name} was published with {option[2:]} {published}, {option} says otherwise"
-        for option, option_value, published in (
-            ("--mean", hints.mean, about.get("mean")),
-            ("--std", hints.std, about.get("std")),
-        )
-        if option_value is not None
-        and published is not None
-        and set(option_value) != set(published)
-    ]
+    options = (("--mean", hints.mean, about.get("mean")), ("--std", hints.std, about.get("std")))
+    doubts += overruled(options, f"{name} as it was published")
     origins = dict.fromkeys(hints.arch_args, "--arch-arg")
     origins |= {key: f"--{key}" for key in ("mean", "std") if getattr(hints, key) is not None}
     reading = reading_of(net, record, origins, "timm's own", doubts)
@@ -306,23 +298,14 @@ def with_statistics(hints: Hints, normaliser: Normaliser, path: Path) -> Hints:
 
 def read_with(reading: Reading, hints: Hints, normaliser: Normaliser) -> Reading:
     """Return the reading with the file's statistics, and a doubt where options overrule them."""
-    doubts = list(reading.doubts)
-    facts = list(reading.facts)
-    for name, option, statistic in (
-        ("mean", hints.mean, normaliser.mean),
-        ("std", hints.std, normaliser.std),
-    ):
-        if option is None:
-            facts = [
-                replace(fact, origin=normaliser.origin) if fact.name == name else fact
-                for fact in facts
-            ]
-        elif set(option) != set(statistic):
-            doubts.append(
-                f"--{name} says {_listed_statistics(option)}, {normaliser.origin} {_listed_statistics(statistic)}: "
-                "the option is taken, and the file's is left out"
-            )
-    return replace(reading, facts=tuple(facts), doubts=tuple(doubts))
+    of_hints = {"mean": hints.mean, "std": hints.std}
+    facts = tuple(
+        replace(fact, origin=normaliser.origin) if of_hints.get(fact.name, fact) is None else fact
+        for fact in reading.facts
+    )
+    options = (("--mean", hints.mean, normaliser.mean), ("--std", hints.std, normaliser.std))
+    doubts = (*reading.doubts, *overruled(options, normaliser.origin))
+    return replace(reading, facts=facts, doubts=doubts)
 
 
 def _listed_statistics(values: Sequence[float]) -> str:

@@ -11,7 +11,7 @@ Sources: Hu et al. 2021, LoRA; Kalajdzievski 2023, rsLoRA; Liu et al. 2024, DoRA
 import hashlib
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -267,6 +267,31 @@ class Reading:
 
 
 NOTHING_ASSUMED = Reading(())
+
+
+def overruled(options: Iterable[tuple[str, Any, Any]], where: str) -> list[str]:
+    """Return a sentence for each option that overrules what a file says.
+
+    Args:
+        options: The option, its value, and what the file says; None: nothing.
+    """
+    return [
+        f"{option} says {_value_text(value)}, {where} {_value_text(said)}: the option is taken"
+        for option, value, said in options
+        if value is not None and said is not None and not _equal_values(value, said)
+    ]
+
+
+def _equal_values(value: Any, said: Any) -> bool:
+    """Tell whether two values are equal; one number stands for every channel."""
+    if isinstance(value, (list, tuple)) and isinstance(said, (list, tuple)):
+        alike = all(each == value[0] for each in (*value, *said))
+        return alike or list(value) == list(said)
+    return bool(value == said)
+
+
+def _value_text(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from types import (
     CellType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
@@ -121,6 +122,7 @@ def _parts_of_object(value: Any) -> Iterator[Any]:
         yield from (getattr(value, "__func__", None), value.__self__)
     elif isinstance(value, type):
         bases = [base for base in value.__mro__ if not _is_of_library(base)]
+        yield from (type(base) for base in bases)
         yield [
             {name: each for name, each in vars(base).items() if _counts(name, each)}
             for base in bases
@@ -135,10 +137,11 @@ def _parts_of_object(value: Any) -> Iterator[Any]:
         ]
         names = sorted(_names_in_code(value.__code__) & value.__globals__.keys())
         yield [[name, value.__globals__[name]] for name in names]
+        yield vars(value)
     elif isinstance(value, (staticmethod, classmethod)):
         yield value.__func__
     elif isinstance(value, property):
-        yield value.fget
+        yield from (value.fget, value.fset)
     elif not isinstance(value, (ModuleType, FunctionType)):
         yield type(value)
         yield _state_of_object(value)
@@ -152,6 +155,8 @@ def _state_of_object(value: Any) -> Any:
             state = reduce(value) if reduce else value.__reduce_ex__(2)
         except TypeError:  # locks, weak references: nothing that a function depends on
             return None
+        if isinstance(state, str):  # functools.cache: a copy is the object itself
+            return [state, getattr(value, "__dict__", {})]
         return [list(part) if isinstance(part, Iterator) else part for part in state]
     slots = [
         [name, getattr(value, name, None)]
@@ -166,8 +171,7 @@ def _counts(name: str, attribute: Any) -> bool:
     """Tell whether an attribute of a class is code or a value: descriptors of C are neither."""
     if name in ("__firstlineno__", "__doc__", "__slotnames__"):
         return False
-    kinds = (FunctionType, staticmethod, classmethod, property, Tensor, tuple, list, dict, *_PLAIN)
-    return isinstance(attribute, kinds)
+    return not isinstance(attribute, (GetSetDescriptorType, MemberDescriptorType))
 
 
 def _code_parts(code: CodeType) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor, nn
 
 from certcli.checkpoint.file import Checkpoint
@@ -133,12 +134,15 @@ _PATCHES = "patch_embed.proj.weight"
 _DISTILLED = {192: "deit_tiny", 384: "deit_small", 768: "deit_base"}
 """Widths of timm's distilled networks."""
 _SURPLUS = (
+    ("reg_token", "--arch-arg reg_tokens={1}"),
     ("fc_norm.weight", "--arch-arg global_pool=avg"),
     (".ls1.gamma", "--arch-arg init_values=1e-5"),
     (".q_norm.weight", "--arch-arg qk_norm=true"),
     ("norm_pre.weight", "--arch-arg pre_norm=true"),
 )
-"""Ends of names that a network has with these options only."""
+"""Ends of names that a network has with these options only; in braces an axis of the tensor."""
+_PATCH_SIZES = ("embed_dim={} and --arch-arg num_heads=...", "in_chans={}", "patch_size={}")
+"""Options of the first axes of the map of patches."""
 
 
 def _advised(net: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -151,23 +155,14 @@ def _advised(net: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[str, s
         size = "" if width in _DISTILLED else f" --arch-arg embed_dim={width}"
         named = _DISTILLED.get(width, "deit_tiny")
         advised.append(("dist_token", f"--arch {named}_distilled_patch16_224{size}"))
-    if "reg_token" in tensors and "reg_token" not in expected:
-        advised.append(("reg_token", f"--arch-arg reg_tokens={tensors['reg_token'].shape[1]}"))
-    if _PATCHES in tensors and _PATCHES in expected:
-        first = tensors[_PATCHES].shape
-        usual = expected[_PATCHES].shape
-        comparable = len(first) == len(usual)
-        if first[0] != usual[0]:
-            heads = f"--arch-arg embed_dim={first[0]} and --arch-arg num_heads=..."
-            advised.append((_PATCHES, heads))
-        elif comparable and first[1] != usual[1]:
-            advised.append((_PATCHES, f"--arch-arg in_chans={first[1]}"))
-        if comparable and first[2:] != usual[2:]:
-            advised.append((_PATCHES, f"--arch-arg patch_size={first[2]}"))
+    sides = (each.get(_PATCHES, torch.zeros(())).shape[:3] for each in (tensors, expected))
+    for options, size, usual in zip(_PATCH_SIZES, *sides):
+        if size != usual:
+            advised.append((_PATCHES, f"--arch-arg {options.format(size)}"))
     for ending, options in _SURPLUS:
         surplus = [name for name in sorted(tensors) if name.endswith(ending)]
         if surplus and not any(name.endswith(ending) for name in expected):
-            advised.append((surplus[0], options))
+            advised.append((surplus[0], options.format(*tensors[surplus[0]].shape)))
     return advised
 
 

@@ -1,5 +1,11 @@
-"""Torch's modes: as they were before a block, every operation seen, matrix products by oneDNN where
-PyTorch's own library is the slower one; and the seed of its random numbers.
+"""Torch's settings that change what a network computes, as certificates state them; its modes: as
+they were before a block, every operation seen, matrix products by oneDNN where PyTorch's own
+library is the slower one; and the seed of its random numbers.
+
+A caller may have left `torch.autocast` open, another default precision, or products in fewer bits.
+The network is then another one than the record names, so each method, attack and measurement runs
+under the settings here. Gradients and inference mode are as in a fresh process; they change no
+number, and nothing is said of them.
 
 PyTorch multiplies float32 matrices on x86 by MKL, which takes AVX2 kernels on processors that are
 not Intel's. oneDNN, which PyTorch carries too, takes AVX-512 there. Measured on one core of an AMD
@@ -11,16 +17,84 @@ attack; validation and the agreement with an original network do.
 import functools
 import platform
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn, overrides
 from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Setting(NamedTuple):
+    """read() and write(value) of one setting, and the value under which certvit runs."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    value: Any
+
+
+def _attribute_setting(owner: Any, name: str, value: Any) -> Setting:
+    return Setting(lambda: getattr(owner, name), lambda new: setattr(owner, name, new), value)
+
+
+def _autocast(device: str) -> Setting:
+    return Setting(
+        lambda: torch.is_autocast_enabled(device),
+        lambda new: torch.set_autocast_enabled(device, new),
+        False,
+    )
+
+
+SETTINGS = {
+    "torch.autocast('cpu')": _autocast("cpu"),
+    "torch.autocast('cuda')": _autocast("cuda"),
+    "the default dtype": Setting(torch.get_default_dtype, torch.set_default_dtype, torch.float32),
+    "the precision of float32 products": Setting(
+        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "highest"
+    ),
+    "oneDNN": Setting(
+        torch._C._get_mkldnn_enabled,
+        torch._C._set_mkldnn_enabled,
+        True,
+    ),
+    "TF32 in cuDNN": _attribute_setting(torch.backends.cudnn, "allow_tf32", False),
+    "bf16 sums on CUDA": _attribute_setting(
+        torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", False
+    ),
+    "fp16 sums on CUDA": _attribute_setting(
+        torch.backends.cuda.matmul, "allow_fp16_reduced_precision_reduction", False
+    ),
+    "cuDNN's choice by speed": _attribute_setting(torch.backends.cudnn, "benchmark", False),
+}
+"""Deterministic algorithms stay the caller's choice: they are others in the same arithmetic."""
+_SAID = frozenset(("TF32 in cuDNN", "bf16 sums on CUDA", "fp16 sums on CUDA"))
+"""Torch's own defaults differ: a difference says nothing about the caller."""
+
+
+@contextmanager
+def as_stated() -> Iterator[None]:
+    """Run the body under `SETTINGS`, and give the caller's back; warn of those that differed."""
+    with ExitStack() as restored:
+        restored.enter_context(torch.inference_mode(False))
+        restored.enter_context(torch.enable_grad())
+        others = []
+        for name, setting in SETTINGS.items():
+            before = setting.read()
+            if before != setting.value:
+                restored.callback(setting.write, before)
+                setting.write(setting.value)
+                others += [] if name in _SAID else [f"{name} (yours: {before})"]
+        if others:
+            warnings.warn(
+                f"certvit ran under torch's own settings, not under yours: {', '.join(others)}",
+                stacklevel=4,
+            )
+        yield
 
 
 class RestoredModes:
@@ -43,7 +117,9 @@ class RestoredModes:
         while _len_torch_function_stack() > self.function_modes:
             overrides._pop_mode()
         torch.set_grad_enabled(self.gradients)
-        nn.Module.__call__, nn.Module.__getattr__ = self.methods  # type: ignore[method-assign]
+        # only then: a thousand classes that inherit them would be told
+        if (nn.Module.__call__, nn.Module.__getattr__) != self.methods:
+            nn.Module.__call__, nn.Module.__getattr__ = self.methods  # type: ignore[method-assign]
 
 
 class OperationMode(TorchDispatchMode):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from certcli.attack import catalogue, checks, findings, run
-from certcli.attack.families.ascent import lost_margin
 from certcli.attack.settings import PRESETS, AttackSettings, planned_attacks, preset
 from certcli.evaluation import image_records, perturbation
 from certcli.system.errors import DataError, UsageError
@@ -134,7 +133,7 @@ def test_plans() -> None:
     [
         {"steps": 0},
         {"restarts": 0},
-        {"step_size": float("nan")},
+        {"relative_step": float("nan")},
         {"learning_rate": -1.0},
         {"precision": "fp8"},
     ],
@@ -180,6 +179,7 @@ def test_preset_radii_are_the_papers() -> None:
         "specformer-standard": [("linf", 2 / 255)],
         "specformer-adversarial": [("linf", 8 / 255)],
         "cauchy": [("linf", 2 / 255), ("l2", 2.0), ("l2", 260.0)],
+        "cauchy-l2": [("l2", 2.0)],
     }
     with pytest.raises(UsageError, match="unknown preset"):
         preset("cifar")
@@ -188,34 +188,30 @@ def test_preset_radii_are_the_papers() -> None:
 def test_preset_steps_are_the_papers() -> None:
     """2.5 radius / steps where a paper names no size, whatever the default of an attack becomes."""
     steps = {
-        (name, entry.label, entry.settings.steps): entry.settings.step_size
+        (name, entry.label, entry.settings.steps): entry.settings.relative_step
         for name, paper in PRESETS.items()
         for part in paper.parts
         for entry in part.plan
         if entry.attack != "cw"
     }
     assert steps == {
-        ("certvit", "pgd-50", 50): None,
-        ("specformer-standard", "fgsm", None): None,
-        ("specformer-standard", "pgd-2", 2): None,
-        ("specformer-adversarial", "cw-20", 20): None,
-        ("specformer-adversarial", "pgd-20", 20): None,
-        ("specformer-adversarial", "pgd-100", 100): None,
-        ("cauchy", "fgsm", None): 2 / 255,
-        ("cauchy", "pgd-7", 7): 0.2,
-        ("cauchy", "pgd-20", 20): 0.2,
+        ("certvit", "pgd-50", 50): 2.5,
+        ("specformer-standard", "fgsm", None): 2.5,
+        ("specformer-standard", "pgd-2", 2): 2.5,
+        ("specformer-adversarial", "cw-20", 20): 2.5,
+        ("specformer-adversarial", "pgd-20", 20): 2.5,
+        ("specformer-adversarial", "pgd-100", 100): 2.5,
+        ("cauchy", "fgsm", None): 2.5,
+        ("cauchy", "pgd-7", 7): pytest.approx(0.7),  # of two norms: the last, 0.2 at radius 2
+        ("cauchy", "pgd-20", 20): 2.0,
+        ("cauchy-l2", "pgd-7", 7): pytest.approx(0.7),
+        ("cauchy-l2", "pgd-20", 20): 2.0,
     }
-    plans = [part.plan for paper in PRESETS.values() for part in paper.parts]
-    settings = [entry.settings for plan in plans for entry in plan if entry.attack != "cw"]
-    assert {each.relative_step for each in settings} == {2.5}
-    region = perturbation.Region("l2", 0.5)
-    lengths = [settings[0].step(region, turn, 50, random_pictures(1)).item() for turn in range(50)]
-    assert lengths == pytest.approx([2.5 * 0.5 / 50] * 50)
-
-
-def test_margin_agrees_with_known_values() -> None:
-    logits = torch.tensor([[1.0, 3.0, -2.0], [-1.0, -5.0, -2.0]])
-    assert lost_margin(logits, torch.tensor([1, 0])).tolist() == [-2.0, -1.0]
+    for paper, step in (("certvit", 2.5 * 36 / 255 / 50), ("cauchy", 2 / 255), ("cauchy-l2", 0.2)):
+        part = PRESETS[paper].parts[0]
+        last = part.plan[-1].settings
+        lengths = [last.step(part.region, n, last.steps, random_pictures(1)).item() for n in (0, 1)]
+        assert lengths == pytest.approx([step] * 2)
 
 
 def test_checks_of_the_model() -> None:
@@ -288,7 +284,7 @@ def test_checks_of_the_attacks() -> None:
     flags = flags_of(
         small_perceptron(4),
         perturbation.Region("linf", 0.05),
-        AttackSettings(step_size=1e-6, steps=2),
+        AttackSettings(relative_step=1e-5, steps=2),
     )
     assert "weak iteration" in {flag.check.name for flag in checks.raised(flags)}
     assert checks.rising_accuracy({0.1: 0.5, 0.2: 0.55, 0.4: 0.1}, 100).raised

@@ -108,7 +108,8 @@ def test_a_residue_is_of_all_entries(width: int) -> None:
 @pytest.mark.parametrize("entries", [3, 300])
 def test_columns_of_products_are_of_both_factors(entries: int) -> None:
     """(A e)(B e) at each entry, one by one and where the columns lie."""
-    first, second = draw(5, entries, seed=9), draw(5, entries, seed=10)
+    first = draw(5, entries, seed=9)
+    second = draw(5, entries, seed=10)
     columns = draw(15, entries, seed=11)
     made = columns.clone()
     add_products(made, first, second)

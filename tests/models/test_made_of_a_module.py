@@ -320,6 +320,41 @@ def test_what_an_object_holds_counts() -> None:
     assert len(set(digests)) == len(STATES)
 
 
+WRITTEN = {
+    "cached": "@functools.cache\ndef read(net=None): return NUMBER",
+    "cached method": "class Net(Between):\n    @functools.cache\n    def number(self): return NUMBER\n"
+    "read = Net.number",
+    "cached property": "class Net(Between):\n    @functools.cached_property\n"
+    "    def number(self): return NUMBER\nread = lambda net: net.number",
+    "partial method": "class Net(Between):\n    def __call(self, one): return one\n"
+    "    number = functools.partialmethod(__call, NUMBER)\nread = lambda net: net.number()",
+    "descriptor": "class Descriptor:\n    def __get__(self, net, kind): return NUMBER\n"
+    "class Net(Between): number = Descriptor()\nread = lambda net: net.number",
+    "class within": "class Net(Between):\n    class Part: number = NUMBER\n"
+    "read = lambda net: net.Part.number",
+    "set": "class Net(Between): numbers = {NUMBER}\nread = lambda net: max(net.numbers)",
+    "object": "class Net(Between): part = SimpleNamespace(number=NUMBER)\n"
+    "read = lambda net: net.part.number",
+    "class of a class": "class Kind(type): number = NUMBER\nclass Part(metaclass=Kind): pass\n"
+    "read = lambda net: Part.number",
+    "by type": "@functools.singledispatch\ndef read(net): return NUMBER",
+}
+"""Programs that multiply by NUMBER, which stands where the code of their forward only leads to."""
+
+
+@pytest.mark.parametrize("source", WRITTEN.values(), ids=WRITTEN)
+def test_code_that_is_wrapped_counts(source: str) -> None:
+    """Two programs that differ by a number alone had one digest."""
+    digests = []
+    for number in ("2.0", "3.0", "2.0"):
+        names: dict[str, Any] = {**globals(), "Net": Between}
+        exec(source.replace("NUMBER", number), names)
+        net = names["Net"](lambda x: x)
+        net.read = names["read"]
+        digests.append(program_digest(net))
+    assert digests[0] == digests[2] != digests[1]
+
+
 class Sliced(nn.Module):
     """A graph with a constant, a slice, an argument by name and a part."""
 

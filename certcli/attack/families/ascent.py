@@ -202,7 +202,7 @@ def fgsm(
 
     `steps` and `restarts` do not apply. Source: Goodfellow et al. 2015.
     """
-    single = replace(settings, steps=1, step_size=None, relative_step=1.0)
+    single = replace(settings, steps=1, relative_step=1.0)
     return ascend_gradient(
         model, images, labels, region, single, log_odds, [Stretch(1)], random_start=False
     )

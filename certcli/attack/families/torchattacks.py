@@ -97,10 +97,7 @@ def _call_arguments(
         **(dict.fromkeys(catalogue.BUDGET, settings.steps) if settings.steps is not None else {}),
     }
     if "alpha" in spec_signature.arguments and spec_signature.radius is not None:
-        ours["alpha"] = (
-            settings.step_size
-            or spec_signature.arguments["alpha"].default * radius / spec_signature.radius
-        )
+        ours["alpha"] = spec_signature.arguments["alpha"] * radius / spec_signature.radius
     return {
         **{name: value for name, value in ours.items() if name in spec_signature.takes},
         **dict(spec.values),

@@ -82,12 +82,6 @@ class Attacks:
     restarts: int = options.option(
         1, "Runs of random attacks on images that are not broken yet.", min=1
     )
-    step_size: float | None = options.option(
-        None,
-        "Constant step size, pixel units. Default: decreases from 2 radii to 0.",
-        metavar="A",
-        read=threat.parse_radius,
-    )
     samples: int = options.option(
         1, "Draws to average for networks with randomness, in eot-pgd and in the verdict.", min=1
     )
@@ -99,9 +93,6 @@ class Attacks:
     pixels: threat.Pixels = options.option(
         "float",
         "float, or 8bit: round the images first, and search among 8-bit images only.",
-    )
-    independent: bool = options.option(
-        False, "Run every attack on every image, also on images that are broken already."
     )
     crafted_on: str | None = options.option(
         None, "Craft on this checkpoint, test on CKPT (transfer).", "--source", mark=Reads()
@@ -118,7 +109,6 @@ class Attacks:
         settings = AttackSettings(
             steps=self.steps,
             restarts=self.restarts,
-            step_size=self.step_size,
             samples=self.samples,
             seed=seed,
             precision=self.precision,
@@ -132,7 +122,6 @@ class Attacks:
             self.norm,
             self.epsilon,
             settings,
-            independent=self.independent,
             certified=certified,
         )
 

@@ -125,13 +125,14 @@ def add_products(columns: Tensor, first: Tensor, second: Tensor) -> None:
     if first[0].numel() < _FEW:
         columns += folded(first[:, None] * second[None])
         return
-    halves = first * 0.5**0.5, second * 0.5**0.5
+    half_of_first = first * 0.5**0.5
+    half_of_second = second * 0.5**0.5
     start = 0
     for place in range(len(first)):  # where the columns lie: what is made beside them costs more
         columns[start].addcmul_(first[place], second[place])
         beside = columns[start + 1 : start + len(first) - place]
-        beside.addcmul_(first[place + 1 :], halves[1][place])
-        beside.addcmul_(second[place + 1 :], halves[0][place])
+        beside.addcmul_(first[place + 1 :], half_of_second[place])
+        beside.addcmul_(second[place + 1 :], half_of_first[place])
         start += len(first) - place
 
 

@@ -208,10 +208,12 @@ def _add_outer(gram: Tensor, columns: Tensor, norms: list[Tensor], lengths: Tens
     sparse = any(int(norm.count_nonzero()) <= _MOST * norm.numel() for norm in norms)
     for some in [slice(i, i + 1) for i in range(len(gram))] if sparse else [slice(None)]:
         for start, norm in zip(range(0, columns.shape[-1], _STRIP), norms, strict=True):
-            rest, inverse = columns[:, some, start:], 1 / lengths[:, some]
+            rest = columns[:, some, start:]
+            inverse = 1 / lengths[:, some]
             used = norm[:, some].any(1).nonzero()[:, 0]
             if len(used) <= _MOST * len(columns):
-                rest, inverse = rest.index_select(0, used), inverse.index_select(0, used)
+                rest = rest.index_select(0, used)
+                inverse = inverse.index_select(0, used)
             strip = (rest[..., :_STRIP] * inverse[..., None]).permute(1, 2, 0)
             gram[some, start : start + _STRIP, start:].baddbmm_(strip, rest.movedim(0, 1))
 
@@ -264,8 +266,8 @@ def factor(gram: Gram) -> Tensor:
     raised.diagonal(dim1=-2, dim2=-1).add_(room[:, None])
     lower, failed = torch.linalg.cholesky_ex(raised)
     lost_in_factor = rounding + gamma(2 * width + 16) * (trace + 2 * width * room)
-    lost = up(_residue(raised, lower) + lost_in_factor, width * width)
-    proven = (failed == 0) & (lost <= room)
+    missing = up(_residue(raised, lower) + lost_in_factor, width * width)
+    proven = (failed == 0) & (missing <= room)
     if bool(proven.all()):
         return lower
     ball = up(trace.sqrt(), 4)[:, None, None] * torch.eye(width).to(lower)  # NaN is not bounded

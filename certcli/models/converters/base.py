@@ -200,7 +200,7 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
         "make it one tensor first: torch.nn.utils.prune.remove(module, name)",
     ),
     (
-        r"(^|\.)parametrizations\.|_[uv]$",
+        r"(^|\.)parametrizations\.|_[uvg]$",
         "belongs to a parametrized layer",
         "make it one tensor first: torch.nn.utils.parametrize.remove_parametrizations(module, name)",
     ),
@@ -211,25 +211,9 @@ _CAUSES: tuple[tuple[str, str, str], ...] = (
     ),
 )
 """Names by which libraries store what changes the weights, what it is, and how it is undone."""
-_COMPUTED = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
-"""Types in which torch takes norms."""
 _MOST_NETWORKS = 64
 _DEEPEST = 12
 """Parts that programs add in front of a name, at most."""
-
-
-@dataclass(frozen=True)
-class Aligned:
-    """The tensors of one network, by its names.
-
-    Attributes:
-        names: The file's name of each.
-        aside: The file's names that are none of the network's.
-    """
-
-    tensors: dict[str, Tensor]
-    names: Mapping[str, str]
-    aside: tuple[str, ...]
 
 
 def cause(
@@ -264,8 +248,9 @@ def require_merged(path: Path, names: Iterable[str]) -> None:
     raise_if(what, ArchitectureError, f"{path.name}: {what}", hint)
 
 
-def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, Aligned]:
-    """Return each whole network in the file, by the prefix under which it lies.
+def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return each whole network in the file, by the prefix under which it lies: the file's name of
+    each of its tensors.
 
     Args:
         expected: The names of the network's tensors.
@@ -277,8 +262,7 @@ def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[s
         target = target_of(name)
         if target is not None:
             candidates.setdefault(target, []).append(name)
-    networks: dict[str, Aligned] = {}
-    choices: set[frozenset[str]] = set()
+    networks: dict[str, dict[str, str]] = {}
     if candidates.keys() != set(targets):
         return networks
     for root in _roots(candidates):
@@ -291,12 +275,8 @@ def alignments(tensors: Mapping[str, Tensor], expected: Iterable[str]) -> dict[s
             if any(len(group) != 1 for group in under.values()):
                 continue
             names = {target: group[0] for target, group in under.items()}
-        chosen = frozenset(names.values())
-        if chosen not in choices:
-            choices.add(chosen)
-            aside = tuple(sorted(tensors.keys() - chosen))
-            ordered = {target: tensors[names[target]] for target in names}
-            networks[root] = Aligned(ordered, names, aside)
+        if names not in networks.values():
+            networks[root] = names
     return networks
 
 
@@ -345,40 +325,3 @@ def _roots(candidates: Mapping[str, list[str]]) -> list[str]:
         parts = name.split(".")[:-1][:_DEEPEST]
         roots |= {".".join(parts[: count + 1]) + "." for count in range(len(parts))}
     return sorted(roots, key=lambda root: (root.count("."), root))[:_MOST_NETWORKS]
-
-
-def without_weight_norm(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the tensors with each weight g v / |v| of a weight norm computed, and these names.
-
-    g is `W.original0` (or W_g) and v `W.original1` (or W_v); the norm is over the axes where g has
-    length 1. ArchitectureError: a norm is zero or g has another shape.
-    """
-    result = dict(tensors)
-    computed = []
-    for name in tensors:
-        match = re.fullmatch(r"(.*?)(?:parametrizations\.(\w+)\.original0|(weight)_g)", name)
-        if match is None:
-            continue
-        target = f"{match[1]}{match[2] or match[3]}"
-        other = name[:-1] + "1" if match[2] else name[:-1] + "v"
-        if other not in tensors or target in tensors:
-            continue
-        gains = tensors[name]
-        directions = tensors[other]
-        axes = [axis for axis in range(gains.dim()) if gains.shape[axis] == 1]
-        if (
-            gains.dim() != directions.dim()
-            or not axes
-            or {gains.dtype, directions.dtype} - _COMPUTED
-        ):
-            continue
-        norms = torch.linalg.vector_norm(directions, dim=axes, keepdim=True)
-        raise_if(
-            norms.shape != gains.shape or not bool((norms > 0).all()),
-            ArchitectureError,
-            f"'{one_line(name)}' and '{one_line(other)}' are no weight norm: of other shapes, or of norm zero",
-        )
-        del result[name], result[other]
-        result[target] = directions * (gains / norms)
-        computed.append(target)
-    return result, computed

@@ -15,7 +15,6 @@ from certcli.models.converters.base import (
     renamed,
     require_merged,
     tensors_by_name,
-    without_weight_norm,
 )
 from certcli.models.converters.wrapping import (
     EMA,
@@ -58,7 +57,7 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
     # parts `_name` but the last: so FSDP, DDP, activation checkpoints and compilers call what they wrap
     pattern = re.compile(r"(?<![^.])_\w+\.")
     private = tuple(sorted({part for name in bare.tensors for part in pattern.findall(name)}))
-    tensors, computed = without_weight_norm(renamed(bare.tensors, [(pattern.pattern, "")]))
+    tensors = renamed(bare.tensors, [(pattern.pattern, "")])
     require_merged(path, tensors)
     taken = ""
     normaliser = None
@@ -79,8 +78,7 @@ def without_wrapping(bare: Bare, path: Path, weights: str | None, anchors: re.Pa
             break
         tensors = _tensors_under(tensors, prefix)
         taken += prefix
-    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser)
-    bare = replace(bare, computed=tuple(computed), private=private)
+    bare = replace(bare, tensors=tensors, prefix=taken, normaliser=normaliser, private=private)
     if places := _roots_of(tensors, anchors):
         bare = _network_under_root(bare, path, weights, places)
     has_averaged = any(name.partition(".")[0] in EMA for name in tensors)
@@ -114,27 +112,26 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
     if not networks:
         return bare
     places: StateDicts = {
-        tuple(root.split(".")[:-1]): each.tensors for root, each in networks.items()
+        tuple(root.split(".")[:-1]): {target: tensors[name] for target, name in names.items()}
+        for root, names in networks.items()
     }
     chosen = chosen_weights(list(places), places, path, bare.undecided(weights))
-    network = networks["".join(f"{part}." for part in chosen)]
-    parents = [name.split(".")[:-1] for name in network.names.values()]
+    own_names = networks["".join(f"{part}." for part in chosen)]
+    parents = [name.split(".")[:-1] for name in own_names.values()]
     ends = zip(min(parents), max(parents), strict=False)
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], ends)
     root = "".join(f"{part}." for part, _ in same)
-    others = {name for each in networks.values() for name in each.names.values()}
+    others = {name for names in networks.values() for name in names.values()}
     strange = [
-        name
-        for name in network.aside
-        if name not in others and not harmless(name, tensors[name], root)
+        name for name in sorted(tensors.keys() - others) if not harmless(name, tensors[name], root)
     ]
     added = [
         f"'{one_line(name)}' is taken for '{target}': what else the module around it computes, no tensor shows"
-        for target, name in sorted(network.names.items())
+        for target, name in sorted(own_names.items())
         if not name.endswith(target)
     ]
     for name in strange:
-        other = network.names.get(name.removeprefix(root))
+        other = own_names.get(name.removeprefix(root))
         raise_if(
             other is not None,
             ArchitectureError,
@@ -142,9 +139,11 @@ def aligned(bare: Bare, path: Path, weights: str | None, expected: Collection[st
             ALONE,
         )
     surplus = tensors_by_name((name.removeprefix(root), tensors[name]) for name in strange)
-    aside = (*bare.aside, *(name for name in network.aside if name not in strange))
-    whole = tensors_by_name([*network.tensors.items(), *surplus.items()])
-    return replace(bare, tensors=whole, prefix=root, aside=aside, doubts=tuple(added[:1]))
+    unread = sorted(tensors.keys() - set(own_names.values()) - set(strange))
+    whole = tensors_by_name([*places[chosen].items(), *surplus.items()])
+    return replace(
+        bare, tensors=whole, prefix=root, aside=(*bare.aside, *unread), doubts=tuple(added[:1])
+    )
 
 
 def _tensors_under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 from msgspec.structs import fields
 
-from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem
+from certcli.checkpoint.config_fields import LOGITS_ALONE, other_problem, unknown_in
 from certcli.checkpoint.record import MOST_LAYERS, InputSpec
 from certcli.checkpoint.schema import (
     LARGEST_SIZE,
@@ -175,8 +175,6 @@ _HARMLESS_CONFIG = frozenset(
     )
 )
 """Fields that do not change the logits of the classes that certvit converts."""
-_EMPTY: tuple[Any, ...] = (None, False, 0, {}, [], "")
-"""Values that switch a field off."""
 
 
 def decoded_config(config: Path, kind: type[T]) -> T:
@@ -238,16 +236,12 @@ def unknown_fields(path: Path, struct: type[Struct], decides: bool = True) -> li
     harmless = _HARMLESS_PIXELS if struct is Pixels else _HARMLESS_CONFIG
     raw = decoded_config(path, Json)
     used = {field.name for field in fields(struct)} | harmless
-    strange = sorted(key for key, value in raw.items() if key not in used and value not in _EMPTY)
     problem = other_problem(raw)
     if problem is not None and decides:
         hint = "delete problem_type to judge the largest logit"
         raise ArchitectureError(f"{path.name}: {problem}", hint)
     doubts = [] if problem is None else [problem + LOGITS_ALONE]
-    if strange:
-        names = one_line(", ".join(strange))[:160]
-        doubts.append(f"{path.name} says {names}, which certvit does not know and leaves out")
-    return doubts
+    return doubts + unknown_in(raw, used, path.name)
 
 
 def _processor_doubts(pixels: Pixels) -> list[str]:
